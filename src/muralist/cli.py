@@ -1,0 +1,124 @@
+"""The commands. Nothing heavy is imported until a command runs."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from muralist.errors import UserError, nearest
+
+USAGE = """muralist: train diffusion transformers, watch them learn, look at what they make.
+
+  muralist train    --data_path ./data/train --img_size 64 --model JiT-B/4 --batch_size 64 --epochs 100
+  muralist pack     SRC DST --img_size 64      crop images once, ahead of training
+  muralist export   SRC DST                    weights as a diffusers-style folder
+  muralist demo                                train a small model on driving scenes, five minutes on two cores
+
+`muralist COMMAND --help` lists a command's settings. `--debug` shows tracebacks."""
+
+
+def _train(arguments: Sequence[str]) -> int:
+    from muralist.config import config_path, load, run_name
+    from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
+    from muralist.train.contract import check
+
+    settings = load(TrainSettings, arguments, TRAIN_FLAT_NAMES)
+    check(settings)
+    from muralist.train.loop import train
+
+    return train(settings, run_name(settings, config_path(arguments)))
+
+
+def _pack(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import PackSettings
+
+    settings = load(PackSettings, arguments, {}, positional=("source", "destination"))
+    from muralist.data.packed import pack
+
+    report = pack(settings.source, settings.destination, settings.img_size, settings.num_workers)
+    print(report)
+    return 0
+
+
+def _export(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import ExportSettings
+
+    settings = load(ExportSettings, arguments, {}, positional=("source", "destination"))
+    from muralist.models.export import export
+
+    print(export(settings))
+    return 0
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import DemoSettings
+
+    settings = load(DemoSettings, arguments, {})
+    from muralist.demo import demo
+
+    return demo(settings)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train": (_train, "TrainSettings"),
+    "pack": (_pack, "PackSettings"),
+    "export": (_export, "ExportSettings"),
+    "demo": (_demo, "DemoSettings"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; errors a user can put right are told in a few lines, without a traceback."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        return _dispatch(words)
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        for part in (f"muralist: {error.what}", error.why, error.fix):
+            if part:
+                print(part, file=sys.stderr)
+        return 1
+    except OSError as error:
+        if debug:
+            traceback.print_exc()
+            return 1
+        print(f"muralist: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
+        print("`--debug` shows where.", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("muralist: interrupted; nothing that was saved is lost.", file=sys.stderr)
+        return 130
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    if words[0] in ("--version", "version"):
+        from muralist import __version__
+
+        print(__version__)
+        return 0
+    command, rest = words[0], words[1:]
+    if command not in COMMANDS:
+        fix = "`muralist --help` lists them."
+        raise UserError(f"There is no command {command!r}.", nearest(command, COMMANDS), fix)
+    run, settings_name = COMMANDS[command]
+    if "--help" in rest or "-h" in rest:
+        from muralist.help import settings_help
+
+        print(settings_help(command, settings_name))
+        return 0
+    return run(rest)
+
+
+def script(command: str) -> None:
+    """Entry of the scripts in the project's root: `python train.py ...` is `muralist train ...`."""
+    sys.exit(main([command, *sys.argv[1:]]))

@@ -1,0 +1,291 @@
+"""Settings from YAML and flags, merged in one place, with errors that name the nearest valid choice.
+
+Everything is brought to one form first, {dotted path: value} with the origin of each value, YAML below flags; then
+pydantic checks types. Flat guide names (`--batch_size`) and dotted ones (`--data.batch_size`), dashes or underscores,
+mean the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from muralist.errors import UserError, nearest
+from muralist.settings import Section, TrainSettings, _Apart
+
+S = TypeVar("S", bound=Section)
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "none"}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value as the user gave it, and where."""
+
+    value: Any
+    origin: str
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every setting of a job as (dotted path, field)."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+class Names:
+    """Resolves what a user may write, flat or dotted, to dotted paths of one job's settings."""
+
+    def __init__(self, model: type[Section], flat_names: Mapping[str, str]) -> None:
+        self.fields = dict(leaves(model))
+        self.flags: dict[str, str] = {path: name for name, path in reversed(list(flat_names.items()))}
+        lasts = [path.rpartition(".")[2] for path in self.fields]
+        for path, last in zip(self.fields, lasts, strict=True):
+            self.flags.setdefault(path, last if lasts.count(last) == 1 else path)
+        own = {path: path for path in self.fields}
+        self.paths = own | {flag: path for path, flag in self.flags.items()} | dict(flat_names)
+
+    def resolve(self, written: str, origin: str) -> str:
+        """The dotted path for a written name, or one sentence with the nearest valid one."""
+        name = written.replace("-", "_")
+        if name in self.paths:
+            return self.paths[name]
+        if name == "config":
+            raise UserError(f"{origin}: --config takes the path of one YAML file.")
+        raise UserError(f"Unknown setting {origin}.", nearest(name, self.paths), "`--help` lists every setting.")
+
+
+def load(model: type[S], arguments: Sequence[str], flat_names: Mapping[str, str], positional: Sequence[str] = ()) -> S:
+    """Settings of one job from a command line, with `--config FILE` read below the flags."""
+    names = Names(model, flat_names)
+    given: dict[str, Given] = {}
+    flags, config = _read_flags(names, arguments, positional)
+    if config is not None:
+        given.update(_read_yaml(names, Path(config)))
+    given.update(flags)
+    return _validate(model, names, given)
+
+
+def config_path(arguments: Sequence[str]) -> str | None:
+    """The file named by --config, if any."""
+    for index, argument in enumerate(arguments):
+        if argument == "--config" and index + 1 < len(arguments):
+            return arguments[index + 1]
+        if argument.startswith("--config="):
+            return argument.partition("=")[2]
+    return None
+
+
+def _read_flags(
+    names: Names, arguments: Sequence[str], positional: Sequence[str]
+) -> tuple[dict[str, Given], str | None]:
+    given: dict[str, Given] = {}
+    config: str | None = None
+    waiting, queue = list(positional), list(arguments)
+    while queue:
+        token = queue.pop(0)
+        if not token.startswith("--"):
+            if not waiting:
+                raise UserError(f"Unexpected argument {token!r}.", "Every setting is given as --name value.")
+            given[waiting[0]] = Given(token, waiting.pop(0).upper())
+            continue
+        written, equals, inline = token[2:].partition("=")
+        if written == "config":
+            config = inline if equals else _take(queue, token)
+            continue
+        negated = written.replace("-", "_").removeprefix("no_")
+        if written.replace("-", "_") not in names.paths and _is_bool(names.fields.get(names.paths.get(negated, ""))):
+            given[names.paths[negated]] = Given(False, token)
+            continue
+        path = names.resolve(written, f"--{written}")
+        field = names.fields[path]
+        value: Any
+        if equals:
+            value = [inline] if _is_list(field) else inline
+        elif _is_bool(field):
+            value = queue.pop(0) if queue and queue[0].lower() in _TRUE | _FALSE | {"auto"} else True
+        elif _is_list(field):
+            value = []
+            while queue and not queue[0].startswith("--"):
+                value.append(queue.pop(0))
+            if not value:
+                raise UserError(f"{token} needs at least one value.")
+        else:
+            value = _take(queue, token)
+        given[path] = Given(value, f"--{written}")
+    if waiting:
+        raise UserError(f"Missing argument {waiting[0].upper()}.", "`--help` shows how the command is used.")
+    return given, config
+
+
+def _take(queue: list[str], token: str) -> str:
+    if not queue or queue[0].startswith("--"):
+        raise UserError(f"{token} needs a value.")
+    return queue.pop(0)
+
+
+def _read_yaml(names: Names, path: Path) -> dict[str, Given]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        siblings = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        guess = nearest(str(path), siblings)
+        raise UserError(f"Cannot read the config file {path}: {_reason(error)}.", guess) from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "cannot be parsed"
+        raise UserError(f"{path} is not valid YAML{where}: {problem}.") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold settings as `name: value` lines, not {type(tree).__name__}.")
+    given: dict[str, Given] = {}
+
+    def walk(branch: Mapping[Any, Any], prefix: str) -> None:
+        for key, value in branch.items():
+            written = f"{prefix}{key}"
+            if isinstance(value, dict) and any(known.startswith(f"{written}.") for known in names.fields):
+                walk(value, f"{written}.")
+            else:
+                given[names.resolve(written, f"`{written}` in {path}")] = Given(value, f"`{written}` in {path}")
+
+    walk(tree, "")
+    return given
+
+
+def _validate(model: type[S], names: Names, given: Mapping[str, Given]) -> S:
+    tree: dict[str, Any] = {}
+    for path, item in given.items():
+        branch = tree
+        *parents, last = path.split(".")
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[last] = _from_text(names.fields[path], item.value)
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = _longest_known(names, [str(part) for part in first["loc"]])
+        if path not in given:
+            raise UserError(f"{path} is missing.") from None
+        item, field = given[path], names.fields[path]
+        raise UserError(f"{item.origin} is {item.value!r}: expected {describe(field)}.") from None
+
+
+def _longest_known(names: Names, location: Sequence[str]) -> str:
+    for length in range(len(location), 0, -1):
+        path = ".".join(location[:length])
+        if path in names.fields:
+            return path
+    return ".".join(location)
+
+
+def _from_text(field: FieldInfo, value: Any) -> Any:
+    if isinstance(value, str) and value.lower() in {"none", "null"} and type(None) in get_args(field.annotation):
+        return None
+    if _is_list(field) and isinstance(value, str):
+        return [value]
+    return value
+
+
+def _is_list(field: FieldInfo | None) -> bool:
+    return field is not None and get_origin(field.annotation) in (list, tuple)
+
+
+def _is_bool(field: FieldInfo | None) -> bool:
+    return field is not None and (field.annotation is bool or bool in get_args(field.annotation))
+
+
+def describe(field: FieldInfo) -> str:
+    """What a setting accepts, in words."""
+    limits = _limits(field.metadata)
+
+    def words(annotation: Any) -> list[str]:
+        if get_origin(annotation) in (Union, types.UnionType):
+            return [word for part in get_args(annotation) for word in words(part)]
+        if get_origin(annotation) is Literal:
+            return [str(choice) for choice in get_args(annotation)]
+        if get_origin(annotation) in (list, tuple):
+            return ["one or more values" if get_origin(annotation) is list else f"{len(get_args(annotation))} numbers"]
+        if hasattr(annotation, "__metadata__"):
+            return [f"{words(get_args(annotation)[0])[0]}{_limits(annotation.__metadata__)}"]
+        return [_WORDS.get(annotation, str(annotation))]
+
+    choices = words(field.annotation)
+    joined = choices[0] if len(choices) == 1 else ", ".join(choices[:-1]) + " or " + choices[-1]
+    return joined + limits
+
+
+def _limits(metadata: Sequence[Any]) -> str:
+    found = []
+    for item in metadata:
+        for part in getattr(item, "metadata", [item]):
+            for attribute, word in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
+                if getattr(part, attribute, None) is not None:
+                    found.append(f"{word} {getattr(part, attribute)}")
+    return " " + " and ".join(found) if found else ""
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or "it is not UTF-8 text"
+
+
+def flatten(settings: Section) -> dict[str, Any]:
+    """All settings as {dotted path: plain value}."""
+    plain = settings.model_dump(mode="json")
+
+    def walk(branch: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in branch.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(walk(plain, ""))
+
+
+def identity(settings: TrainSettings) -> dict[str, Any]:
+    """The settings that shape the result: two runs with equal identities are the same run."""
+    fields, values = dict(leaves(type(settings))), flatten(settings)
+    apart = {path for path, field in fields.items() if any(isinstance(mark, _Apart) for mark in field.metadata)}
+    shaping = {path: value for path, value in values.items() if path not in apart}
+    if settings.optim.lr_schedule == "cosine":
+        shaping["epochs"] = settings.epochs
+    if settings.data.path:
+        shaping["data.path"] = os.path.normpath(settings.data.path)
+    return shaping
+
+
+def run_name(settings: TrainSettings, config: str | None) -> str:
+    """The name of a run: as given, or `<config stem or model-size[-cond]>-<6 hex of the identity>`, no clock in it."""
+    if settings.run_name:
+        return settings.run_name
+    condition = "-cond" if settings.model.enable_condition else ""
+    model = f"{settings.model.name.replace('/', '-')}-{settings.model.img_size}{condition}"
+    digest = hashlib.sha256(json.dumps(identity(settings), sort_keys=True).encode()).hexdigest()
+    return f"{Path(config).stem if config else model}-{digest[:6]}"
+
+
+def to_yaml(settings: Section) -> str:
+    """Settings as a YAML file that `--config` reads back to the same settings."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def from_yaml(model: type[S], path: Path) -> S:
+    """Settings from a file written by `to_yaml`."""
+    return load(model, ["--config", str(path)], {})

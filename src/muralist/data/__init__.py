@@ -1,0 +1,1 @@
+"""Where images come from and in which order they are seen."""

@@ -1,0 +1,105 @@
+"""NumPy archives: all images in one uint8 array."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from muralist.data.fields import pick, settle_labels, short_hash
+from muralist.data.images import centre_crop
+from muralist.data.item import Item
+from muralist.data.recent import Recent
+from muralist.errors import UserError
+
+_TRAINING = (("train_x", "images", "x", "arr_0"), ("train_y", "labels", "y", "arr_1"))
+_HELD_OUT = (("test_x",), ("test_y",))
+
+
+def has_held_out(path: Path) -> bool:
+    """Say whether an archive has a held-out part."""
+    return "test_x" in _keys(path)
+
+
+class ArraySource:
+    """The images of an `.npz` file: train_x and train_y (or images and labels), or its test_x and test_y if `held_out`."""
+
+    def __init__(self, path: Path, img_size: int, known: list[str] | None = None, held_out: bool = False) -> None:
+        self.path, self.img_size, self.held_out = path, img_size, held_out
+        # Every process loads the array itself: to pickle it for each loader process would cost more.
+        self._arrays: Recent[np.ndarray] = Recent(1)
+        image_names, label_names = _HELD_OUT if held_out else _TRAINING
+        keys = _keys(path)
+        image_key = pick(keys, image_names)
+        if image_key is None:
+            raise UserError(
+                f"{path} has no array of images.",
+                f"Its arrays are {', '.join(keys) or 'none'}.",
+                f"Name the images one of {', '.join(image_names)} and the labels one of {', '.join(label_names)}.",
+            )
+        self._key = image_key
+        self._count, *_ = self._images().shape
+        if not self._count:
+            raise UserError(f"The array {image_key} in {path} is empty.")
+        label_key = pick(keys, label_names)
+        labels = _array(path, label_key) if label_key else None
+        if labels is not None and labels.shape != (self._count,):
+            raise UserError(
+                f"The labels {label_key} in {path} have the shape {labels.shape}, but there are {self._count:,} images.",
+                fix="Give one whole number per image.",
+            )
+        self._labels, self.label_names = settle_labels(labels, known, f"{path}, array {label_key},")
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, index: int) -> Item:
+        """Crop and scale image `index` to the size asked for."""
+        image = centre_crop(Image.fromarray(self._images()[index]), self.img_size)
+        return Item(image, 0 if self._labels is None else int(self._labels[index]), "")
+
+    def fingerprint(self) -> str:
+        """Hash the checksums that the archive keeps of its arrays."""
+        with zipfile.ZipFile(self.path) as archive:
+            members = [f"{member.filename} {member.file_size} {member.CRC}" for member in archive.infolist()]
+        return short_hash(["array", self._key, *members])
+
+    def _images(self) -> np.ndarray:
+        return self._arrays.get(0, self._load_images)
+
+    def _load_images(self, _: int) -> np.ndarray:
+        images = _array(self.path, self._key)
+        where = f"The array {self._key} in {self.path}"
+        if images.dtype != np.uint8:
+            raise UserError(
+                f"{where} is {images.dtype}, not uint8.", fix="Store pixels as whole numbers from 0 to 255."
+            )
+        if images.ndim != 4 or 3 not in (images.shape[1], images.shape[3]):
+            raise UserError(f"{where} has the shape {images.shape}.", fix="Store images as [count, height, width, 3].")
+        if images.shape[1] == images.shape[3]:
+            raise UserError(f"{where} has the shape {images.shape}, in which either axis of 3 could be the colours.")
+        return np.ascontiguousarray(images if images.shape[3] == 3 else images.transpose(0, 2, 3, 1))
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            yield archive
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"The file {path} could not be read as an .npz archive: {error}.") from error
+
+
+def _keys(path: Path) -> list[str]:
+    with _archive(path) as archive:
+        return list(archive.files)
+
+
+def _array(path: Path, key: str) -> np.ndarray:
+    with _archive(path) as archive:
+        return archive[key]

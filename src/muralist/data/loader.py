@@ -1,0 +1,100 @@
+"""From stream to batches: each rank reads its slice of every global batch, in loader processes, into pinned memory."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from muralist.data.sources import Source, read_batch
+from muralist.data.stream import Split, Stream
+from muralist.errors import UserError
+from muralist.settings import DataSettings
+
+
+class Batch(NamedTuple):
+    """Images as they are stored, and the number of each in the global stream: the key of all its randomness."""
+
+    images_u8: Tensor  # [B, H, W, 3]
+    labels: Tensor  # [B] int64
+    captions: list[str]
+    numbers: Tensor  # [B] int64
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device; the copy overlaps with work already queued there."""
+        return Batch(
+            self.images_u8.to(device, non_blocking=True),
+            self.labels.to(device, non_blocking=True),
+            self.captions,
+            self.numbers.to(device, non_blocking=True),
+        )
+
+    def pin_memory(self) -> Batch:
+        """Called by the loader's pinning thread."""
+        return Batch(self.images_u8.pin_memory(), self.labels.pin_memory(), self.captions, self.numbers.pin_memory())
+
+
+class _StreamDataset(Dataset[Batch]):
+    """Reads whole batches of sample numbers at once."""
+
+    def __init__(self, source: Source, split: Split, stream: Stream) -> None:
+        self.source, self.split, self.stream = source, split, stream
+
+    def __getitems__(self, numbers: list[int]) -> Batch | UserError:
+        number = np.asarray(numbers, dtype=np.int64)
+        indices = self.split.training_index(self.stream.positions(number))
+        return _read(self.source, indices, number)
+
+
+def _read(source: Source, indices: np.ndarray, numbers: np.ndarray) -> Batch | UserError:
+    try:
+        images, labels, captions = read_batch(source, indices)
+    except UserError as error:
+        return error  # raised by the main process: a loader process would wrap it into a traceback
+    return Batch(torch.from_numpy(images), torch.from_numpy(labels), captions, torch.from_numpy(numbers))
+
+
+def training_batches(
+    source: Source, split: Split, stream: Stream, parts: Iterable[list[int]], settings: DataSettings
+) -> Iterator[Batch]:
+    """One batch for every list of sample numbers in `parts`, in order."""
+    workers = settings.num_workers
+    loader: DataLoader[Batch] = DataLoader(
+        _StreamDataset(source, split, stream),
+        batch_sampler=parts,  # type: ignore[arg-type]
+        num_workers=workers,
+        persistent_workers=settings.persistent_workers and workers > 0,
+        pin_memory=settings.pin_memory and torch.cuda.is_available(),
+        prefetch_factor=4 if workers else None,
+        collate_fn=_as_it_is,  # type: ignore[arg-type]
+        worker_init_fn=_leave_signals_to_the_trainer,
+    )
+    for batch in loader:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
+
+
+def held_out_batches(source: Source, indices: np.ndarray, positions: np.ndarray, size: int) -> Iterator[Batch]:
+    """Held-out images by position; the one at position i has number i, so that its noise is the same in every run."""
+    for start in range(0, len(positions), size):
+        chosen = positions[start : start + size]
+        batch = _read(source, indices[chosen], chosen)
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
+
+
+def _as_it_is(batch: Batch | UserError) -> Batch | UserError:
+    return batch
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    # Ctrl+C and SLURM signal every process of a job; the trainer saves and then ends its loader processes itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

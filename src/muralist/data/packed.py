@@ -1,0 +1,331 @@
+"""Packing a data set: every image decoded and cropped once, so that training never waits for a decoder."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from muralist.data.images import BrokenImage
+from muralist.data.packed_source import HELD_OUT_FOLDER, Manifest, PackedFile, PackedSource, is_packed
+from muralist.data.sources import Source, open_held_out, open_source
+from muralist.errors import UserError
+
+__all__ = ["PackReport", "PackedSource", "pack"]
+
+_MOST_FILE_BYTES = 10**9
+_FOOTER_BYTES = 10**6  # an Arrow file ends with its schema and a list of its batches
+_BATCH_BYTES = 16 * 2**20
+_CHUNK_BYTES = 8 * 2**20  # what a worker sends back at once
+_MOST_CHUNK_ROWS = 128
+_LOCK = "lock"
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What a pack came to; `broken` images, of both parts, are named in broken.txt."""
+
+    destination: Path
+    images: int
+    held_out: int
+    broken: int
+    bytes: int
+    seconds: float
+    finished_before: bool  # the very same pack was there already, and nothing was done
+
+
+class _Chunk(NamedTuple):
+    """Consecutive images of a source, less the broken ones."""
+
+    asked: int
+    images: np.ndarray  # uint8 [rows, H * W * 3]
+    labels: np.ndarray
+    captions: list[str]
+    broken: list[tuple[str, str]]
+
+
+def pack(
+    source_path: str, destination: str | Path, img_size: int, workers: int | None = None, progress: bool = True
+) -> PackReport:
+    """Pack a data set, and the part it holds out, into a folder; the bytes do not depend on the number of workers.
+
+    The folder appears under its name when it is complete. Broken images are left out and named in broken.txt.
+    """
+    started = time.monotonic()
+    destination = Path(destination).expanduser().resolve()
+    if destination.is_relative_to(Path(source_path).expanduser().resolve()):
+        raise UserError(f"{destination} lies inside the data set {source_path} itself.", fix="Choose another place.")
+    parts = {"": open_source(source_path, img_size)}
+    if held_out := open_held_out(source_path, img_size):
+        parts[HELD_OUT_FOLDER] = held_out
+    finished_before = _is_finished(destination, parts, img_size)
+    if not finished_before:
+        _check_space(destination, sum(map(len, parts.values())), img_size)
+        with _workplace(destination) as workplace:
+            for name, source in parts.items():
+                label = "Packing" if not name else "Packing the held-out part"
+                with _bar(label, len(source), progress) as advance:
+                    _pack_part(source, source_path, workplace / name, img_size, workers or _cores(), advance)
+    manifests = {name: Manifest.read(destination / name) for name in parts}
+    images = {name: sum(file.rows for file in manifest.files) for name, manifest in manifests.items()}
+    return PackReport(
+        destination,
+        images[""],
+        images.get(HELD_OUT_FOLDER, 0),
+        sum(manifest.broken for manifest in manifests.values()),
+        sum(file.bytes for manifest in manifests.values() for file in manifest.files),
+        time.monotonic() - started,
+        finished_before,
+    )
+
+
+def _pack_part(
+    source: Source, source_path: str, folder: Path, img_size: int, workers: int, advance: Callable[[int], None]
+) -> None:
+    folder.mkdir(exist_ok=True)
+    writer = _Writer(folder, img_size)
+    broken: list[tuple[str, str]] = []
+    for chunk in _chunks(source, img_size, workers):
+        writer.add(chunk)
+        broken += chunk.broken
+        advance(chunk.asked)
+    files = writer.close()
+    if not files:
+        raise UserError(
+            f"All {len(broken):,} images of {source_path} are broken.", f"The first: {': '.join(broken[0])}."
+        )
+    if broken:
+        lines = "".join(f"{_one_line(name)}\t{_one_line(reason)}\n" for name, reason in broken)
+        (folder / "broken.txt").write_text(lines, encoding="utf-8", errors="surrogateescape")
+    names = list(source.label_names)
+    Manifest(img_size, writer.rows_per_batch, names, files, len(broken), source_path, source.fingerprint()).write(
+        folder
+    )
+
+
+def _chunks(source: Source, img_size: int, workers: int) -> Iterator[_Chunk]:
+    """Read a whole source in order, decoding in several processes."""
+    count = len(source)
+    rows = min(_MOST_CHUNK_ROWS, max(1, _CHUNK_BYTES // (img_size * img_size * 3)), -(-count // workers))
+    spans = [range(first, min(first + rows, count)) for first in range(0, count, rows)]
+    if workers == 1 or len(spans) == 1:
+        yield from (_read(source, span) for span in spans)
+        return
+    # Fresh processes rather than forked ones: a fork would copy locks that Arrow's and rich's threads may hold.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(spans)), context, _start_worker, (source,)) as pool:
+        waiting: deque[Future[_Chunk]] = deque()
+        try:
+            for span in spans:
+                waiting.append(pool.submit(_read_in_worker, span))
+                if len(waiting) > 2 * workers:  # so that chunks do not pile up when the disk is slower than the workers
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool as error:
+            raise UserError(
+                "A process that decodes images was killed.", "The memory may be short.", "Use fewer workers."
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _read(source: Source, span: range) -> _Chunk:
+    items, broken = [], []
+    for index in span:
+        try:
+            items.append(source.read(index))
+        except BrokenImage as error:
+            broken.append((error.name, error.reason))
+    images = np.array([item.image.reshape(-1) for item in items], dtype=np.uint8)
+    labels = np.array([item.label for item in items], dtype=np.int32)
+    return _Chunk(len(span), images, labels, [item.caption for item in items], broken)
+
+
+_source_of_worker: Source
+
+
+def _start_worker(source: Source) -> None:
+    global _source_of_worker
+    _source_of_worker = source
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches every process; the packing one ends the others
+
+
+def _read_in_worker(span: range) -> _Chunk:
+    return _read(_source_of_worker, span)
+
+
+class _Writer:
+    """Writes rows to Arrow files in batches of one size, whatever the sizes they come in."""
+
+    def __init__(self, folder: Path, img_size: int) -> None:
+        import pyarrow
+
+        self._folder = folder
+        width = img_size * img_size * 3
+        self.rows_per_batch = min(max(1, _BATCH_BYTES // width), 2**16)
+        self._schema = pyarrow.schema(
+            {"image": pyarrow.binary(width), "label": pyarrow.int32(), "caption": pyarrow.string()}
+        )
+        self._images = np.empty((self.rows_per_batch, width), dtype=np.uint8)
+        self._labels = np.empty(self.rows_per_batch, dtype=np.int32)
+        self._captions: list[str] = []
+        self._files: list[PackedFile] = []
+        self._stream: Any = None
+        self._rows = 0  # in the file being written
+
+    def add(self, chunk: _Chunk) -> None:
+        """Append the rows of a chunk."""
+        taken = 0
+        while taken < len(chunk.labels):
+            filled = len(self._captions)
+            until = min(len(chunk.labels), taken + self.rows_per_batch - filled)
+            self._images[filled : filled + until - taken] = chunk.images[taken:until]
+            self._labels[filled : filled + until - taken] = chunk.labels[taken:until]
+            self._captions += chunk.captions[taken:until]
+            taken = until
+            if len(self._captions) == self.rows_per_batch:
+                self._write_batch()
+
+    def close(self) -> list[PackedFile]:
+        """Write what is left, and describe the files."""
+        if self._captions:
+            self._write_batch()
+        if self._stream is not None:
+            self._close_file()
+        return self._files
+
+    def _write_batch(self) -> None:
+        import pyarrow
+
+        rows = len(self._captions)
+        pixels = [None, pyarrow.py_buffer(self._images[:rows])]
+        images = pyarrow.FixedSizeBinaryArray.from_buffers(self._schema.field("image").type, rows, pixels)
+        columns = [images, pyarrow.array(self._labels[:rows]), pyarrow.array(self._captions, pyarrow.string())]
+        batch = pyarrow.record_batch(columns, schema=self._schema)
+        if self._stream is not None and self._stream.tell() + batch.nbytes + _FOOTER_BYTES > _MOST_FILE_BYTES:
+            self._close_file()
+        if self._stream is None:
+            self._stream = pyarrow.OSFile(str(self._path()), "wb")
+            self._arrow = pyarrow.ipc.new_file(self._stream, self._schema)
+        self._arrow.write_batch(batch)
+        self._rows += rows
+        self._captions = []
+
+    def _close_file(self) -> None:
+        self._arrow.close()
+        self._stream.close()
+        path = self._path()
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self._files.append(PackedFile(path.name, self._rows, path.stat().st_size, digest))
+        self._stream, self._rows = None, 0
+
+    def _path(self) -> Path:
+        return self._folder / f"{len(self._files):05}.arrow"
+
+
+@contextmanager
+def _workplace(destination: Path) -> Iterator[Path]:
+    """Give a folder beside the destination to work in, which takes its name at the end or vanishes."""
+    folder = destination.with_name(f".{destination.name}.packing")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / _LOCK).open("a") as lock:
+            _take(lock.fileno(), folder, destination)
+            try:
+                for leftover in folder.iterdir():  # of a pack that was killed
+                    if leftover.is_dir():
+                        shutil.rmtree(leftover)
+                    elif leftover.name != _LOCK:
+                        leftover.unlink()
+                yield folder
+                folder.rename(destination)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            # Not before: whoever finds no lock under the old name must not find the folder there either.
+            (destination / _LOCK).unlink()
+    except OSError as error:
+        raise UserError(f"Packing into {destination} failed: {error}.") from error
+
+
+def _take(lock: int, folder: Path, destination: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = (folder / _LOCK).exists() and (folder / _LOCK).stat().st_ino == os.fstat(lock).st_ino
+    except BlockingIOError:
+        taken = False
+    except OSError:
+        taken = True  # some network disks have no locks; then two packs into one place are the user's to avoid
+    if not taken:
+        raise UserError(f"Another process is packing into {destination}.", fix="Wait for it, or choose another place.")
+
+
+def _is_finished(destination: Path, parts: dict[str, Source], img_size: int) -> bool:
+    """Say whether the destination holds this very pack; anything else there is refused."""
+    if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
+        return False
+    if not is_packed(destination):
+        raise UserError(f"{destination} exists and is not empty.", fix="Choose another place, or remove it.")
+    manifest = Manifest.read(destination)
+    for name, source in parts.items():
+        packed = Manifest.read(destination / name).source_fingerprint if is_packed(destination / name) else None
+        if manifest.img_size != img_size or packed != source.fingerprint():
+            raise UserError(
+                f"{destination} holds another pack: of {manifest.source} at {manifest.img_size} pixels.",
+                "The images have changed since, or are others." if manifest.img_size == img_size else "",
+                "Choose another place, or remove it.",
+            )
+        PackedSource(destination / name, img_size)  # its files must all be there
+    return True
+
+
+def _check_space(destination: Path, images: int, img_size: int) -> None:
+    place = next(parent for parent in destination.parents if parent.is_dir())
+    needed, free = images * (img_size * img_size * 3 + 64), shutil.disk_usage(place).free
+    if needed > free:
+        raise UserError(
+            f"The packed images need {needed / 1e9:,.1f} GB, but {place} has {free / 1e9:,.1f} GB free.",
+            fix="Free some space, choose another place, or pack at a smaller --img_size.",
+        )
+
+
+@contextmanager
+def _bar(label: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal and yield the function that moves it on."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda images: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda images: progress.advance(task, images)
+
+
+def _cores() -> int:
+    """Count the cores this process may use, which on a cluster are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")

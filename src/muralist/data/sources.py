@@ -1,0 +1,158 @@
+"""The kinds of data sets that can be trained on, and how a path tells which kind it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from muralist.data.arrays import ArraySource, has_held_out
+from muralist.data.folder import FolderSource
+from muralist.data.images import EXTENSIONS as IMAGE_EXTENSIONS
+from muralist.data.item import Item
+from muralist.data.packed_source import HELD_OUT_FOLDER, PackedSource, is_packed
+from muralist.data.parquet import ParquetSource
+from muralist.data.tables import TableSource
+from muralist.data.tars import TarSource, expand_ranges
+from muralist.errors import UserError, nearest
+
+
+class Source(Protocol):
+    """A data set: pictures by number, every one already square and of the size asked for."""
+
+    label_names: list[str]  # empty when the source has no classes
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> Item:
+        """Return picture `index`."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Return a short text that changes when the data set does, so that a resumed run can tell."""
+        ...
+
+
+Known = list[str] | None  # the classes of the training part, when a held-out part is opened
+
+_DRIVING_WORLD = "driving_world"
+_FILES: dict[str, Callable[[Path, int, Known], Source]] = {
+    ".csv": TableSource,
+    ".tsv": TableSource,
+    ".jsonl": TableSource,
+    ".npz": ArraySource,
+}
+# Several such files make one data set. Tar files first: img2dataset writes a .parquet of mere metadata beside each.
+_SHARDS: dict[str, Callable[[list[Path], int, Known], Source]] = {".tar": TarSource, ".parquet": ParquetSource}
+
+
+def open_source(path: str, img_size: int) -> Source:
+    """Open the data set at a path, or the embedded one by its name."""
+    if path == _DRIVING_WORLD:
+        from muralist.data.driving_world import DrivingWorld
+
+        return DrivingWorld(img_size)
+    return _open(Path(path).expanduser(), img_size, None)
+
+
+def open_held_out(path: str, img_size: int) -> Source | None:
+    """Open the part that the data set itself holds out from training, with the same classes; None if there is none.
+
+    That is the test_x of an .npz file, the val... or test... files beside train... files in a folder, the folder val,
+    validation or test beside a folder train, and what a packed folder holds out.
+    """
+    if path == _DRIVING_WORLD:
+        from muralist.data.driving_world import DrivingWorld
+
+        return DrivingWorld(img_size, samples=512, first=1_000_000)  # far behind the scenes that are trained on
+
+    def known() -> list[str]:
+        return open_source(path, img_size).label_names
+
+    place = Path(path).expanduser()
+    if is_packed(place):
+        return PackedSource(place / HELD_OUT_FOLDER, img_size) if is_packed(place / HELD_OUT_FOLDER) else None
+    if place.suffix.lower() == ".npz":
+        return ArraySource(place, img_size, known(), held_out=True) if has_held_out(place) else None
+    if not place.is_dir():
+        return None
+    for suffix, kind in _SHARDS.items():
+        if shards := _shards(place, suffix, held_out=True):
+            return kind(shards, img_size, known())
+    if place.absolute().name == "train":
+        for name in ("val", "validation", "test"):
+            if (sibling := place.absolute().parent / name).is_dir():
+                return _open(sibling, img_size, known())
+    return None
+
+
+def read_batch(source: Source, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Read pictures by number: uint8 [B, H, W, 3], labels int64 [B], captions."""
+    if gather := getattr(source, "read_batch", None):
+        return gather(indices)
+    items = [source.read(int(index)) for index in indices]
+    labels = np.array([item.label for item in items], dtype=np.int64)
+    return np.stack([item.image for item in items]), labels, [item.caption for item in items]
+
+
+def _open(path: Path, img_size: int, known: Known) -> Source:
+    shards = expand_ranges(str(path))
+    for shard in shards:
+        _check_exists(shard)
+    if path.is_dir():
+        return _open_folder(path, img_size, known)
+    suffix = shards[0].suffix.lower()
+    if suffix in _SHARDS:
+        return _SHARDS[suffix](shards, img_size, known)
+    if suffix in _FILES and len(shards) == 1:
+        return _FILES[suffix](path, img_size, known)
+    raise UserError(
+        f"{path} is not a kind of file that holds a data set.",
+        fix=f"Give a folder of images or a file that ends in {' '.join([*_FILES, *_SHARDS])}.",
+    )
+
+
+def _open_folder(folder: Path, img_size: int, known: Known) -> Source:
+    if is_packed(folder):
+        return PackedSource(folder, img_size)
+    for suffix, kind in _SHARDS.items():
+        if not (shards := _shards(folder, suffix, held_out=False)):
+            continue
+        for entry in sorted(folder.iterdir()):
+            if not entry.name.startswith(".") and (entry.is_dir() or entry.suffix.lower() in IMAGE_EXTENSIONS):
+                raise UserError(
+                    f"{folder} holds both {suffix} files ({shards[0].name}) and {entry.name}.",
+                    f"Either could be the data set: the {suffix} files, or the images and class folders.",
+                    "Move one of them elsewhere.",
+                )
+        return kind(shards, img_size, known)
+    return FolderSource(folder, img_size, known)
+
+
+def _shards(folder: Path, suffix: str, held_out: bool) -> list[Path]:
+    """List the files of a folder that end in `suffix`: all, or one part where their names begin with train, val, test."""
+    files = sorted(path for path in folder.glob("[!.]*") if path.suffix.lower() == suffix and path.is_file())
+    parts = {part: [path for path in files if path.name.lower().startswith(part)] for part in ("train", "val", "test")}
+    if held_out:
+        return (parts["val"] or parts["test"]) if parts["train"] else []
+    return parts["train"] or files
+
+
+def _check_exists(path: Path) -> None:
+    if path.exists():
+        return
+    parent = path.absolute().parent
+    missing = path.absolute()
+    while not parent.is_dir():
+        parent, missing = parent.parent, parent
+    if path.absolute() == missing:
+        why = f"There is no {path.name} in {parent}."
+    else:
+        why = f"Already the folder {missing} is missing."
+    raise UserError(
+        f"The data set {path} was not found.",
+        f"{why} {nearest(missing.name, (entry.name for entry in parent.iterdir()))}".strip(),
+        "Give --data_path a folder, a file, or the name driving_world for the embedded data set.",
+    )

@@ -1,0 +1,159 @@
+"""CSV, TSV and JSONL tables that name image files, with captions and labels."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from muralist.data.fields import (
+    CAPTION_FIELDS,
+    LABEL_FIELDS,
+    caption_text,
+    label_number,
+    pick,
+    settle_labels,
+    short_hash,
+)
+from muralist.data.images import read_square
+from muralist.data.item import Item
+from muralist.errors import UserError
+
+if TYPE_CHECKING:
+    import _csv
+
+EXTENSIONS = (".csv", ".tsv", ".jsonl")
+IMAGE_FIELDS = ("image", "image_path", "img_path", "path", "file_name")
+
+_LIST_FOLDER_FROM = 256  # so many files of one folder are looked up faster by listing it than one by one
+
+Row = tuple[int, dict[str, object]]
+
+
+class TableSource:
+    """The rows of a table; image paths are relative to its folder and may lead out of it."""
+
+    def __init__(self, path: Path, img_size: int, known: list[str] | None = None) -> None:
+        import pyarrow
+
+        self.path, self.img_size = path, img_size
+        images: list[str] = []
+        captions: list[str] = []
+        labels: list[int] = []
+        lines: list[int] = []
+        for line, row in _rows(path):
+            where = f"line {line} of {path}"
+            images.append(_image(row, where))
+            if caption_field := pick(row, CAPTION_FIELDS):
+                captions.append(caption_text(row[caption_field], where))
+            else:
+                captions.append("")
+            if label_field := pick(row, LABEL_FIELDS):
+                labels.append(label_number(row[label_field], where))
+            lines.append(line)
+            if len(labels) not in (0, len(images)):
+                raise UserError(
+                    f"Some rows of {path} have a label and others none; the first change is in line {line}."
+                )
+        if not images:
+            raise UserError(f"The table {path} has no rows.")
+        _check_files(path, images, lines)
+        self._labels, self.label_names = settle_labels(np.array(labels, dtype=np.int64), known, str(path))
+        self._images = pyarrow.array([os.fsencode(image) for image in images], pyarrow.large_binary())
+        self._captions = pyarrow.array(captions, pyarrow.large_string())
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, index: int) -> Item:
+        """Decode the image of row `index`."""
+        path = self.path.parent / os.fsdecode(self._images[index].as_py())
+        label = 0 if self._labels is None else int(self._labels[index])
+        return Item(read_square(path, self.img_size), label, self._captions[index].as_py())
+
+    def fingerprint(self) -> str:
+        """Hash what the rows say."""
+        labels = b"" if self._labels is None else self._labels.tobytes()
+        return short_hash(["table", *self._images.to_pylist(), *self._captions.to_pylist(), labels])
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """Yield the rows with their line numbers, as an editor counts them."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            if path.suffix.lower() == ".jsonl":
+                yield from _json_rows(path, file)
+            else:
+                yield from _csv_rows(path, csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
+    except UnicodeDecodeError as error:
+        raise UserError(f"The table {path} is not UTF-8 text: {error}.", fix="Save it as UTF-8.") from error
+    except (csv.Error, OSError) as error:
+        raise UserError(f"The table {path} could not be read: {error}.") from error
+
+
+def _csv_rows(path: Path, reader: _csv._reader) -> Iterator[Row]:
+    header = [name.strip().lower() for name in next(reader, [])]
+    for cells in reader:
+        if not cells:
+            continue
+        if len(cells) != len(header):
+            raise UserError(
+                f"Line {reader.line_num} of {path} has {len(cells)} fields, but the header has {len(header)}.",
+                fix="Put quotes around fields that hold the separator or a line break.",
+            )
+        yield reader.line_num, dict(zip(header, cells, strict=True))
+
+
+def _json_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"Line {number} of {path} is not JSON: {error}.") from error
+        if not isinstance(row, dict):
+            raise UserError(f"Line {number} of {path} is not a JSON object with named fields.")
+        yield number, {name.lower(): value for name, value in row.items()}
+
+
+def _image(row: dict[str, object], where: str) -> str:
+    field = pick(row, IMAGE_FIELDS)
+    if field is None:
+        raise UserError(
+            f"No column names the image in {where}.",
+            f"Its columns are {', '.join(row) or 'none'}.",
+            f"Name the column one of {', '.join(IMAGE_FIELDS)}.",
+        )
+    image = row[field]
+    if not isinstance(image, str) or not image.strip():
+        raise UserError(f"There is no image in {where}: its {field} is {image!r:.60}.")
+    return image.strip()
+
+
+def _check_files(table: Path, images: list[str], lines: list[int]) -> None:
+    """Find the first row whose file is missing; large folders are listed once, not asked a million times."""
+    rows_of_folder: dict[str, list[int]] = defaultdict(list)
+    for row, image in enumerate(images):
+        rows_of_folder[os.path.dirname(image)].append(row)  # noqa: PTH120
+    missing: list[int] = []
+    for folder, rows in rows_of_folder.items():
+        where = table.parent / folder
+        if len(rows) < _LIST_FOLDER_FROM or not where.is_dir():
+            missing += [row for row in rows if not (table.parent / images[row]).is_file()]
+        else:
+            present = set(os.listdir(where))  # noqa: PTH208  (names are wanted, not Path objects)
+            missing += [row for row in rows if os.path.basename(images[row]) not in present]  # noqa: PTH119
+    if missing:
+        first = min(missing)
+        raise UserError(
+            f"Line {lines[first]} of {table} names {images[first]}, but there is no such file.",
+            f"{len(missing):,} of {len(images):,} rows name missing files.",
+            f"Image paths are relative to {table.parent}.",
+        )

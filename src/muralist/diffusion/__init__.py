@@ -1,0 +1,1 @@
+"""Objectives and solvers: small pure functions, no state."""

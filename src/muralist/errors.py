@@ -1,0 +1,27 @@
+"""Errors that are for people: what happened, the likely cause, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Something the user can put right; shown without a traceback, and the program exits with a non-zero status."""
+
+    def __init__(self, what: str, why: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what, self.why, self.fix = what, why, fix
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.what, self.why, self.fix) if part)
+
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
+        # Data loader workers send exceptions to the main process by pickle; the default would drop why and fix.
+        return type(self), (self.what, self.why, self.fix)
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Say which valid name was probably meant, as a sentence, or nothing when none is near."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    return f"Did you mean {close[0]}?" if close else ""

@@ -1,0 +1,104 @@
+"""Stateless random numbers: every draw is a function of (seed, purpose, sample number), never of what was drawn before.
+
+The generator is Philox4x32-10 (Salmon et al. 2011) written in int64 tensor arithmetic: no state to save, the same
+integers on every device, and torch.compile fuses it into the kernel that uses the numbers. The 128-bit counter is
+(block of four numbers, purpose, low and high half of the sample number); the 64-bit key is the seed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+class Purpose(IntEnum):
+    """What a random number is for; the values are part of the format: never renumber, only add."""
+
+    TIME = 1
+    NOISE = 2
+    LABEL_DROP = 3
+    FLIP = 4
+    CROP = 5
+    ORDER = 6
+    HELD_OUT = 7
+    SAMPLE_NOISE = 8
+    SCENE = 9
+    LATENT = 10
+    CAPTION_DROP = 11
+    INIT = 12
+    DROPOUT = 1 << 16  # plus a site number: one stream per dropout layer
+
+
+def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product; the factor is split so that int64 never overflows."""
+    low_product = a * (constant & 0xFFFF)
+    high_product = a * (constant >> 16)
+    high = (high_product + (low_product >> 16)) >> 16
+    low = (low_product + ((high_product & 0xFFFF) << 16)) & _MASK
+    return high, low
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten Philox rounds on four broadcastable int64 tensors that hold 32-bit words; returns four such tensors."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & _MASK, (seed >> 32) & _MASK
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def words(seed: int, purpose: int, numbers: Tensor, count: int) -> Tensor:
+    """Random 32-bit words, [B, count] int64, for B sample numbers (int64)."""
+    blocks = torch.arange(-(-count // 4), device=numbers.device, dtype=torch.int64)[None, :]
+    low, high = (numbers & _MASK)[:, None], ((numbers >> 32) & _MASK)[:, None]
+    counter = torch.broadcast_tensors(blocks, torch.full_like(blocks, int(purpose)), low, high)
+    out = torch.stack(philox4x32((counter[0], counter[1], counter[2], counter[3]), seed), dim=-1)
+    return out.flatten(1)[:, :count]
+
+
+def _unit(word: Tensor) -> Tensor:
+    """32-bit words to float32 in the open interval (0, 1): 24 bits plus half a step, so log() is always finite."""
+    return (word >> 8).to(torch.float32) * 2.0**-24 + 2.0**-25
+
+
+def uniform(seed: int, purpose: int, numbers: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
+    """Uniform float32 in (0, 1), [B, *shape]."""
+    return _unit(words(seed, purpose, numbers, math.prod(shape))).view(len(numbers), *shape)
+
+
+def normal(seed: int, purpose: int, numbers: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
+    """Standard normal float32, [B, *shape], by Box and Muller on pairs of words."""
+    count = math.prod(shape)
+    pairs = words(seed, purpose, numbers, 2 * (-(-count // 2))).view(len(numbers), -1, 2)
+    radius = torch.sqrt(-2.0 * torch.log(_unit(pairs[..., 0])))
+    angle = (2.0 * math.pi) * _unit(pairs[..., 1])
+    both = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)
+    return both.flatten(1)[:, :count].view(len(numbers), *shape)
+
+
+@dataclass(frozen=True)
+class SampleKeys:
+    """The key of all randomness of a batch: the run's seed and each sample's number in the global stream."""
+
+    seed: int
+    numbers: Tensor  # [B] int64
+
+    def uniform(self, purpose: int, shape: tuple[int, ...] = ()) -> Tensor:
+        """Uniform float32 in (0, 1), one block of numbers per sample."""
+        return uniform(self.seed, purpose, self.numbers, shape)
+
+    def normal(self, purpose: int, shape: tuple[int, ...] = ()) -> Tensor:
+        """Standard normal float32, one block of numbers per sample."""
+        return normal(self.seed, purpose, self.numbers, shape)

@@ -1,0 +1,1 @@
+"""Networks, their weights, and what the training loop needs to know of each family."""

@@ -1,0 +1,32 @@
+"""`muralist export`: weights of a run, a checkpoint or an official file as a diffusers-style folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from muralist.models.weights import infer_jit_config, read_weights, write_jit_folder
+from muralist.settings import ExportSettings
+
+
+def export(settings: ExportSettings) -> str:
+    """Write the folder and say what is in it."""
+    source = Path(settings.source)
+    weights = read_weights(source, settings.weights)
+    description = _description(source)
+    config = infer_jit_config(weights)
+    config |= {key: description[key] for key in ("label_names", "objective") if key in description}
+    write_jit_folder(settings.destination, weights, config)
+    return (
+        f"{settings.destination}: {settings.weights} weights of {source}, {config['input_size']} px, "
+        f"patch {config['patch_size']}, {config['num_classes']} classes"
+    )
+
+
+def _description(source: Path) -> dict[str, Any]:
+    """What the checkpoint's manifest says of its model; nothing for weights made elsewhere."""
+    latest = source / "checkpoints" / "latest"
+    folder = latest.parent / latest.read_text().strip() if latest.is_file() else source
+    manifest = folder / "manifest.json"
+    return json.loads(manifest.read_text())["model"] if manifest.is_file() else {}

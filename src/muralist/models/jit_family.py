@@ -1,0 +1,185 @@
+"""JiT as a family: pixels in, pixels out, classes as conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from muralist import keyed_random
+from muralist.data.loader import Batch
+from muralist.diffusion import flow, solvers
+from muralist.errors import UserError, nearest
+from muralist.keyed_random import Purpose, SampleKeys
+from muralist.models import jit, variants
+from muralist.models.family import Encoded
+from muralist.settings import SampleSettings, TrainSettings
+
+LABEL_TABLE = "y_embedder."
+UNCONDITIONAL = "unconditional"
+_MOST_DEFAULT_PROMPTS = 8
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The objective with every default resolved."""
+
+    prediction: flow.Kind
+    loss: flow.Kind
+    p_mean: float
+    p_std: float
+    noise_scale: float
+    t_eps: float
+    label_drop_prob: float
+
+
+@dataclass(frozen=True)
+class JiTFamily:
+    """One JiT model: its name, size, classes and objective."""
+
+    name: str
+    img_size: int
+    label_names: list[str]  # empty: unconditional
+    objective: Objective
+    random_flip: bool = False
+    attn_dropout: float = 0.0
+    proj_dropout: float = 0.0
+    seed: int = 0
+
+    @classmethod
+    def from_settings(cls, settings: TrainSettings, label_names: list[str]) -> JiTFamily:
+        """The family a training run asks for; `label_names` are the classes of its data."""
+        model, objective = settings.model, settings.objective
+        scale = objective.noise_scale
+        plain = objective.model_dump() | {"noise_scale": max(1.0, model.img_size / 256) if scale == "auto" else scale}
+        if not model.enable_condition:
+            plain["label_drop_prob"] = 0.0
+        return cls(
+            name=model.name,
+            img_size=model.img_size,
+            label_names=list(label_names) if model.enable_condition else [],
+            objective=Objective(**plain),
+            random_flip=settings.data.random_flip,
+            attn_dropout=model.attn_dropout,
+            proj_dropout=model.proj_dropout,
+            seed=settings.seed,
+        )
+
+    @property
+    def num_classes(self) -> int:
+        """An unconditional model has one class."""
+        return max(1, len(self.label_names))
+
+    @property
+    def null_label(self) -> int:
+        """The row of the label table that stands for no label."""
+        return self.num_classes
+
+    def network(self) -> nn.Module:
+        """The network with keyed initial weights."""
+        network = jit.build(self.name, self.img_size, self.num_classes, self.attn_dropout, self.proj_dropout)
+        network.initialise(self.seed)
+        return network
+
+    def encode(self, batch: Batch, keys: SampleKeys) -> Encoded:
+        """Stored bytes to [-1, 1], mirrored or not as the sample's key says."""
+        images = batch.images_u8.permute(0, 3, 1, 2).float() / 127.5 - 1.0
+        if self.random_flip:
+            mirrored = keys.uniform(Purpose.FLIP) < 0.5
+            images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        labels = batch.labels if self.label_names else torch.zeros_like(batch.labels)
+        return Encoded(images, labels)
+
+    def loss(self, network: nn.Module, encoded: Encoded, keys: SampleKeys) -> Tensor:
+        """The flow objective of each sample."""
+        goal, x = self.objective, encoded.images
+        t = flow.draw_time(keys, goal.p_mean, goal.p_std)
+        e = flow.draw_noise(keys, tuple(x.shape[1:]), goal.noise_scale)
+        labels = flow.drop_labels(encoded.labels, keys, goal.label_drop_prob, self.null_label)
+        output = network(flow.interpolate(x, e, t), t, labels, keys)
+        return flow.loss(goal.prediction, goal.loss, output, x, e, t, goal.t_eps)
+
+    def default_prompts(self) -> list[str]:
+        """The first classes, or one unconditional picture."""
+        return self.label_names[:_MOST_DEFAULT_PROMPTS] or [UNCONDITIONAL]
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Every prompt must name a class."""
+        for prompt in prompts:
+            self.label_of(prompt)
+
+    def label_of(self, prompt: str) -> int:
+        """The class a prompt names, by name or number; an unconditional model draws the same for every prompt."""
+        if not self.label_names:
+            return 0
+        folded = [name.casefold() for name in self.label_names]
+        wanted = prompt.strip().casefold()
+        if wanted in folded:
+            return folded.index(wanted)
+        if wanted.isdecimal() and int(wanted) < len(folded):
+            return int(wanted)
+        raise UserError(
+            f"The prompt {prompt!r} names no class of this model.",
+            nearest(wanted, folded),
+            f"Prompts are class names or numbers from 0 to {len(folded) - 1}.",
+        )
+
+    @torch.no_grad()
+    def sample(
+        self, network: nn.Module, prompts: Sequence[str], seeds: Sequence[int], settings: SampleSettings
+    ) -> Tensor:
+        """Solve the flow from each seed's noise."""
+        device = next(network.parameters()).device
+        numbers = torch.tensor(list(seeds), dtype=torch.int64)
+        # Drawn on the CPU: the same seed is the same noise whatever the card.
+        noise = keyed_random.normal(0, Purpose.SAMPLE_NOISE, numbers, (3, self.img_size, self.img_size))
+        labels = torch.tensor([self.label_of(prompt) for prompt in prompts], device=device)
+        solver = solvers.SolverSettings(
+            solver=settings.solver,
+            steps=settings.steps,
+            guidance=settings.guidance if self.label_names else 1.0,
+            interval=settings.interval,
+            t_eps=self.objective.t_eps,
+            official_last_step=settings.official_last_step,
+        )
+        start = noise.to(device) * self.objective.noise_scale
+        images = solvers.sample(network, start, labels, self.null_label, solver, self.objective.prediction)
+        return images.clamp(-1, 1)
+
+    @torch.no_grad()
+    def adopt(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
+        """Copy everything but the label table, whose rows mean other classes."""
+        own = network.state_dict()
+        for name, value in own.items():
+            if name.startswith(LABEL_TABLE):
+                continue
+            if name not in weights or weights[name].shape != value.shape:
+                theirs = tuple(weights[name].shape) if name in weights else "nothing"
+                raise UserError(
+                    f"The weights of {origin} do not fit {self.name} at {self.img_size} px.",
+                    f"{name} has shape {tuple(value.shape)} here and {theirs} there.",
+                    "Start from a run of the same model and size, or give --init_from none.",
+                )
+            value.copy_(weights[name])
+
+    def flops_per_image(self) -> int:
+        """Forward, and twice as much backward."""
+        variant, patch = variants.parse_name(self.name)
+        return 3 * variants.forward_flops(variant, patch, self.img_size)
+
+    def tokens_per_image(self) -> int:
+        """Patches per picture."""
+        return variants.tokens_per_image(variants.parse_name(self.name)[1], self.img_size)
+
+    def describe(self) -> dict[str, Any]:
+        """Name, size, classes and objective."""
+        return {
+            "family": "jit",
+            "model": self.name,
+            "img_size": self.img_size,
+            "label_names": self.label_names,
+            "objective": asdict(self.objective),
+        }

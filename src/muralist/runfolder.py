@@ -1,0 +1,136 @@
+"""A run is a folder a person can read; every file is written aside and renamed, so that none is ever half there."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from muralist.errors import UserError
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Write a whole file or nothing: aside, flushed to disk, renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file for people and programs."""
+    write_atomically(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def flush_folder(path: Path) -> None:
+    """Make renames inside a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def no_space(error: OSError, path: Path) -> UserError:
+    """The sentence for a disk that cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(
+            f"No space left on the disk that holds {path}.",
+            "The file was not written; everything written before it is whole.",
+            "Free some space and run the same command again: it goes on from the last checkpoint.",
+        )
+    return UserError(f"Cannot write {path}: {error.strerror}.", fix="Check that the folder exists and may be written.")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where everything of one run goes."""
+
+    root: Path
+
+    @classmethod
+    def named(cls, results_dir: str, name: str) -> RunFolder:
+        """The folder of a run; a name that would leave results_dir is refused."""
+        if not re.fullmatch(r"[\w.+=@-]+", name) or name.startswith("."):
+            raise UserError(
+                f"--run_name {name!r} cannot be a folder name.", fix="Use letters, digits, and any of . _ + = @ - only."
+            )
+        return cls(Path(results_dir) / name)
+
+    @property
+    def config(self) -> Path:
+        """The settings; `--config` reads them back."""
+        return self.root / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per checkpoint, and `latest`, a text file with a name."""
+        return self.root / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        """Pictures made during training."""
+        return self.root / "samples"
+
+    @property
+    def log(self) -> Path:
+        """What was printed."""
+        return self.root / "logs" / "train.log"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line and step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's files."""
+        return self.root / "tensorboard"
+
+    @property
+    def save_request(self) -> Path:
+        """Touch this file to get a checkpoint at the next step."""
+        return self.root / "save"
+
+    def create(self) -> None:
+        """Make the folders, or say why they cannot be made."""
+        try:
+            for folder in (self.checkpoints, self.samples, self.log.parent):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise no_space(error, self.root) from None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run: a second trainer on the same folder is refused; the lock dies with its process."""
+        with (self.root / "lock").open("a+") as file:
+            _hold(file, self.root)
+            yield
+
+
+def _hold(file: IO[str], root: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        raise UserError(
+            f"The run {root} is being trained by {owner}.", fix="Wait for it, stop it, or give another --run_name."
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()

@@ -1,0 +1,1 @@
+"""How long, how much, how well it scales: from measurements."""

@@ -1,0 +1,254 @@
+"""The typed settings of every job: what can be set, what it means, what happens when nothing is said.
+
+The text under a field is its help. A field marked `Apart` changes where a run goes, how fast it runs or what is shown of
+it, but never the result; all other fields together are the run's identity (see `muralist.config.identity`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+
+class _Apart:
+    """Marks a field that does not shape the result of a run."""
+
+
+Apart = _Apart()
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A group of settings: unknown keys are refused, and the text under each field becomes its help."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
+
+
+class DataSettings(Section):
+    """Where the images come from and how they are batched."""
+
+    path: str | None = None
+    """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tars, Parquet, .npz, a packed folder, or
+    driving_world."""
+    batch_size: PositiveInt = 64
+    """Images per GPU and optimizer step part; total batch = batch_size x GPUs x gradient_accumulation_steps."""
+    global_batch_size: PositiveInt | None = None
+    """Total batch of an optimizer step; gradient accumulation is then derived from it."""
+    micro_batch_size: Annotated[PositiveInt | Literal["auto"], Apart] = "auto"
+    """Images per forward pass; auto tries batch_size and halves it while memory is short: same result."""
+    max_samples: PositiveInt | None = None
+    """Use only the first this many images of the source."""
+    random_flip: bool = True
+    """Mirror each image with probability one half."""
+    val_fraction: Fraction = 0.01
+    """Part of the images held out for val/loss (at most 1,024) when the source has no held-out part of its own;
+    0: none."""
+    num_workers: Annotated[int, Field(ge=0), Apart] = 2
+    """Loader processes per GPU."""
+    persistent_workers: Annotated[bool, Apart] = True
+    """Keep the loader processes alive from epoch to epoch."""
+    pin_memory: Annotated[bool, Apart] = True
+    """Load into page-locked memory (only where there is a GPU)."""
+
+
+class ModelSettings(Section):
+    """The network."""
+
+    name: str = "JiT-B/4"
+    """JiT-{B,L,H,G,S,T}/{patch}: any patch that divides img_size."""
+    img_size: PositiveInt = 64
+    """Side of the square images in pixels."""
+    enable_condition: bool = False
+    """Train with class labels (folder names); starts from the newest unconditional run unless --init_from says
+    otherwise."""
+    attn_dropout: Fraction = 0.0
+    """Dropout on attention weights, middle half of the blocks."""
+    proj_dropout: Fraction = 0.0
+    """Dropout on attention output and MLP hidden units, middle half of the blocks (0.2 for H and G in the paper)."""
+
+
+Kind = Literal["x", "v", "eps"]
+
+
+class ObjectiveSettings(Section):
+    """What the network predicts and how its error is measured."""
+
+    prediction: Kind = "x"
+    """What the network puts out: clean image, velocity or noise."""
+    loss: Kind = "v"
+    """The space in which the squared error is taken."""
+    p_mean: float = -0.8
+    """Mean of the normal whose sigmoid is the time (t = 1 is data)."""
+    p_std: PositiveFloat = 0.8
+    """Standard deviation of that normal."""
+    noise_scale: PositiveFloat | Literal["auto"] = "auto"
+    """Standard deviation of the noise; auto: 1 up to 256 px, img_size / 256 above."""
+    t_eps: PositiveFloat = 0.05
+    """Lower bound of 1 - t in the conversion to velocity."""
+    label_drop_prob: Fraction = 0.1
+    """Probability of training a sample without its label (needed for guidance)."""
+
+
+class OptimSettings(Section):
+    """AdamW, its learning rate as a function of images seen, and the two averages of the weights."""
+
+    learning_rate: PositiveFloat = 2e-4
+    """Learning rate after warm-up, before lr_rule."""
+    blr: PositiveFloat | None = None
+    """Base learning rate: learning rate = blr x total batch / 256; replaces learning_rate."""
+    lr_rule: Literal["none", "linear", "sqrt"] = "none"
+    """How learning_rate grows with the total batch: not, in proportion to total batch / lr_base_batch, or with its
+    root."""
+    lr_base_batch: PositiveInt = 256
+    """The total batch learning_rate was chosen for."""
+    lr_schedule: Literal["constant", "cosine"] = "constant"
+    """Constant after warm-up, or falling to min_lr as a half cosine by the end of training."""
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    """Where the cosine ends."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 500
+    """Optimizer steps of linear warm-up."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Parts of batch_size images per optimizer step."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled weight decay of matrices; biases, norms and embeddings of one dimension have none."""
+    beta1: Fraction = 0.9
+    """First AdamW moment."""
+    beta2: Fraction = 0.95
+    """Second AdamW moment."""
+    max_grad_norm: PositiveFloat | None = None
+    """Clip the gradient to this norm; none: no clipping."""
+    ema1_half_life: PositiveFloat = 7_097_472.0
+    """Half-life of the first average in images (0.9999 per step of 1,024); never longer than 5% of images seen."""
+    ema2_half_life: PositiveFloat = 1_774_102.0
+    """Half-life of the second average in images (0.9996 per step of 1,024); never longer than 5% of images seen."""
+
+
+class CheckpointSettings(Section):
+    """What is kept of a run, and where it starts from."""
+
+    every: Annotated[PositiveInt, Apart] = 1000
+    """Optimizer steps between checkpoints; the last step always has one."""
+    keep_last: Annotated[PositiveInt, Apart] = 3
+    """How many of the newest checkpoints stay on disk."""
+    keep_every: Annotated[PositiveInt | None, Apart] = None
+    """Checkpoints whose step is a multiple of this stay for good."""
+    resume: Annotated[str, Apart] = "auto"
+    """auto: go on with this run if it has a checkpoint; PATH: go on from that checkpoint; none: start at step 0, refused
+    if the run has a checkpoint."""
+    init_from: str = "default"
+    """Weights to start from: a run, a checkpoint, an official .pth, auto (newest unconditional run of this model and
+    size) or none; default: auto with --enable_condition, else none."""
+
+
+class SampleSettings(Section):
+    """The pictures made at every checkpoint."""
+
+    prompts: Annotated[list[str], Apart] = []
+    """Class names or numbers, or one text file with a prompt per line; default: the first eight classes."""
+    per_gpu: Annotated[int, Field(ge=0), Apart] = 1
+    """Pictures per GPU and checkpoint; 0: none."""
+    steps: Annotated[PositiveInt, Apart] = 10
+    """Solver steps."""
+    guidance: Annotated[float, Field(ge=0), Apart] = 2.9
+    """Classifier-free guidance scale (conditional models only)."""
+    interval: Annotated[tuple[Fraction, Fraction], Apart] = (0.1, 1.0)
+    """Times between which guidance is on."""
+    solver: Annotated[Literal["heun", "euler"], Apart] = "heun"
+    """Heun is second order (two passes a step), Euler first."""
+    official_last_step: Annotated[bool, Apart] = False
+    """Reproduce the official sampler, whose clamp of 1 - t leaves noise in the last step."""
+    seed: Annotated[int, Field(ge=0), Apart] = 0
+    """Seed of the first prompt's noise; prompt i has seed + i, the same at every checkpoint."""
+
+
+class LogSettings(Section):
+    """Who is told."""
+
+    every: Annotated[PositiveInt, Apart] = 10
+    """Optimizer steps between lines of logs/train.log; metrics are written for every step."""
+    use_tensorboard: Annotated[bool, Apart] = True
+    """Write TensorBoard files into the run's folder."""
+    use_wandb: Annotated[bool, Apart] = False
+    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
+    wandb_project: Annotated[str, Apart] = "muralist"
+    """W&B project."""
+    wandb_name: Annotated[str | None, Apart] = None
+    """W&B run name; default: the run's name."""
+
+
+class TrainSettings(Section):
+    """muralist train: a model on any number of processes."""
+
+    data: DataSettings = DataSettings()
+    model: ModelSettings = ModelSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    optim: OptimSettings = OptimSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    samples: SampleSettings = SampleSettings()
+    log: LogSettings = LogSettings()
+    epochs: Annotated[PositiveInt, Apart] = 100
+    """Passes over the data; where training ends (and, under lr_schedule cosine, part of the run's identity)."""
+    max_steps: Annotated[PositiveInt | None, Apart] = None
+    """Stop after this optimizer step; never changes a schedule."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Key of the order, the noise and the initial weights."""
+    use_amp: bool = False
+    """Mixed precision: bf16, or fp16 with loss scaling on GPUs without bf16."""
+    compile: Annotated[bool | Literal["auto"], Apart] = "auto"
+    """torch.compile the training step; auto: on GPUs."""
+    results_dir: Annotated[str, Apart] = "results"
+    """Where runs live."""
+    run_name: Annotated[str | None, Apart] = None
+    """Folder under results_dir; default: derived from the settings, so that the same command finds its own run."""
+
+
+TRAIN_FLAT_NAMES = {
+    "data_path": "data.path",
+    "model": "model.name",
+    "learning_rate": "optim.learning_rate",
+    "lr": "optim.learning_rate",
+    "ckpt_every": "checkpoint.every",
+    "log_every": "log.every",
+    "sample_prompts": "samples.prompts",
+    "sample_steps": "samples.steps",
+    "sample_guidance": "samples.guidance",
+    "sample_interval": "samples.interval",
+    "sample_solver": "samples.solver",
+    "sample_seed": "samples.seed",
+    "samples_per_gpu": "samples.per_gpu",
+}
+"""Guide names that differ from the last part of the dotted path; all others are found by that last part."""
+
+
+class PackSettings(Section):
+    """muralist pack SRC DST: crop every image once, ahead of training."""
+
+    source: str
+    """What to read: anything train reads."""
+    destination: str
+    """Folder to write; must not exist or be empty."""
+    img_size: PositiveInt = 64
+    """Side of the square images in pixels."""
+    num_workers: PositiveInt | None = None
+    """Decoding processes; default: one per core."""
+
+
+class ExportSettings(Section):
+    """muralist export SRC DST: weights as a diffusers-style folder."""
+
+    source: str
+    """A run, a checkpoint folder, an official .pth file, or a .safetensors file."""
+    destination: str
+    """Folder to write."""
+    weights: Literal["model", "ema1", "ema2"] = "ema1"
+    """Which weights: as trained, or one of the two averages."""
+
+
+class DemoSettings(Section):
+    """muralist demo: train a small model on driving scenes and look at it."""
+
+    results_dir: str = "results"
+    """Where the run demo goes."""
+    max_steps: PositiveInt | None = None
+    """Stop early."""

@@ -1,0 +1,1 @@
+"""The training loop and its parts: schedule, EMA, checkpoints, samples, monitors."""

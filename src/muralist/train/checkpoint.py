@@ -1,0 +1,186 @@
+"""Checkpoints: written aside, flushed, hashed, renamed. One exists when its manifest does, counts when its hashes agree.
+
+    checkpoints/step_0000500/{manifest.json, model.safetensors, ema1.safetensors, ema2.safetensors, state/}
+    checkpoints/latest                           a text file with a name
+
+Weights are stored once, as safetensors that every tool can read; `state/` (torch.distributed.checkpoint) holds what only
+a resumed run needs, the optimizer's tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from muralist.errors import UserError
+from muralist.runfolder import flush_folder, no_space, write_atomically, write_json
+
+FORMAT = 1
+log = logging.getLogger("muralist")
+
+
+def folder_name(step: int) -> str:
+    """The name of a step's checkpoint and samples folders."""
+    return f"step_{step:07d}"
+
+
+def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's state by parameter name; zeros before the first step, so that it can also be loaded into."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            state = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            tensors |= {f"{name}.{key}": value for key, value in state.items()}
+    return tensors
+
+
+def write(
+    folder: Path, step: int, weights: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], facts: dict[str, Any]
+) -> Path:
+    """Write one checkpoint; the folder appears under its name only when everything in it is on disk."""
+    final = folder / folder_name(step)
+    aside = folder / f".{folder_name(step)}.{os.getpid()}.tmp"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        _require_space(folder, weights, state)
+        for name, tensors in weights.items():
+            plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
+            save_file(plain, aside / f"{name}.safetensors")
+        dcp.save(state, checkpoint_id=aside / "state", no_dist=True)
+        files = {str(path.relative_to(aside)): path for path in sorted(aside.rglob("*")) if path.is_file()}
+        manifest = {"format": FORMAT, "step": step, "written": time.time(), **facts}
+        manifest["files"] = {
+            name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for name, path in files.items()
+        }
+        for path in files.values():
+            _flush(path)
+        write_json(aside / "manifest.json", manifest)
+        flush_folder(aside)
+        _discard(final)
+        aside.replace(final)
+        flush_folder(folder)
+        write_atomically(folder / "latest", final.name + "\n")
+    except OSError as error:
+        raise no_space(error, final) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return final
+
+
+def _require_space(folder: Path, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
+    needed = sum(t.numel() * t.element_size() for part in (*weights.values(), state) for t in part.values())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"A checkpoint needs {needed / 1e9:.2f} GB and the disk of {folder} has {free / 1e9:.2f} GB free.",
+            "Nothing was written; earlier checkpoints are whole.",
+            "Free some space and run the same command again: it goes on from the last checkpoint.",
+        )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def manifest_of(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are all there and unchanged; anything else is an error that says what."""
+    path = checkpoint / "manifest.json"
+    if not checkpoint.is_dir():
+        raise UserError(f"There is no checkpoint at {checkpoint}.", fix=_list_known(checkpoint.parent))
+    try:
+        manifest = json.loads(path.read_text())
+        files = manifest["files"]
+        step, images = int(manifest["step"]), int(manifest["images"])
+        assert step >= 0 <= images
+    except FileNotFoundError:
+        raise UserError(f"{checkpoint} is not a whole checkpoint: it has no manifest.json.") from None
+    except Exception:
+        raise UserError(f"{path} is damaged: it is not a checkpoint manifest.") from None
+    if manifest.get("format") != FORMAT:
+        raise UserError(f"{path} has format {manifest.get('format')}, this version of muralist reads format {FORMAT}.")
+    for name, expected in files.items():
+        file = checkpoint / name
+        if not file.is_file():
+            raise UserError(f"The checkpoint {checkpoint} is damaged: {name} is missing.")
+        if file.stat().st_size != expected["bytes"] or _digest(file) != expected["sha256"]:
+            raise UserError(f"The checkpoint {checkpoint} is damaged: {name} is not what was written.")
+    return manifest
+
+
+def _list_known(folder: Path) -> str:
+    known = [path.name for path in all_in(folder)]
+    return f"Known here: {', '.join(known[-5:])}." if known else ""
+
+
+def all_in(folder: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first, whole or not."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step_\d{7,}", path.name) and path.is_dir())
+
+
+def newest_whole(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest undamaged checkpoint; damaged ones are passed over and said so; all damaged is an error."""
+    candidates = all_in(folder)
+    for path in reversed(candidates):
+        try:
+            return path, manifest_of(path)
+        except UserError as error:
+            log.warning("%s Falling back to the checkpoint before it.", error)
+    if candidates:
+        raise UserError(
+            f"None of the {len(candidates)} checkpoints in {folder} is whole.",
+            fix="Nothing was deleted. Restore one from a copy, or start anew with another --run_name.",
+        )
+    return None
+
+
+def read_state(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Fill the given tensors from a checkpoint's `state/`, in place."""
+    dcp.load(state, checkpoint_id=checkpoint / "state", no_dist=True)
+
+
+def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
+    """Delete checkpoints that are neither among the newest nor at a kept step; a name is taken away before its contents."""
+    for path in all_in(folder)[:-keep_last]:
+        step = int(path.name.removeprefix("step_"))
+        if keep_every is None or step % keep_every:
+            _discard(path)
+
+
+def _discard(path: Path) -> None:
+    if path.exists():
+        doomed = path.with_name(f".{path.name}.deleted")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.replace(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what an earlier process left half written or half deleted; the caller holds the run's lock."""
+    for path in folder.glob(".step_*"):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,74 @@
+"""The contract of a run: impossible settings are refused before anything heavy loads, the rest is said before it starts."""
+
+from __future__ import annotations
+
+from muralist.errors import UserError
+from muralist.models import variants
+from muralist.settings import TrainSettings
+from muralist.train.schedule import BatchPlan, Clock, LearningRate
+from muralist.words import duration
+
+_BYTES_IN_MEMORY = 24  # float32 weights, gradients, two moments, two averages
+_BYTES_ON_DISK = 20  # the same without gradients
+SMALL_BATCH = 256
+
+
+def check(settings: TrainSettings) -> None:
+    """Refuse what cannot work, in one sentence."""
+    _, patch = variants.parse_name(settings.model.name)
+    variants.check_image_size(patch, settings.model.img_size)
+    if not settings.data.path:
+        raise UserError(
+            "No data was named.", fix="Give --data_path FOLDER, or --data_path driving_world for the embedded set."
+        )
+    if settings.data.global_batch_size and settings.optim.gradient_accumulation_steps > 1:
+        raise UserError(
+            "--global_batch_size and --gradient_accumulation_steps cannot both be given.",
+            fix="With a total batch, accumulation is derived: leave --gradient_accumulation_steps out.",
+        )
+    low, high = settings.samples.interval
+    if low >= high:
+        raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
+    if settings.optim.min_lr > settings.optim.learning_rate:
+        raise UserError("--min_lr is above --learning_rate.", fix="The cosine falls from learning_rate to min_lr.")
+
+
+def check_length(clock: Clock) -> None:
+    """Refuse a run of no steps."""
+    if clock.last_step < 1:
+        raise UserError(
+            f"{clock.epochs} epochs of {clock.samples:,} images are less than one batch of {clock.total_batch}.",
+            fix="Lower --batch_size, raise --epochs, or add data.",
+        )
+
+
+def lines(
+    settings: TrainSettings,
+    plan: BatchPlan,
+    clock: Clock,
+    rate: LearningRate,
+    parameters: int,
+    held_out: int,
+    floor_seconds: float,
+) -> list[str]:
+    """What is about to happen, for a person to check."""
+    optim = settings.optim
+    steps_per_epoch = clock.samples / clock.total_batch
+    stop = min(clock.last_step, settings.max_steps or clock.last_step)
+    text = [
+        f"model      {settings.model.name} at {settings.model.img_size} px, {parameters / 1e6:.1f}M parameters, "
+        f"{settings.objective.prediction}-prediction with {settings.objective.loss}-loss",
+        f"data       {settings.data.path}: {clock.samples:,} images to train on, {held_out:,} held out",
+        f"batch      {plan}",
+        f"length     {clock.epochs} epochs x {steps_per_epoch:,.1f} steps/epoch = {clock.last_step:,} steps"
+        + (f", stopping after {stop:,}" if stop < clock.last_step else ""),
+        f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}",
+        f"memory     {_BYTES_IN_MEMORY * parameters / 1e9:.2f} GB per GPU for weights, gradients, optimizer and averages, "
+        f"plus activations; {_BYTES_ON_DISK * parameters / 1e9:.2f} GB of disk per checkpoint",
+        f"time       at least {duration(floor_seconds)} (all operations at the measured matmul rate); the pace shows it soon",
+    ]
+    if rate.reason != "as given, no scaling" and clock.total_batch < SMALL_BATCH:
+        text.append(
+            f"note       the total batch is under {SMALL_BATCH}: scaling the learning rate may not be needed; try the original first"
+        )
+    return text

@@ -1,0 +1,113 @@
+"""Turns the results of steps into metrics, in groups, so that the device is waited for once in a while and not every step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from muralist.errors import UserError
+from muralist.train.distributed import Engine
+from muralist.train.monitors import Monitor, ProgressLine
+from muralist.train.schedule import Clock
+from muralist.train.stepper import StepResult
+
+_LONGEST_SILENCE = 1.0  # seconds between updates of the progress line, however slow a step is
+
+
+class NotFinite(UserError):
+    """The loss is not a number any more: what was learned since the last checkpoint must not be saved."""
+
+
+@dataclass
+class EpochLoss:
+    """Mean loss of the epoch under way; part of the checkpoint, so that a resumed epoch has the same mean."""
+
+    total: float = 0.0
+    steps: int = 0
+
+    def add(self, loss: float) -> None:
+        """Take in one step."""
+        self.total, self.steps = self.total + loss, self.steps + 1
+
+    def take(self) -> float:
+        """The mean, starting over."""
+        mean = self.total / self.steps
+        self.total, self.steps = 0.0, 0
+        return mean
+
+
+@dataclass
+class Recorder:
+    """Collects results and writes them out; the numbers of a step do not depend on when that happens."""
+
+    engine: Engine
+    clock: Clock
+    monitors: Sequence[Monitor]
+    line: ProgressLine
+    flush_every: int
+    tokens_per_image: int
+    flops_per_image: int
+    peak_flops: float
+    epoch_loss: EpochLoss = field(default_factory=EpochLoss)
+    _results: list[tuple[int, StepResult]] = field(default_factory=list)
+    _since: float = field(default_factory=time.perf_counter)
+    _waited: float = 0.0
+
+    def add(self, step: int, result: StepResult, waited: float) -> None:
+        """Keep the result of a step and the seconds it waited for data."""
+        self._results.append((step, result))
+        self._waited += waited
+        # With several ranks the step alone decides: a flush has a collective, so all must agree without asking.
+        slow = self.engine.size == 1 and time.perf_counter() - self._since > _LONGEST_SILENCE
+        if step % self.flush_every == 0 or slow:
+            self.flush()
+
+    def pause(self, seconds: float) -> None:
+        """Leave time spent on something else (a checkpoint, samples) out of the speed."""
+        self._since += seconds
+
+    def flush(self, extra: Mapping[str, float] | None = None) -> None:
+        """Write out all steps since the last time; `extra` goes with the last of them."""
+        if not self._results:
+            return
+        pairs = torch.stack([torch.stack((r.loss.float(), r.grad_norm.float())) for _, r in self._results])
+        losses = self.engine.mean(pairs)[:, 0].tolist()
+        norms = pairs[:, 1].tolist()
+        now = time.perf_counter()
+        seconds, count = max(1e-9, now - self._since), len(self._results)
+        images_per_second = count * self.clock.total_batch / seconds
+        values: dict[str, float] = {}
+        for (step, result), loss, norm in zip(self._results, losses, norms, strict=True):
+            if not math.isfinite(loss):
+                self._results = []
+                raise NotFinite(
+                    f"The loss became {loss} at step {step}.",
+                    "The learning rate may be too high, or the data holds broken values. Nothing was saved after it.",
+                    "Run the same command to go on from the last checkpoint, or lower --learning_rate, "
+                    "lengthen --warmup_steps, or set --max_grad_norm 1.",
+                )
+            self.epoch_loss.add(loss)
+            values = {
+                "images": step * self.clock.total_batch,
+                "epoch": self.clock.epoch_at(step),
+                "time": time.time(),
+                "train/loss": loss,
+                "train/learning_rate": result.learning_rate,
+                "train/grad_norm": norm,
+                "train/samples_per_second": images_per_second,
+                "train/tokens_per_second": images_per_second * self.tokens_per_image,
+                "train/mfu": images_per_second * self.flops_per_image / (self.peak_flops * self.engine.size),
+                "train/data_wait_fraction": min(1.0, self._waited / seconds),
+            }
+            if self.clock.ends_epoch(step):
+                values["train/epoch_loss"] = self.epoch_loss.take()
+            if extra and step == self._results[-1][0]:
+                values |= extra
+            for monitor in self.monitors:
+                monitor.scalars(step, values)
+        self.line.show(self._results[-1][0], values)
+        self._results, self._since, self._waited = [], now, 0.0

@@ -1,0 +1,192 @@
+"""A picture from every GPU at every checkpoint, and the sheet that shows them side by side.
+
+    samples/step_0000500/gpu_0_sample.png, gpu_0_prompt.txt      and, for further pictures, gpu_0_sample_2.png, ...
+    samples/sheet.png                                            rows: prompts, columns: checkpoints
+
+No collective runs here: a rank that fails says so, and the others never notice.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+from torch import nn
+
+from muralist.models.family import Family
+from muralist.runfolder import write_atomically
+from muralist.settings import SampleSettings
+from muralist.train.checkpoint import folder_name
+from muralist.train.ema import WeightAverage
+from muralist.train.monitors import Monitor
+
+log = logging.getLogger("muralist")
+_MOST_COLUMNS = 10
+_PAPER, _INK, _FAINT = (250, 248, 244), (32, 34, 40), (128, 130, 138)
+
+
+def prompts_of_rank(prompts: Sequence[str], rank: int, ranks: int, count: int) -> list[int]:
+    """Which prompts a GPU draws: r, r + ranks, ... modulo their number, none twice."""
+    chosen = [(rank + turn * ranks) % len(prompts) for turn in range(count)]
+    return list(dict.fromkeys(chosen))
+
+
+def read_prompts(given: Sequence[str], family: Family) -> list[str]:
+    """Prompts from the settings: a text file's lines, the texts themselves, or the model's own."""
+    prompts = list(given)
+    if len(prompts) == 1 and Path(prompts[0]).is_file():
+        lines = Path(prompts[0]).read_text(encoding="utf-8").splitlines()
+        prompts = [line.strip() for line in lines if line.strip()]
+    prompts = prompts or family.default_prompts()
+    family.check_prompts(prompts)
+    return prompts
+
+
+def to_u8(images: torch.Tensor) -> np.ndarray:
+    """[-1, 1], [B, 3, H, W] to uint8 [B, H, W, 3], rounded."""
+    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+
+
+@torch.no_grad()
+def draw(
+    family: Family,
+    network: nn.Module,
+    average: WeightAverage,
+    prompts: Sequence[str],
+    chosen: Sequence[int],
+    settings: SampleSettings,
+    autocast: torch.dtype | None,
+) -> np.ndarray:
+    """The chosen prompts' pictures with averaged weights; the network itself is left as it is."""
+    device = average.values[0].device
+    view = _WithWeights(network, average)
+    with torch.autocast(device.type, autocast, enabled=autocast is not None):
+        images = family.sample(view, [prompts[i] for i in chosen], [settings.seed + i for i in chosen], settings)
+    return to_u8(images)
+
+
+class _WithWeights(nn.Module):
+    """A network seen with other weights, without copying or changing it."""
+
+    def __init__(self, network: nn.Module, average: WeightAverage) -> None:
+        super().__init__()
+        self.network, self.replaced = network, dict(average.items())
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Call the network with the replaced weights."""
+        return torch.func.functional_call(self.network, self.replaced, inputs)
+
+
+def write_samples(
+    folder: Path,
+    step: int,
+    rank: int,
+    ranks: int,
+    family: Family,
+    network: nn.Module,
+    average: WeightAverage,
+    prompts: Sequence[str],
+    settings: SampleSettings,
+    autocast: torch.dtype | None,
+    monitors: Sequence[Monitor],
+) -> None:
+    """Make and store this rank's pictures of a step; whatever goes wrong is written down and training goes on."""
+    target = folder / folder_name(step)
+    chosen = prompts_of_rank(prompts, rank, ranks, settings.per_gpu)
+    was_training = network.training
+    try:
+        network.eval()
+        log.info("Generating samples at step %d", step)
+        target.mkdir(parents=True, exist_ok=True)
+        pictures = draw(family, network, average, prompts, chosen, settings, autocast)
+        for turn, (index, picture) in enumerate(zip(chosen, pictures, strict=True)):
+            number = f"_{turn + 1}" if turn else ""
+            facts = {"prompt": prompts[index], "seed": str(settings.seed + index), "step": str(step)}
+            write_atomically(target / f"gpu_{rank}_sample{number}.png", encode_png(picture, facts))
+            write_atomically(target / f"gpu_{rank}_prompt{number}.txt", prompts[index] + "\n")
+            for monitor in monitors:
+                monitor.picture(step, f"samples/gpu_{rank}{number}", picture, prompts[index])
+        if rank == 0:
+            write_sheet(folder, prompts)
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        log.error("Error during sampling on GPU %d: %s", rank, reason)
+        try:
+            write_atomically(target / f"gpu_{rank}_error.txt", reason + "\n")
+        except OSError:
+            pass  # the disk itself is the reason; the log has it
+    finally:
+        network.train(was_training)
+
+
+def encode_png(picture: np.ndarray, facts: dict[str, str]) -> bytes:
+    """A PNG that carries how it was made."""
+    info = PngInfo()
+    for key, value in facts.items():
+        info.add_itxt(key, value)
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG", pnginfo=info)
+    return buffer.getvalue()
+
+
+def write_sheet(folder: Path, prompts: Sequence[str]) -> Path | None:
+    """The contact sheet of a run: rows are prompts, columns checkpoints, evenly chosen when there are many."""
+    columns = _columns(folder)
+    if not columns:
+        return None
+    if len(columns) > _MOST_COLUMNS:
+        kept = sorted({round(i * (len(columns) - 1) / (_MOST_COLUMNS - 1)) for i in range(_MOST_COLUMNS)})
+        columns = [columns[i] for i in kept]
+    rows = [prompt for prompt in prompts if any(prompt in pictures for _, pictures in columns)]
+    if not rows:
+        return None
+    first = next(iter(columns[-1][1].values()))
+    with Image.open(first) as image:
+        scale = max(1, math.ceil(96 / image.width))
+        side = min(256, image.width * scale)
+    gap, left, top = 6, 190, 34
+    sheet = Image.new("RGB", (left + len(columns) * (side + gap) + gap, top + len(rows) * (side + gap) + gap), _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    body, small = ImageFont.load_default(13), ImageFont.load_default(12)
+    for column, (step, pictures) in enumerate(columns):
+        x = left + column * (side + gap)
+        pen.text((x + side / 2, top / 2), f"step {step:,}", fill=_FAINT, font=small, anchor="mm")
+        for row, prompt in enumerate(rows):
+            y = top + row * (side + gap)
+            if prompt in pictures:
+                with Image.open(pictures[prompt]) as image:
+                    smooth = image.convert("RGB").resize((side, side), Image.Resampling.LANCZOS)
+                    sheet.paste(smooth, (x, y))
+            else:
+                pen.rectangle((x, y, x + side - 1, y + side - 1), outline=(225, 222, 215))
+    for row, prompt in enumerate(rows):
+        text = "\n".join(textwrap.wrap(prompt, 26)[:5])
+        pen.multiline_text(
+            (14, top + row * (side + gap) + side / 2), text, fill=_INK, font=body, anchor="lm", spacing=3
+        )
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
+    write_atomically(folder / "sheet.png", buffer.getvalue())
+    return folder / "sheet.png"
+
+
+def _columns(folder: Path) -> list[tuple[int, dict[str, Path]]]:
+    columns = []
+    for step_folder in sorted(folder.glob("step_*")):
+        pictures: dict[str, Path] = {}
+        for text in sorted(step_folder.glob("gpu_*_prompt*.txt")):
+            picture = text.with_name(re.sub(r"_prompt(.*)\.txt$", r"_sample\1.png", text.name))
+            if picture.is_file():
+                pictures.setdefault(text.read_text(encoding="utf-8").strip(), picture)
+        if pictures:
+            columns.append((int(step_folder.name.removeprefix("step_")), pictures))
+    return columns

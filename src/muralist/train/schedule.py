@@ -1,0 +1,135 @@
+"""Time is counted in images: batches, epochs, learning rate, averages and cadence as pure functions of images seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from muralist.errors import UserError
+from muralist.settings import DataSettings, OptimSettings
+
+LONGEST_AVERAGE = 0.05
+"""An average of the weights never looks back further than this part of training so far."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one optimizer step's images are shared out: total = ranks x parts x part."""
+
+    total: int
+    ranks: int
+    parts: int
+    part: int
+
+    @property
+    def share(self) -> int:
+        """Images of one rank in one optimizer step."""
+        return self.parts * self.part
+
+    def numbers(self, rank: int, steps: range) -> Iterator[list[int]]:
+        """Sample numbers of one rank, part by part: rank r has the r-th slice of every global batch."""
+        for step in steps:
+            start = step * self.total + rank * self.share
+            for part in range(self.parts):
+                yield list(range(start + part * self.part, start + (part + 1) * self.part))
+
+    def __str__(self) -> str:
+        return f"{self.part} per GPU x {self.ranks} GPUs x {self.parts} accumulation = {self.total}"
+
+
+def plan_batch(data: DataSettings, optim: OptimSettings, ranks: int, fixed_total: int | None = None) -> BatchPlan:
+    """The batch contract; `fixed_total` is the total batch of the run being resumed, which never changes."""
+    total = fixed_total or data.global_batch_size
+    if total is None:
+        total = data.batch_size * ranks * optim.gradient_accumulation_steps
+    if total % ranks:
+        said_by = "this run was started with" if fixed_total else "--global_batch_size asks for"
+        raise UserError(
+            f"A total batch of {total}, which {said_by}, cannot be shared equally by {ranks} processes.",
+            fix=f"Use a number of processes that divides {total}.",
+        )
+    share = total // ranks
+    parts = next(n for n in range(-(-share // data.batch_size), share + 1) if share % n == 0)
+    return BatchPlan(total=total, ranks=ranks, parts=parts, part=share // parts)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Steps and epochs of a run over `samples` images in batches of `total_batch`."""
+
+    samples: int
+    total_batch: int
+    epochs: int
+
+    @property
+    def last_step(self) -> int:
+        """The step at which the last epoch ends."""
+        return self.end_of_epoch(self.epochs)
+
+    def end_of_epoch(self, epoch: int) -> int:
+        """Epoch e ends after step floor(e x samples / total batch): the remainder is carried on, so no image is skipped."""
+        return epoch * self.samples // self.total_batch
+
+    def epochs_finished(self, step: int) -> int:
+        """How many epochs have ended after this step."""
+        return ((step + 1) * self.total_batch - 1) // self.samples
+
+    def ends_epoch(self, step: int) -> bool:
+        """Whether an epoch ends after exactly this step."""
+        finished = self.epochs_finished(step)
+        return finished > 0 and self.end_of_epoch(finished) == step
+
+    def epoch_at(self, step: int) -> float:
+        """Passes over the data after this step, as a fraction."""
+        return step * self.total_batch / self.samples
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Linear warm-up, then constant or a half cosine: a function of images seen before the step."""
+
+    peak: float
+    minimum: float
+    warmup_images: int
+    total_images: int
+    step_images: int
+    cosine: bool
+    reason: str
+
+    def at(self, images: int) -> float:
+        """The learning rate of the step that starts after `images` images."""
+        if images < self.warmup_images:
+            return self.peak * (images + self.step_images) / (self.warmup_images + self.step_images)
+        if not self.cosine:
+            return self.peak
+        span = max(1, self.total_images - self.warmup_images)
+        progress = min(1.0, (images - self.warmup_images) / span)
+        return self.minimum + (self.peak - self.minimum) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def learning_rate(optim: OptimSettings, clock: Clock) -> LearningRate:
+    """The schedule for a run, with the sentence that explains its peak."""
+    base, rule, base_batch = optim.learning_rate, optim.lr_rule, optim.lr_base_batch
+    if optim.blr is not None:
+        base, rule, base_batch = optim.blr, "linear", 256
+    ratio = clock.total_batch / base_batch
+    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+    reason = (
+        "as given, no scaling" if rule == "none" else f"{base:g} x {factor:g}, {rule} rule, base batch {base_batch}"
+    )
+    return LearningRate(
+        peak=base * factor,
+        minimum=optim.min_lr,
+        warmup_images=optim.warmup_steps * clock.total_batch,
+        total_images=clock.last_step * clock.total_batch,
+        step_images=clock.total_batch,
+        cosine=optim.lr_schedule == "cosine",
+        reason=reason,
+    )
+
+
+def ema_decay(images: int, step_images: int, half_life: float) -> float:
+    """What is kept of the average in the step that starts after `images` images; 0 in the first: the average is the weights."""
+    half_life = min(half_life, LONGEST_AVERAGE * images)
+    return 0.5 ** (step_images / half_life) if half_life > 0 else 0.0

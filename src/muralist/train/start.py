@@ -1,0 +1,110 @@
+"""Where a run starts from: its own last checkpoint, a named one, weights of another run, or nothing; never in silence."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from muralist.config import from_yaml, identity, to_yaml
+from muralist.errors import UserError
+from muralist.models.weights import read_weights
+from muralist.runfolder import RunFolder, write_atomically
+from muralist.settings import TrainSettings
+from muralist.train import checkpoint
+
+log = logging.getLogger("muralist")
+
+
+def claim(run: RunFolder, settings: TrainSettings) -> None:
+    """Write the run's settings; a folder that holds a run with other settings is refused with the difference shown."""
+    if run.config.exists():
+        there, here = identity(from_yaml(TrainSettings, run.config)), identity(settings)
+        differing = [
+            f"{path}: {there.get(path)!r} there, {here.get(path)!r} here"
+            for path in sorted(there | here)
+            if there.get(path) != here.get(path)
+        ]
+        if differing:
+            raise UserError(
+                f"The run {run.root} was started with other settings: {'; '.join(differing)}.",
+                fix="Give another --run_name, or the settings it was started with.",
+            )
+    write_atomically(run.config, to_yaml(settings))
+
+
+def find_checkpoint(run: RunFolder, resume: str) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint to go on from, whole and verified, or None to start at step 0."""
+    if resume == "auto":
+        return checkpoint.newest_whole(run.checkpoints)
+    if resume == "none":
+        existing = checkpoint.all_in(run.checkpoints)
+        if existing:
+            raise UserError(
+                f"--resume none would start over a run that has {len(existing)} checkpoints, the last at {existing[-1]}.",
+                fix="Give another --run_name, or delete the folder yourself.",
+            )
+        return None
+    path = Path(resume)
+    if (path / "checkpoints").is_dir():
+        found = checkpoint.newest_whole(path / "checkpoints")
+        if found is None:
+            raise UserError(f"The run {path} has no checkpoint to resume from.")
+        return found
+    return path, checkpoint.manifest_of(path)
+
+
+def check_same_data(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Going on with other data under the same name would be a different run."""
+    if then != now:
+        how = "with other names or contents" if then["samples"] == now["samples"] else "another number"
+        raise UserError(
+            f"The data changed since this run started: {then['samples']:,} training images then, {now['samples']:,} now "
+            f"({how}).",
+            "Going on would train on another order of images than the run's own.",
+            "Restore the data, or start a new run with --run_name and --init_from.",
+        )
+
+
+def find_initial_weights(settings: TrainSettings, results_dir: str) -> tuple[dict[str, Tensor], str] | None:
+    """Weights to start a new run from, with their origin, or None."""
+    wanted = settings.checkpoint.init_from
+    if wanted == "default":
+        wanted = "auto" if settings.model.enable_condition else "none"
+    if wanted == "none":
+        return None
+    if wanted != "auto":
+        path = Path(wanted)
+        if (path / "checkpoints").is_dir():
+            found = checkpoint.newest_whole(path / "checkpoints")
+            if found is None:
+                raise UserError(f"The run {path} has no checkpoint to start from.")
+            path = found[0]
+        return read_weights(path, "ema1"), str(path)
+    path_or_none = _newest_unconditional(settings, Path(results_dir))
+    if path_or_none is None:
+        log.info("No unconditional run of %s at %d px under %s: starting from scratch.",
+                 settings.model.name, settings.model.img_size, results_dir)  # fmt: skip
+        return None
+    return read_weights(path_or_none, "ema1"), str(path_or_none)
+
+
+def _newest_unconditional(settings: TrainSettings, results: Path) -> Path | None:
+    found: list[tuple[float, Path]] = []
+    for folder in sorted(results.iterdir()) if results.is_dir() else []:
+        checkpoints = checkpoint.all_in(folder / "checkpoints")
+        if not checkpoints:
+            continue
+        try:
+            path = checkpoints[-1]
+            manifest = checkpoint.manifest_of(path)
+            model = manifest["model"]
+        except (UserError, KeyError):
+            continue
+        if (model["model"], model["img_size"]) == (settings.model.name, settings.model.img_size) and not model[
+            "label_names"
+        ]:
+            found.append((manifest["written"], path))
+    return max(found)[1] if found else None

@@ -1,0 +1,181 @@
+"""The samplers against flows whose solution is known, and the number of network passes they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from muralist.diffusion.solvers import SolverSettings, guidance_at, sample, time_grid
+from muralist.errors import UserError
+
+MEAN, DEVIATION, NULL = 0.7, 0.3, 9
+
+
+def gaussian_x(z: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+    """The exact mean of the data given z, when the data are normal; each label has its own centre."""
+    t = t.view(-1, 1).double()
+    centre = MEAN * (1 + labels.view(-1, 1))
+    gain = t * DEVIATION**2 / (t**2 * DEVIATION**2 + (1 - t) ** 2)
+    return centre + gain * (z - t * centre)
+
+
+def as_v(z: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+    return (gaussian_x(z, t, labels) - z) / (1 - t.view(-1, 1).double())
+
+
+def as_eps(z: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+    return z - t.view(-1, 1).double() * as_v(z, t, labels)
+
+
+class Counted:
+    """A network that writes down what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[float, list[int]]] = []
+
+    def __call__(self, z: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        assert z.shape[0] == t.shape[0] == labels.shape[0]
+        assert (t == t[0]).all()
+        self.calls.append((t[0].item(), labels.tolist()))
+        return gaussian_x(z, t, labels)
+
+
+@pytest.fixture
+def noise() -> Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+LABELS = torch.tensor([0, 0, 0, 1, 1, 1])
+
+
+def error(noise: Tensor, settings: SolverSettings) -> float:
+    """Distance from the flow's exact map, z -> centre + deviation * z."""
+    exact = MEAN * (1 + LABELS.view(-1, 1)) + DEVIATION * noise
+    return (sample(gaussian_x, noise, LABELS, NULL, settings) - exact).abs().max().item()
+
+
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("heun", 2)])
+def test_convergence_order(noise, solver, order):
+    coarse, fine = (error(noise, SolverSettings(solver, steps)) for steps in (100, 200))
+    # Near the end Heun's last step is Euler's, whose local error is itself of second order.
+    assert coarse / fine == pytest.approx(2**order, rel=0.15)
+    assert fine < {"euler": 0.03, "heun": 0.001}[solver]
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun"])
+@pytest.mark.parametrize("steps", [1, 2, 50])
+def test_lands_on_the_prediction(noise, solver, steps):
+    target = torch.randn(6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pictures = sample(lambda z, t, y: target, noise, LABELS, NULL, SolverSettings(solver, steps))
+    torch.testing.assert_close(pictures, target, atol=1e-5, rtol=0)
+
+
+def test_official_last_step_leaves_noise(noise):
+    target = torch.zeros(6, 5, dtype=torch.float64)
+    settings = SolverSettings("euler", 50, official_last_step=True)
+    pictures = sample(lambda z, t, y: target, noise, LABELS, NULL, settings)
+    # The steps from 0.96 and 0.98 divide by 0.05, not by 0.04 and 0.02: each goes 40 % of the way.
+    torch.testing.assert_close(pictures, noise * 0.04 * 0.6 * 0.6, atol=1e-5, rtol=1e-4)
+    assert sample(lambda z, t, y: target, noise, LABELS, NULL, replace(settings, t_eps=1e-4)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun"])
+def test_data_and_velocity_predictions_give_one_picture(noise, solver):
+    settings = SolverSettings(solver, 40, guidance=1.5)
+    pictures = [sample(net, noise, LABELS, NULL, settings, kind) for net, kind in ((gaussian_x, "x"), (as_v, "v"))]
+    torch.testing.assert_close(pictures[0], pictures[1], atol=1e-4, rtol=0)
+
+
+def test_noise_prediction_reaches_the_data(noise):
+    # Not exactly: at t = 0 the noise is z itself, which says nothing about where to go, so the first step stands still.
+    pictures = sample(as_eps, noise, LABELS, NULL, SolverSettings("heun", 400, t_eps=0.002), "eps")
+    exact = MEAN * (1 + LABELS.view(-1, 1)) + DEVIATION * noise
+    torch.testing.assert_close(pictures, exact, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "conditional", "unconditional"),
+    [
+        (SolverSettings("heun", 50), 99, 0),
+        (SolverSettings("euler", 50), 50, 0),
+        (SolverSettings("heun", 50, guidance=2.0), 99, 99),
+        (SolverSettings("heun", 1, guidance=2.0), 1, 1),
+        (SolverSettings("euler", 10, guidance=2.0, interval=(0.1, 1.0)), 10, 8),
+        (SolverSettings("euler", 10, guidance=2.0, interval=(0.1, 0.8)), 10, 6),
+        (SolverSettings("euler", 10, guidance=2.0, interval=(0.0, 0.5)), 10, 5),
+        (SolverSettings("heun", 10, guidance=2.0, interval=(0.1, 0.8)), 19, 12),
+    ],
+)
+def test_unconditional_passes_run_only_where_guidance_acts(noise, settings, conditional, unconditional):
+    network = Counted()
+    pictures = sample(network, noise, LABELS, NULL, settings)
+    free = [t for t, labels in network.calls if labels == [NULL] * 6]
+    assert (len(network.calls) - len(free), len(free)) == (conditional, unconditional)
+    low, high = settings.interval
+    assert all((low == 0 or t > low) and t < high for t in free)
+    torch.testing.assert_close(pictures, always_two_passes(noise, settings), atol=1e-5, rtol=1e-5)
+
+
+def always_two_passes(noise: Tensor, settings: SolverSettings) -> Tensor:
+    """The official sampler, written out: both passes at every evaluation, scale 1 outside the interval."""
+    low, high = settings.interval
+    times = torch.linspace(0, 1, settings.steps + 1)
+
+    def velocity(z: Tensor, t: Tensor) -> Tensor:
+        conditional, free = (as_v(z, t.expand(6), labels) for labels in (LABELS, torch.full_like(LABELS, NULL)))
+        scale = torch.where((t < high) & ((low == 0) | (t > low)), settings.guidance, 1.0)
+        return free + scale * (conditional - free)
+
+    z = noise
+    for i in range(settings.steps):
+        step = times[i + 1] - times[i]
+        slope = velocity(z, times[i])
+        if settings.solver == "heun" and i < settings.steps - 1:
+            slope = (slope + velocity(z + step * slope, times[i + 1])) / 2
+        z = z + step * slope
+    return z
+
+
+def test_guidance_moves_away_from_the_unconditional(noise):
+    plain, guided = (sample(gaussian_x, noise, LABELS, NULL, SolverSettings(guidance=s)) for s in (1.0, 1.5))
+    # The null label's centre lies above every label's, so guidance moves down.
+    assert (guided < plain - 0.1).all()
+
+
+def test_interval_ends_are_compared_in_the_precision_of_the_times():
+    times = time_grid(10)
+    settings = SolverSettings(guidance=3.0, interval=(0.1, 0.8))
+    assert [guidance_at(t, settings) for t in times] == [1, 1, 3, 3, 3, 3, 3, 3, 1, 1, 1]
+
+
+def test_a_slot_shows_the_same_whatever_the_others_hold(noise):
+    settings = SolverSettings("heun", 8, guidance=2.0)
+    other = noise.clone()
+    other[1:] *= -1
+    labels = torch.tensor([0, 1, 1, 0, 0, 0])
+    one, two = sample(gaussian_x, noise, LABELS, NULL, settings), sample(gaussian_x, other, labels, NULL, settings)
+    assert torch.equal(one[0], two[0])
+    assert not torch.equal(one[1], two[1])
+
+
+def test_no_gradient_is_kept(noise):
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    pictures = sample(lambda z, t, y: scale * z, noise, LABELS, NULL, SolverSettings(steps=2))
+    assert not pictures.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"solver": "rk4"}, "no solver named rk4"),
+        ({"steps": 0}, "0 sampling steps"),
+        ({"interval": (0.8, 0.2)}, "interval 0.8 to 0.2"),
+        ({"interval": (0.0, 1.5)}, "interval 0.0 to 1.5"),
+    ],
+)
+def test_impossible_settings_are_refused(wrong, message):
+    with pytest.raises(UserError, match=message):
+        SolverSettings(**wrong)

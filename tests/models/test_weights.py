@@ -1,0 +1,317 @@
+"""Weights come back bit for bit from every place they may lie in, and a file that cannot be trusted is named and refused."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from muralist.errors import UserError
+from muralist.models import jit, weights
+from muralist.models.jit import JiT
+
+SIZES = {"hidden_size": 24, "depth": 2, "num_heads": 2, "num_classes": 3, "bottleneck_dim": 5, "in_context_len": 2}
+State = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def net() -> JiT:
+    network = JiT(12, 4, **SIZES, in_context_start=1)
+    network.initialise(0)
+    return network
+
+
+@pytest.fixture(scope="module")
+def config(net) -> dict:
+    return weights.infer_jit_config(net.state_dict(), in_context_start=1)
+
+
+def scaled(net: nn.Module, factor: float) -> State:
+    return {name: value * factor for name, value in net.state_dict().items()}
+
+
+def equal(one: State, two: State) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def official_checkpoint(net: nn.Module, **more: object) -> dict:
+    """What the official code saves: wrapped names, averages as parameters, the optimizer and the flags."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    sets = {"model": scaled(net, 1), "model_ema1": scaled(net, 2), "model_ema2": scaled(net, 3)}
+    wrapped = {
+        key: {f"net.{n}": v if key == "model" else nn.Parameter(v, requires_grad=False) for n, v in state.items()}
+        for key, state in sets.items()
+    }
+    flags = argparse.Namespace(model="JiT-B/16", lr=None, cfg=2.9, betas=(0.9, 0.95))
+    return wrapped | {"optimizer": optimizer.state_dict(), "epoch": 7, "args": flags} | more
+
+
+@pytest.fixture
+def official_file(net, tmp_path) -> Path:
+    torch.save(official_checkpoint(net), tmp_path / "checkpoint-last.pth")
+    return tmp_path / "checkpoint-last.pth"
+
+
+@pytest.mark.parametrize(("which", "factor"), [("model", 1), ("ema1", 2), ("ema2", 3)])
+def test_official_checkpoint(net, official_file, which, factor):
+    for path in (official_file, str(official_file), official_file.parent):
+        state = weights.read_weights(path, which)
+        assert equal(state, scaled(net, factor))
+        assert not any(isinstance(value, nn.Parameter) for value in state.values())
+
+
+def test_default_is_the_first_average(net, official_file):
+    assert equal(weights.read_weights(official_file), scaled(net, 2))
+
+
+def test_official_weights_outlive_their_file(net, official_file):
+    state = weights.read_weights(official_file)
+    official_file.write_bytes(b"\0" * official_file.stat().st_size)
+    assert equal(state, scaled(net, 2))
+
+
+@pytest.mark.parametrize(("which", "factor"), [("model", 1), ("ema1", 2), ("ema2", 3)])
+def test_checkpoint_folder_and_run(net, tmp_path, which, factor):
+    folder = tmp_path / "checkpoints" / "step_0000500"
+    folder.mkdir(parents=True)
+    for name, scale in (("model", 1), ("ema1", 2), ("ema2", 3)):
+        save_file(scaled(net, scale), folder / f"{name}.safetensors")
+    (tmp_path / "checkpoints" / "latest").write_text("step_0000500\n")
+    for path in (folder, tmp_path, folder / f"{which}.safetensors"):
+        assert equal(weights.read_weights(path, which), scaled(net, factor))
+    (folder / f"{which}.safetensors").unlink()
+    for path in (folder, tmp_path):
+        with pytest.raises(UserError, match=which):
+            weights.read_weights(path, which)
+
+
+def test_export_comes_back_bit_equal(net, config, tmp_path):
+    folder = tmp_path / "new" / "export"
+    more = {"label_names": ["car", "tree", "Straße"], "objective": {"prediction": "x", "noise_scale": 0.25}}
+    weights.write_jit_folder(folder, net.state_dict(), config | more)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
+    assert [path.name for path in folder.parent.iterdir()] == ["export"]
+    read, state = weights.read_jit_folder(folder)
+    assert {name: read[name] for name in more} == more
+    assert read["_class_name"] == "JiTTransformer2DModel"
+    assert equal(state, net.state_dict())
+    assert equal(weights.read_weights(folder, "ema2"), net.state_dict())
+    loaded = JiT(**weights.jit_arguments(read))
+    loaded.load_state_dict(state, strict=True)
+    x, t, y = torch.ones(1, 3, 12, 12), torch.ones(1), torch.tensor([2])
+    assert torch.equal(loaded(x, t, y), net(x, t, y))
+
+
+def test_export_keeps_bfloat16_and_takes_transposed_tensors(net, config, tmp_path):
+    state = {name: value.bfloat16() for name, value in net.state_dict().items()}
+    square = state["t_embedder.mlp.2.weight"]
+    state["t_embedder.mlp.2.weight"] = square.t().contiguous().t()
+    weights.write_jit_folder(tmp_path / "export", state, config)
+    read = weights.read_jit_folder(tmp_path / "export")[1]
+    assert equal(read, state)
+    assert read["t_embedder.mlp.2.weight"].dtype == torch.bfloat16
+
+
+def test_export_replaces_an_export_and_nothing_else(net, config, tmp_path):
+    folder = tmp_path / "export"
+    folder.mkdir()
+    for factor in (1, 2):
+        weights.write_jit_folder(folder, scaled(net, factor), config)
+    assert equal(weights.read_weights(folder), scaled(net, 2))
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    precious = tmp_path / "photos"
+    precious.mkdir()
+    (precious / "holiday.png").write_bytes(b"sun")
+    with pytest.raises(UserError, match="photos exists and is not an export"):
+        weights.write_jit_folder(precious, net.state_dict(), config)
+    assert (precious / "holiday.png").read_bytes() == b"sun"
+
+
+@pytest.mark.parametrize("step", ["save_file", "write_json", "flush_folder"])
+def test_failed_export_leaves_the_old_one(net, config, tmp_path, monkeypatch, step):
+    weights.write_jit_folder(tmp_path / "export", net.state_dict(), config)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, step, full)
+        with pytest.raises(UserError, match="No space left"):
+            weights.write_jit_folder(tmp_path / "export", scaled(net, 2), config)
+    assert equal(weights.read_weights(tmp_path / "export"), net.state_dict())
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_failed_rename_puts_the_old_export_back(net, config, tmp_path, monkeypatch):
+    weights.write_jit_folder(tmp_path / "export", net.state_dict(), config)
+    rename = Path.replace
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.suffix == ".tmp" and self.is_dir():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", refuse)
+        with pytest.raises(UserError, match="Cannot write"):
+            weights.write_jit_folder(tmp_path / "export", scaled(net, 2), config)
+    assert equal(weights.read_weights(tmp_path / "export"), net.state_dict())
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").write_text('{"_class_na'), "config.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "does not describe a JiT"),
+        (lambda folder: (folder / "config.json").write_text('{"_class_name": "UNet"}'), "does not describe a JiT"),
+        (lambda folder: change_config(folder, depth=3), r"blocks\.2\."),
+        (lambda folder: change_config(folder, depth=None), "lacks depth"),
+        (lambda folder: change_config(folder, depth="many"), "No network has these sizes"),
+        (lambda folder: change_config(folder, num_heads=0), "No network has these sizes"),
+        (lambda folder: (folder / weights.WEIGHTS_FILE).unlink(), weights.WEIGHTS_FILE),
+        (lambda folder: os.truncate(folder / weights.WEIGHTS_FILE, 9000), f"{weights.WEIGHTS_FILE} cannot be read"),
+    ],
+)
+def test_damaged_exports_are_refused(net, config, tmp_path, damage: Callable[[Path], None], message):
+    weights.write_jit_folder(tmp_path / "export", net.state_dict(), config)
+    damage(tmp_path / "export")
+    with pytest.raises(UserError, match=message):
+        weights.read_jit_folder(tmp_path / "export")
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_export_of_weights_that_do_not_fit_is_refused(net, config, tmp_path):
+    with pytest.raises(UserError, match="pos_embed"):
+        weights.write_jit_folder(tmp_path / "export", net.state_dict(), config | {"input_size": 16})
+    assert not any(tmp_path.iterdir())
+
+
+class Payload:
+    """A pickle that runs a command when it is read without care."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("place", ["args", "model", "in a namespace"])
+def test_foreign_code_is_named_and_not_run(net, tmp_path, place):
+    payload = Payload(tmp_path / "ran")
+    content = {"args": argparse.Namespace(x=payload)} if place == "in a namespace" else {place: payload}
+    torch.save(official_checkpoint(net, **content), tmp_path / "evil.pth")
+    with pytest.raises(UserError, match=r"evil\.pth was not read, because it asks to run \w+\.mkdir"):
+        weights.read_weights(tmp_path / "evil.pth")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("kept", [0, 1, 1000, 0.5, 0.999])
+def test_cut_files_are_named(net, official_file, tmp_path, kept):
+    safetensors = tmp_path / "model.safetensors"
+    save_file(net.state_dict(), safetensors)
+    for file in (official_file, safetensors):
+        size = file.stat().st_size
+        os.truncate(file, kept if isinstance(kept, int) else int(size * kept))
+        with pytest.raises(UserError, match=f"{file.name} cannot be read"):
+            weights.read_weights(file)
+
+
+def test_one_changed_byte_is_noticed_in_a_pth(official_file):
+    content = official_file.read_bytes()
+    for position in range(1000, len(content) - 2000, len(content) // 15):
+        changed = bytearray(content)
+        changed[position] ^= 0x10
+        official_file.write_bytes(changed)
+        try:
+            state = weights.read_weights(official_file)
+        except UserError as error:
+            assert "checkpoint-last.pth cannot be read" in str(error)
+        else:  # the byte lay in the padding between the tensors
+            official_file.write_bytes(content)
+            assert equal(state, weights.read_weights(official_file))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.pth", None, r"no weights at .*missing\.pth"),
+        ("missing.safetensors", None, r"no weights at .*missing\.safetensors"),
+        ("picture.png", b"png", "not a weights file"),
+        ("text.pth", b"hello" * 100, r"text\.pth cannot be read"),
+        ("text.safetensors", b"hello" * 100, r"text\.safetensors cannot be read"),
+    ],
+)
+def test_files_without_weights_are_named(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        weights.read_weights(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"state_dict": {}, "epoch": 3}, "has no weights named model_ema1. It holds: state_dict, epoch"),
+        ([1, 2], "has no weights named model_ema1. It holds: list"),
+        ({"model_ema1": {"net.pos_embed": "three"}}, "other than a tensor under model_ema1: net.pos_embed"),
+    ],
+)
+def test_pth_files_of_another_kind_say_what_they_hold(tmp_path, content, message):
+    torch.save(content, tmp_path / "other.pth")
+    with pytest.raises(UserError, match=message):
+        weights.read_weights(tmp_path / "other.pth")
+
+
+def test_folder_without_weights_is_named(tmp_path):
+    with pytest.raises(UserError, match=f"no ema1 weights in the folder {tmp_path}"):
+        weights.read_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "classes"), [("JiT-T/4", 32, 10), ("JiT-B/16", 256, 1000), ("JiT-H/32", 512, 1)]
+)
+def test_config_is_inferred_from_shapes(name, size, classes):
+    with torch.device("meta"):
+        source = jit.build(name, size, classes)
+        inferred = JiT(**weights.infer_jit_config(source.state_dict()))
+    shapes = [{n: v.shape for n, v in network.state_dict().items()} for network in (source, inferred)]
+    assert shapes[0] == shapes[1]
+    assert (inferred.in_context_start, inferred.grid, inferred.head_dim, inferred.num_classes) == (
+        source.in_context_start,
+        source.grid,
+        source.head_dim,
+        classes,
+    )
+
+
+def test_unknown_sizes_need_the_block_of_the_context_tokens(net):
+    with pytest.raises(UserError, match="24 channels and 2 blocks"):
+        weights.infer_jit_config(net.state_dict())
+    assert weights.infer_jit_config(net.state_dict(), in_context_start=1)["in_context_start"] == 1
+    plain = JiT(12, 4, **SIZES | {"in_context_len": 0})
+    inferred = weights.infer_jit_config(plain.state_dict())
+    assert (inferred["in_context_len"], inferred["in_context_start"]) == (0, 0)
+
+
+def test_weights_of_another_network_are_refused(net):
+    with pytest.raises(UserError, match="not the weights of a JiT network"):
+        weights.infer_jit_config({"conv.weight": torch.ones(1)})
+    broken = net.state_dict()
+    del broken["blocks.1.mlp.w3.bias"]
+    with pytest.raises(UserError, match=r"blocks\.1\.mlp\.w3\.bias"):
+        weights.infer_jit_config(broken, in_context_start=1)
