@@ -261,3 +261,26 @@ def test_impossible_sizes_are_refused():
         JiT(16, 4, hidden_size=60, num_heads=6, depth=2, in_context_start=1)
     with pytest.raises(ValueError, match="block 4 of 4"):
         JiT(16, 4, **SMALL, in_context_len=1, in_context_start=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+class TestOnTheGpu:
+    """The same weights and, to rounding, the same numbers as on the CPU, eager and compiled."""
+
+    def test_initial_weights_are_those_of_the_cpu(self):
+        with torch.device("cuda"):
+            there = jit.build("JiT-T/4", 16, 10)
+        here = jit.build("JiT-T/4", 16, 10)
+        for net in (here, there):
+            net.initialise(7)
+        for name, value in here.state_dict().items():
+            assert torch.equal(value, there.state_dict()[name].cpu()), name
+
+    def test_official_output_eager_and_compiled(self, official):
+        _, golden, facts = official
+        there = with_formula_weights(JiT(**facts["arguments"])).cuda()
+        inputs = [golden[name].cuda() for name in "xty"]
+        torch._dynamo.reset()
+        for run in (there, torch.compile(there, fullgraph=True)):
+            torch.testing.assert_close(run(*inputs).cpu(), golden["output"], atol=1e-4, rtol=1e-4)

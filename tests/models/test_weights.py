@@ -99,6 +99,7 @@ def test_export_comes_back_bit_equal(net, config, tmp_path):
     weights.write_jit_folder(folder, net.state_dict(), config | more)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
     assert [path.name for path in folder.parent.iterdir()] == ["export"]
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     read, state = weights.read_jit_folder(folder)
     assert {name: read[name] for name in more} == more
     assert read["_class_name"] == "JiTTransformer2DModel"

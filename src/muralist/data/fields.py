@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable
+import os
+from collections.abc import Container, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +15,8 @@ CAPTION_FIELDS = ("caption", "text", "prompt", "text_zh")
 LABEL_FIELDS = ("label", "class")
 
 _MOST_CLASSES = 1_000_000  # anything above is an identifier that was taken for a label
+_SAMPLED_BLOCKS = 256
+_BLOCK_BYTES = 4096
 
 
 def pick(found: Container[str], wanted: tuple[str, ...]) -> str | None:
@@ -80,6 +84,21 @@ def short_hash(parts: Iterable[bytes | str]) -> str:
         data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()[:16]
+
+
+def sample_files(paths: Sequence[Path]) -> Iterator[bytes]:
+    """Yield the sizes and pieces of some files, evenly chosen: enough to notice other data, in less than a second."""
+    chosen = paths[:: -(-len(paths) // _SAMPLED_BLOCKS)]
+    blocks = _SAMPLED_BLOCKS // len(chosen)
+    for path in chosen:
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                yield size.to_bytes(8, "little")
+                for block in range(blocks):
+                    yield os.pread(file.fileno(), _BLOCK_BYTES, size * (2 * block + 1) // (2 * blocks))
+        except OSError as error:
+            raise UserError(f"The file {path} could not be read: {error.strerror}.") from error
 
 
 def _check_range(smallest: int, largest: int, where: str) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from muralist.data.fields import CAPTION_FIELDS, LABEL_FIELDS, caption_text, pick, settle_labels, short_hash
+from muralist.data.fields import (
+    CAPTION_FIELDS,
+    LABEL_FIELDS,
+    caption_text,
+    pick,
+    sample_files,
+    settle_labels,
+    short_hash,
+)
 from muralist.data.images import BrokenImage, read_square
 from muralist.data.item import Item
 from muralist.data.recent import Recent
@@ -77,9 +85,9 @@ class ParquetSource:
         return Item(read_square(data, self.img_size, where), label, caption)
 
     def fingerprint(self) -> str:
-        """Hash names, sizes and row counts of the files."""
-        files = [f"{path.name} {path.stat().st_size}" for path in self.paths]
-        return short_hash(["parquet", *files, self._starts.tobytes()])
+        """Hash names, row counts and samples of the files."""
+        names = [path.name for path in self.paths]
+        return short_hash(["parquet", *names, self._starts.tobytes(), *sample_files(self.paths)])
 
     def _file(self, number: int) -> Any:
         return self._files.get(number, self._open)

@@ -18,6 +18,7 @@ from muralist.data.fields import (
     caption_text,
     label_number,
     pick,
+    sample_files,
     settle_labels,
     short_hash,
 )
@@ -78,9 +79,11 @@ class TableSource:
         return Item(read_square(path, self.img_size), label, self._captions[index].as_py())
 
     def fingerprint(self) -> str:
-        """Hash what the rows say."""
+        """Hash what the rows say, and samples of the files they name."""
         labels = b"" if self._labels is None else self._labels.tobytes()
-        return short_hash(["table", *self._images.to_pylist(), *self._captions.to_pylist(), labels])
+        names = self._images.to_pylist()
+        samples = sample_files([self.path.parent / os.fsdecode(name) for name in names])
+        return short_hash(["table", *names, *self._captions.to_pylist(), labels, *samples])
 
 
 def _rows(path: Path) -> Iterator[Row]:

@@ -18,6 +18,7 @@ from muralist.data.fields import (
     caption_text,
     label_number,
     pick,
+    sample_files,
     settle_labels,
     short_hash,
 )
@@ -93,10 +94,11 @@ class TarSource:
         return Item(read_square(data, self.img_size, name), label, self._captions[index].as_py())
 
     def fingerprint(self) -> str:
-        """Hash the names and places of all images, and what is said of them."""
+        """Hash the names and places of all images, what is said of them, and samples of the files."""
         labels = b"" if self._labels is None else self._labels.tobytes()
         texts = self._captions.to_pylist()
-        return short_hash(["tar", *self._names.to_pylist(), self._places.tobytes(), *texts, labels])
+        places, samples = self._places.tobytes(), sample_files(self.paths)
+        return short_hash(["tar", *self._names.to_pylist(), places, *texts, labels, *samples])
 
     def _open(self, tar: int) -> IO[bytes]:
         try:

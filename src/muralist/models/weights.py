@@ -103,7 +103,7 @@ def _read_official(file: Path, which: Which) -> dict[str, Tensor]:
     strange = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if strange:
         raise UserError(f"{file} holds something other than a tensor under {key}: {strange[0]}.")
-    # Cloned, because the file is mapped: the copy outlives it, and its other sets and the optimizer are never read.
+    # Cloned, because the file is mapped: the copy outlives it, and the other sets and the optimizer take no memory.
     return {name.removeprefix(_OFFICIAL_PREFIX): value.detach().clone() for name, value in state.items()}
 
 
@@ -208,10 +208,12 @@ def write_jit_folder(folder: str | Path, state: Mapping[str, Tensor], config: Ma
     tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
     try:
         aside.mkdir(parents=True)
+        write_json(aside / CONFIG_FILE, {"_class_name": CLASS_NAME, "_muralist_version": __version__, **config})
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
+        # safetensors lets only the owner read; an export is for others, as far as the user's mask allows.
+        shutil.copymode(aside / CONFIG_FILE, aside / WEIGHTS_FILE)
         with (aside / WEIGHTS_FILE).open("rb") as file:
             os.fsync(file.fileno())
-        write_json(aside / CONFIG_FILE, {"_class_name": CLASS_NAME, "_muralist_version": __version__, **config})
         flush_folder(aside)
         if final.exists():
             final.replace(old)

@@ -16,7 +16,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,8 @@ def write(
         for name, tensors in weights.items():
             plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
             save_file(plain, aside / f"{name}.safetensors")
-        dcp.save(state, checkpoint_id=aside / "state", no_dist=True)
+        with _alone():
+            dcp.save(state, checkpoint_id=aside / "state", no_dist=True)
         files = {str(path.relative_to(aside)): path for path in sorted(aside.rglob("*")) if path.is_file()}
         manifest = {"format": FORMAT, "step": step, "written": time.time(), **facts}
         manifest["files"] = {
@@ -161,7 +164,16 @@ def newest_whole(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def read_state(checkpoint: Path, state: dict[str, Any]) -> None:
     """Fill the given tensors from a checkpoint's `state/`, in place."""
-    dcp.load(state, checkpoint_id=checkpoint / "state", no_dist=True)
+    with _alone():
+        dcp.load(state, checkpoint_id=checkpoint / "state", no_dist=True)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keep torch from warning that one process writes alone: here that is the intent."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:

@@ -196,6 +196,8 @@ def _loop(
                 keeper.checkpoint_and_samples(done)
             elif request != Request.NOTHING:
                 keeper.save(done)
+            else:
+                recorder.flush_if_due(done)
             if request == Request.STOP and done < steps.stop:
                 log.info("Stopped by %s at step %d: saved. The same command goes on from here.",
                          requests.signal_name or "another process", done)  # fmt: skip

@@ -61,6 +61,9 @@ class Recorder:
         """Keep the result of a step and the seconds it waited for data."""
         self._results.append((step, result))
         self._waited += waited
+
+    def flush_if_due(self, step: int) -> None:
+        """Write out every so many steps, or when a person would wonder whether anything still moves."""
         # With several ranks the step alone decides: a flush has a collective, so all must agree without asking.
         slow = self.engine.size == 1 and time.perf_counter() - self._since > _LONGEST_SILENCE
         if step % self.flush_every == 0 or slow:

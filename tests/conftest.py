@@ -1,0 +1,44 @@
+"""Shared by all tests: one thread per process (tiny models are much faster so), no network, no colours."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["TERM"] = "dumb"
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+REPOSITORY = Path(__file__).parent.parent
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def cifar10() -> Path:
+    """The real CIFAR-10 subset where the workplace has it."""
+    path = SHARED_DATA / "cifar10_subset_u8.npz"
+    if not path.is_file():
+        pytest.skip("the CIFAR-10 subset is not on this machine")
+    return path
+
+
+@pytest.fixture(scope="session")
+def photo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small real image folder: two classes, JPEG and PNG, sizes of all kinds."""
+    root = tmp_path_factory.mktemp("photos") / "train"
+    rows, columns = np.mgrid[0:1:48j, 0:1:64j]
+    for label, name in enumerate(("sunrise", "meadow")):
+        (root / name).mkdir(parents=True)
+        for number in range(24):
+            light = 60 + 6 * number
+            picture = np.stack((rows * light, columns * 200, (1 - rows) * 255), axis=-1)
+            picture = picture[..., ::-1] if label else picture
+            image = Image.fromarray(picture.astype(np.uint8)).resize((40 + number, 36 + 2 * number))
+            image.save(root / name / f"{number:03d}.{'jpg' if number % 2 else 'png'}")
+    return root

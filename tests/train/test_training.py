@@ -1,0 +1,211 @@
+"""Training as a whole: what is learned, resumed, fine-tuned, and refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.support.runs import assert_same_state, last_checkpoint, losses, metrics, only_run, train
+
+
+def test_interrupted_anywhere_equals_uninterrupted(photo_folder: Path, tmp_path: Path) -> None:
+    common = ["--data_path", photo_folder, "--epochs", "2", "--enable_condition", "--ckpt_every", "100"]
+    train(*common, "--results_dir", tmp_path / "through")
+    for stop in (1, 7, 12, 19):
+        train(*common, "--results_dir", tmp_path / "legs", "--max_steps", stop)
+    train(*common, "--results_dir", tmp_path / "legs")
+    through, legs = only_run(tmp_path / "through"), only_run(tmp_path / "legs")
+    assert_same_state(last_checkpoint(through), last_checkpoint(legs))
+    own = [{k: v for k, v in line.items() if k != "val/loss"} for line in metrics(through)]
+    assert own == [{k: v for k, v in line.items() if k != "val/loss"} for line in metrics(legs)]
+    assert metrics(through)[-1] == metrics(legs)[-1]
+
+
+def test_the_curve_falls_and_epochs_are_counted(photo_folder: Path, tmp_path: Path) -> None:
+    train("--data_path", photo_folder, "--epochs", "20", "--results_dir", tmp_path, "--val_fraction", "0.1", "--ckpt_every", "50")
+    lines = metrics(only_run(tmp_path))
+    curve = [line["train/loss"] for line in lines]
+    assert np.mean(curve[-20:]) < 0.5 * np.mean(curve[:20])
+    held_out = [line["val/loss"] for line in lines if "val/loss" in line]
+    assert held_out[-1] < 0.75 * held_out[0]
+    samples = 48 - 5
+    ends = [line["step"] for line in lines if "train/epoch_loss" in line]
+    assert ends == [epoch * samples // 4 for epoch in range(1, 21)]
+    first = [line["train/loss"] for line in lines[: ends[0]]]
+    assert lines[ends[0] - 1]["train/epoch_loss"] == pytest.approx(np.mean(first), rel=1e-12)
+
+
+def test_accumulation_and_micro_batches_change_nothing(photo_folder: Path, tmp_path: Path) -> None:
+    common = ["--data_path", photo_folder, "--max_steps", "12"]
+    train(*common, "--batch_size", "8", "--results_dir", tmp_path / "whole")
+    train(*common, "--batch_size", "2", "--gradient_accumulation_steps", "4", "--results_dir", tmp_path / "parts")
+    train(*common, "--batch_size", "4", "--global_batch_size", "8", "--results_dir", tmp_path / "derived")
+    train(*common, "--batch_size", "8", "--micro_batch_size", "3", "--results_dir", tmp_path / "micro")
+    whole = losses(only_run(tmp_path / "whole"))
+    for name in ("parts", "derived", "micro"):
+        assert losses(only_run(tmp_path / name)) == pytest.approx(whole, rel=1e-4), name
+
+
+def test_sampling_leaves_the_curve_alone(photo_folder: Path, tmp_path: Path) -> None:
+    common = ["--data_path", photo_folder, "--max_steps", "8", "--ckpt_every", "2"]
+    train(*common, "--results_dir", tmp_path / "with", "--samples_per_gpu", "1")
+    train(*common, "--results_dir", tmp_path / "without", "--samples_per_gpu", "0")
+    with_samples, without = only_run(tmp_path / "with"), only_run(tmp_path / "without")
+    assert metrics(with_samples) == metrics(without)
+    assert_same_state(last_checkpoint(with_samples), last_checkpoint(without))
+    assert (with_samples / "samples" / "step_0000008" / "gpu_0_sample.png").is_file()
+    assert not list((without / "samples").iterdir())
+
+
+def test_a_failing_sample_is_written_down_and_training_goes_on(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from muralist.diffusion import solvers
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(solvers, "sample", out_of_memory)
+    train("--data_path", photo_folder, "--max_steps", "3", "--results_dir", tmp_path)
+    run = only_run(tmp_path)
+    assert len(losses(run)) == 3
+    assert "out of memory" in (run / "samples" / "step_0000003" / "gpu_0_error.txt").read_text()
+    assert "Error during sampling on GPU 0: CUDA out of memory" in (run / "logs" / "train.log").read_text()
+
+
+def test_fine_tuning_starts_from_the_newest_unconditional_run(photo_folder: Path, tmp_path: Path) -> None:
+    train("--data_path", photo_folder, "--max_steps", "6", "--results_dir", tmp_path, "--run_name", "pretrained")
+    pretrained = load_file(last_checkpoint(tmp_path / "pretrained") / "ema1.safetensors")
+    # A learning rate of almost nothing shows where the fine-tuned run started.
+    tuned = ["--data_path", photo_folder, "--enable_condition", "--max_steps", "1", "--learning_rate", "1e-30"]
+    train(*tuned, "--results_dir", tmp_path, "--run_name", "tuned")
+    weights = load_file(last_checkpoint(tmp_path / "tuned") / "model.safetensors")
+    assert weights["y_embedder.embedding_table.weight"].shape[0] == 3  # two classes and none
+    for name, value in weights.items():
+        if not name.startswith("y_embedder"):
+            assert torch.equal(value, pretrained[name]), name
+    assert "starting from the weights of" in (tmp_path / "tuned" / "logs" / "train.log").read_text()
+    train(*tuned, "--init_from", "none", "--results_dir", tmp_path, "--run_name", "scratch")
+    scratch = load_file(last_checkpoint(tmp_path / "scratch") / "model.safetensors")
+    assert not torch.equal(scratch["blocks.0.attn.qkv.weight"], pretrained["blocks.0.attn.qkv.weight"])
+
+
+def test_same_command_finds_its_run_and_finished_is_finished(
+    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        train("--data_path", photo_folder, "--max_steps", "3", "--results_dir", tmp_path)
+    assert len(losses(only_run(tmp_path))) == 3
+    assert "Nothing left to do" in capfd.readouterr().out
+
+
+def test_other_settings_under_one_name_are_refused(
+    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--run_name", "mine", "--max_steps", "2"]
+    train(*common)
+    train(*common, "--seed", "5", expect=1)
+    assert "seed: 0 there, 5 here" in capfd.readouterr().err
+    train(*common, "--resume", "none", expect=1)
+    assert "start over" in capfd.readouterr().err
+
+
+def test_resume_from_a_missing_path_is_an_error(
+    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train("--data_path", photo_folder, "--results_dir", tmp_path, "--resume", tmp_path / "nowhere", expect=1)
+    assert "There is no checkpoint at" in capfd.readouterr().err
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_damaged_checkpoint_falls_back_one_and_says_so(
+    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--data_path", photo_folder, "--ckpt_every", "3"]
+    train(*common, "--max_steps", "9", "--results_dir", tmp_path / "through")
+    train(*common, "--max_steps", "6", "--results_dir", tmp_path / "hurt")
+    hurt = last_checkpoint(only_run(tmp_path / "hurt"))
+    file = hurt / "ema1.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    capfd.readouterr()
+    train(*common, "--max_steps", "9", "--results_dir", tmp_path / "hurt", "--resume", hurt, expect=1)
+    assert "ema1.safetensors is not what was written" in capfd.readouterr().err
+    train(*common, "--max_steps", "9", "--results_dir", tmp_path / "hurt")
+    assert "Falling back" in capfd.readouterr().out
+    through, mended = only_run(tmp_path / "through"), only_run(tmp_path / "hurt")
+    assert_same_state(last_checkpoint(through), last_checkpoint(mended))
+    assert metrics(through) == metrics(mended)
+
+
+def test_a_broken_image_ends_the_run_with_its_name_and_keeps_what_was_learned(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "train"
+    data.mkdir()
+    for number in range(12):
+        Image.fromarray(np.full((20, 20, 3), number * 20, np.uint8)).save(data / f"{number}.png")
+    broken = data / "7.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    train("--data_path", data, "--batch_size", "1", "--epochs", "1", "--val_fraction", "0", "--results_dir", tmp_path / "r", expect=1)
+    assert "7.png" in capfd.readouterr().err
+    run = only_run(tmp_path / "r")
+    checkpoints = list((run / "checkpoints").glob("step_*"))
+    assert len(losses(run)) == 0 or len(checkpoints) == 1
+    assert [path.name for path in checkpoints] == [f"step_{len(losses(run)):07d}"]
+
+
+def test_loss_that_is_no_number_stops_the_run_and_is_never_saved(
+    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--run_name", "hot", "--learning_rate", "1e30"]
+    train(*common, "--warmup_steps", "0", "--max_steps", "20", "--ckpt_every", "1", expect=1)
+    assert "The loss became" in capfd.readouterr().err
+    for line in metrics(tmp_path / "hot"):
+        assert math.isfinite(line["train/loss"])
+    for checkpoint in (tmp_path / "hot" / "checkpoints").glob("step_*"):
+        weights = load_file(checkpoint / "model.safetensors")
+        assert all(torch.isfinite(value).all() for value in weights.values()), checkpoint.name
+
+
+def test_checkpoints_are_kept_as_asked(photo_folder: Path, tmp_path: Path) -> None:
+    train("--data_path", photo_folder, "--results_dir", tmp_path, "--max_steps", "10", "--ckpt_every", "1",
+          "--keep_last", "2", "--keep_every", "4", "--samples_per_gpu", "0")  # fmt: skip
+    names = sorted(path.name for path in (only_run(tmp_path) / "checkpoints").glob("step_*"))
+    assert names == ["step_0000004", "step_0000008", "step_0000009", "step_0000010"]
+
+
+def test_mixed_precision_learns_the_same_curve_roughly(photo_folder: Path, tmp_path: Path) -> None:
+    for flag in ("--use_amp", "--no_use_amp"):
+        train("--data_path", photo_folder, "--max_steps", "20", "--results_dir", tmp_path / flag, flag)
+    mixed, plain = (losses(only_run(tmp_path / flag)) for flag in ("--use_amp", "--no_use_amp"))
+    assert mixed != plain
+    assert mixed == pytest.approx(plain, rel=0.05)
+
+
+def test_wandb_offline_records_the_guides_metrics(photo_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    train("--data_path", photo_folder, "--results_dir", tmp_path, "--max_steps", "2", "--use_wandb",
+          "--wandb_project", "jit-diffusion", "--wandb_name", "jit-v1")  # fmt: skip
+    (record,) = (only_run(tmp_path) / "wandb").glob("offline-run-*/run-*.wandb")
+    content = record.read_bytes()
+    for text in (b"train/loss", b"train/learning_rate", b"train/grad_norm", b"jit-diffusion", b"jit-v1"):
+        assert text in content
+
+
+def test_tensorboard_has_scalars_and_pictures(photo_folder: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train("--data_path", photo_folder, "--results_dir", tmp_path, "--max_steps", "3", "--use_tensorboard")
+    run = only_run(tmp_path)
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses(run))
+    assert events.Images("samples/gpu_0")[0].step == 3
