@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from muralist.errors import UserError, nearest
+from muralist.runfolder import safe_name
 from muralist.settings import Section, TrainSettings, _Apart
 
 S = TypeVar("S", bound=Section)
@@ -79,13 +80,14 @@ def load(model: type[S], arguments: Sequence[str], flat_names: Mapping[str, str]
 
 
 def config_path(arguments: Sequence[str]) -> str | None:
-    """The file named by --config, if any."""
+    """The file named by --config, if any; the last one counts, as with every flag."""
+    found = None
     for index, argument in enumerate(arguments):
         if argument == "--config" and index + 1 < len(arguments):
-            return arguments[index + 1]
-        if argument.startswith("--config="):
-            return argument.partition("=")[2]
-    return None
+            found = arguments[index + 1]
+        elif argument.startswith("--config="):
+            found = argument.partition("=")[2]
+    return found
 
 
 def _read_flags(
@@ -107,6 +109,8 @@ def _read_flags(
             continue
         negated = written.replace("-", "_").removeprefix("no_")
         if written.replace("-", "_") not in names.paths and _is_bool(names.fields.get(names.paths.get(negated, ""))):
+            if equals:
+                raise UserError(f"{token} has a value, which --{written} does not take.", f"Did you mean --{negated}?")
             given[names.paths[negated]] = Given(False, token)
             continue
         path = names.resolve(written, f"--{written}")
@@ -145,10 +149,10 @@ def _read_yaml(names: Names, path: Path) -> dict[str, Given]:
         raise UserError(f"Cannot read the config file {path}: {_reason(error)}.", guess) from None
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "cannot be parsed"
+        problem = getattr(error, "problem", None) or str(error) or "cannot be parsed"
         raise UserError(f"{path} is not valid YAML{where}: {problem}.") from None
     if tree is None:
         return {}
@@ -159,10 +163,15 @@ def _read_yaml(names: Names, path: Path) -> dict[str, Given]:
     def walk(branch: Mapping[Any, Any], prefix: str) -> None:
         for key, value in branch.items():
             written = f"{prefix}{key}"
-            if isinstance(value, dict) and any(known.startswith(f"{written}.") for known in names.fields):
-                walk(value, f"{written}.")
-            else:
-                given[names.resolve(written, f"`{written}` in {path}")] = Given(value, f"`{written}` in {path}")
+            is_section = any(known.startswith(f"{written}.") for known in names.fields)
+            if is_section and (value is None or isinstance(value, dict)):
+                walk(value or {}, f"{written}.")  # None: every line of the section is commented out
+                continue
+            item = Given(value, f"`{written}` in {path}")
+            setting = names.resolve(written, item.origin)
+            if setting in given:
+                raise UserError(f"{item.origin} is given twice: {given[setting].origin} is the same setting.")
+            given[setting] = item
 
     walk(tree, "")
     return given
@@ -175,6 +184,8 @@ def _validate(model: type[S], names: Names, given: Mapping[str, Given]) -> S:
         *parents, last = path.split(".")
         for parent in parents:
             branch = branch.setdefault(parent, {})
+        if isinstance(item.value, bool) and not _is_bool(names.fields[path]):
+            raise _refused(item, names.fields[path])  # pydantic would take true for 1
         branch[last] = _from_text(names.fields[path], item.value)
     try:
         return model.model_validate(tree)
@@ -183,8 +194,11 @@ def _validate(model: type[S], names: Names, given: Mapping[str, Given]) -> S:
         path = _longest_known(names, [str(part) for part in first["loc"]])
         if path not in given:
             raise UserError(f"{path} is missing.") from None
-        item, field = given[path], names.fields[path]
-        raise UserError(f"{item.origin} is {item.value!r}: expected {describe(field)}.") from None
+        raise _refused(given[path], names.fields[path]) from None
+
+
+def _refused(item: Given, field: FieldInfo) -> UserError:
+    return UserError(f"{item.origin} is {item.value!r}: expected {describe(field)}.")
 
 
 def _longest_known(names: Names, location: Sequence[str]) -> str:
@@ -198,7 +212,7 @@ def _longest_known(names: Names, location: Sequence[str]) -> str:
 def _from_text(field: FieldInfo, value: Any) -> Any:
     if isinstance(value, str) and value.lower() in {"none", "null"} and type(None) in get_args(field.annotation):
         return None
-    if _is_list(field) and isinstance(value, str):
+    if _is_list(field) and isinstance(value, (str, int, float)):
         return [value]
     return value
 
@@ -278,7 +292,7 @@ def run_name(settings: TrainSettings, config: str | None) -> str:
     condition = "-cond" if settings.model.enable_condition else ""
     model = f"{settings.model.name.replace('/', '-')}-{settings.model.img_size}{condition}"
     digest = hashlib.sha256(json.dumps(identity(settings), sort_keys=True).encode()).hexdigest()
-    return f"{Path(config).stem if config else model}-{digest[:6]}"
+    return f"{safe_name(Path(config).stem) if config else model}-{digest[:6]}"
 
 
 def to_yaml(settings: Section) -> str:

@@ -23,5 +23,6 @@ class UserError(Exception):
 
 def nearest(name: str, choices: Iterable[str]) -> str:
     """Say which valid name was probably meant, as a sentence, or nothing when none is near."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
-    return f"Did you mean {close[0]}?" if close else ""
+    folded = {choice.casefold(): choice for choice in choices}
+    close = difflib.get_close_matches(name.casefold(), list(folded), n=1, cutoff=0.5)
+    return f"Did you mean {folded[close[0]]}?" if close else ""

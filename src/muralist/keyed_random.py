@@ -69,8 +69,11 @@ def words(seed: int, purpose: int, numbers: Tensor, count: int) -> Tensor:
 
 
 def _unit(word: Tensor) -> Tensor:
-    """32-bit words to float32 in the open interval (0, 1): 24 bits plus half a step, so log() is always finite."""
-    return (word >> 8).to(torch.float32) * 2.0**-24 + 2.0**-25
+    """32-bit words to float32 in the open interval (0, 1): 23 bits plus half a step, so log() is always finite.
+
+    Every such number is a float32, so nothing is rounded; with 24 bits the largest would become 1.
+    """
+    return (word >> 9).to(torch.float32) * 2.0**-23 + 2.0**-24
 
 
 def uniform(seed: int, purpose: int, numbers: Tensor, shape: tuple[int, ...] = ()) -> Tensor:

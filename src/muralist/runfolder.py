@@ -56,6 +56,11 @@ def no_space(error: OSError, path: Path) -> UserError:
     return UserError(f"Cannot write {path}: {error.strerror}.", fix="Check that the folder exists and may be written.")
 
 
+def safe_name(text: str) -> str:
+    """A text as a run's name: what such a name may not hold becomes a dash."""
+    return re.sub(r"[^\w.+=@-]+", "-", text).lstrip(".")
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Where everything of one run goes."""
@@ -65,7 +70,7 @@ class RunFolder:
     @classmethod
     def named(cls, results_dir: str, name: str) -> RunFolder:
         """The folder of a run; a name that would leave results_dir is refused."""
-        if not re.fullmatch(r"[\w.+=@-]+", name) or name.startswith("."):
+        if not name or safe_name(name) != name:
             raise UserError(
                 f"--run_name {name!r} cannot be a folder name.", fix="Use letters, digits, and any of . _ + = @ - only."
             )

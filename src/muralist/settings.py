@@ -17,12 +17,15 @@ class _Apart:
 
 Apart = _Apart()
 Fraction = Annotated[float, Field(ge=0, le=1)]
+FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """A group of settings: unknown keys are refused, and the text under each field becomes its help."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, coerce_numbers_to_str=True, allow_inf_nan=False
+    )
 
 
 class DataSettings(Section):
@@ -62,9 +65,9 @@ class ModelSettings(Section):
     enable_condition: bool = False
     """Train with class labels (folder names); starts from the newest unconditional run unless --init_from says
     otherwise."""
-    attn_dropout: Fraction = 0.0
+    attn_dropout: FractionBelowOne = 0.0
     """Dropout on attention weights, middle half of the blocks."""
-    proj_dropout: Fraction = 0.0
+    proj_dropout: FractionBelowOne = 0.0
     """Dropout on attention output and MLP hidden units, middle half of the blocks (0.2 for H and G in the paper)."""
 
 
@@ -112,9 +115,9 @@ class OptimSettings(Section):
     """Parts of batch_size images per optimizer step."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay of matrices; biases, norms and embeddings of one dimension have none."""
-    beta1: Fraction = 0.9
+    beta1: FractionBelowOne = 0.9
     """First AdamW moment."""
-    beta2: Fraction = 0.95
+    beta2: FractionBelowOne = 0.95
     """Second AdamW moment."""
     max_grad_norm: PositiveFloat | None = None
     """Clip the gradient to this norm; none: no clipping."""
@@ -158,7 +161,7 @@ class SampleSettings(Section):
     """Heun is second order (two passes a step), Euler first."""
     official_last_step: Annotated[bool, Apart] = False
     """Reproduce the official sampler, whose clamp of 1 - t leaves noise in the last step."""
-    seed: Annotated[int, Field(ge=0), Apart] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**62), Apart] = 0
     """Seed of the first prompt's noise; prompt i has seed + i, the same at every checkpoint."""
 
 

@@ -67,7 +67,7 @@ class ArraySource:
         """Hash the checksums that the archive keeps of its arrays."""
         with zipfile.ZipFile(self.path) as archive:
             members = [f"{member.filename} {member.file_size} {member.CRC}" for member in archive.infolist()]
-        return short_hash(["array", self._key, *members])
+        return short_hash("array", self._key, *members)
 
     def _images(self) -> np.ndarray:
         return self._arrays.get(0, self._load_images)

@@ -54,8 +54,8 @@ class View:
     @staticmethod
     def draw(dice: Dice, bend: float = 0.0) -> View:
         """Draw a camera; `bend` is the strongest curve of the street."""
-        horizon = dice.around(0.45, 0.03)
-        return View(dice.around(0.5, 0.06), horizon, 1.02 - horizon, dice.around(0.0, bend))
+        horizon = dice.around(0.45, 0.022)
+        return View(dice.around(0.5, 0.045), horizon, 1.02 - horizon, dice.around(0.0, bend))
 
     def at(self, across: float, up: float, near: float) -> Point:
         """Project a point: `across` the street, `up` from the ground, at a nearness from 0 (horizon) to 1 (feet)."""
@@ -103,11 +103,11 @@ def _lay_road(canvas: Canvas, view: View, half: float, asphalt: Colour) -> None:
     canvas.gradient(view.horizon, 1.0, far, near, view.strip(-half, half))
 
 
-def _paint_dashes(canvas: Canvas, view: View, across: float, phase: float, colour: Colour = PAPER) -> None:
-    """Paint a dashed line whose dashes have equal length on the ground."""
+def _paint_dashes(canvas: Canvas, view: View, across: float, start: float, colour: Colour = PAPER) -> None:
+    """Paint a dashed line whose dashes have equal length on the ground, the nearest beginning at depth `start`."""
     for number in range(7):
-        depth = 0.9 + 0.62 * (number + phase)
-        canvas.polygon(view.strip(across - 0.025, across + 0.025, 1.0 / (depth + 0.32), 1.0 / depth), colour)
+        depth = start + 0.62 * number
+        canvas.polygon(view.strip(across - 0.035, across + 0.035, 1.0 / (depth + 0.32), 1.0 / depth), colour)
 
 
 def _paint_distant_trees(canvas: Canvas, dice: Dice, horizon: float) -> None:
@@ -200,19 +200,19 @@ def intersection(canvas: Canvas, dice: Dice) -> None:
 
 def highway(canvas: Canvas, dice: Dice) -> None:
     """A wide road of four lanes, guard rails on both sides, far hills, small distant cars."""
-    view, half = View.draw(dice, bend=0.12), dice.between(1.1, 1.3)
+    view, half = View.draw(dice, bend=0.08), dice.between(1.1, 1.3)
     paint_sky(canvas, dice, view.horizon)
     _paint_hills(canvas, dice, view.horizon, (0.1, 0.055))
     _lay_land(canvas, view.horizon, canvas.daylight.season.grass)
     _lay_road(canvas, view, half, dice.choose(ASPHALTS))
     for side in (-1, 1):
-        canvas.polygon(view.strip(side * half * 0.9, side * (half * 0.9 + 0.05)), SIGNAL_AMBER)
+        canvas.polygon(view.strip(side * half * 0.9, side * (half * 0.9 + 0.07)), SIGNAL_AMBER)
         _paint_guard_rail(canvas, view, side * (half + 0.08))
-    if dice.chance(0.5):
+    if dice.chance(0.7):
         _paint_gantry(canvas, view, half + 0.14)
-    phase = dice.roll()
+    start = dice.between(0.95, 1.2)
     for lane in (-0.45, 0.0, 0.45):
-        _paint_dashes(canvas, view, lane * half, phase)
+        _paint_dashes(canvas, view, lane * half, start)
     for lane in dice.choose(((-0.68, 0.22), (-0.22, 0.68), (-0.68, 0.68, 0.22), (-0.22, -0.68, 0.22))):
         near = dice.between(0.13, 0.26)
         x, y = view.at(lane * half, 0.0, near)
@@ -251,7 +251,7 @@ def rainy_street(canvas: Canvas, dice: Dice) -> None:
     canvas.gradient(view.horizon, 1.0, light.horizon, mix(ground, light.zenith, 0.45))
     skyline = mix(light.horizon, DUSKY, 0.35)
     canvas.box(view.vanish - 0.14, view.horizon - 0.13, view.vanish + 0.14, view.horizon + 0.09, skyline)
-    _paint_dashes(canvas, view, 0.0, dice.roll(), mix(ground, PAPER, 0.7))
+    _paint_dashes(canvas, view, 0.0, dice.between(0.95, 1.2), mix(ground, PAPER, 0.7))
     for side in (-1, 1):
         for far, near in ROW:
             front, height = Front(view, side * 0.7, far, near), dice.between(1.6, 2.1)
@@ -283,7 +283,7 @@ def suburban(canvas: Canvas, dice: Dice) -> None:
     _lay_land(canvas, view.horizon, season.grass)
     canvas.polygon(view.strip(-half - 0.1, half + 0.1), canvas.far(mix(PAPER, asphalt, 0.25), 0.4))
     _lay_road(canvas, view, half, asphalt)
-    _paint_dashes(canvas, view, 0.0, dice.roll())
+    _paint_dashes(canvas, view, 0.0, dice.between(0.95, 1.2))
     conifer = dice.chance(0.3)
     for near, house in ((0.2, True), (0.25, False), (0.33, True), (0.42, False), (0.56, True)):
         for side in (-1, 1):
@@ -299,7 +299,7 @@ def suburban(canvas: Canvas, dice: Dice) -> None:
 
 def parking_lot(canvas: Canvas, dice: Dice) -> None:
     """Three rows of cars side by side in painted bays, a low store behind."""
-    horizon = dice.around(0.45, 0.03)
+    horizon = dice.around(0.45, 0.022)
     paint_sky(canvas, dice, horizon)
     _paint_distant_trees(canvas, dice, horizon)
     left, top = dice.between(0.04, 0.2), horizon - dice.between(0.1, 0.14)
@@ -348,16 +348,16 @@ def city_crossing(canvas: Canvas, dice: Dice) -> None:
 
 def rural(canvas: Canvas, dice: Dice) -> None:
     """A narrow road that winds through striped fields and hills, with a barn, a fence and trees."""
-    horizon, side = dice.around(0.42, 0.03), dice.side()
+    horizon, side = dice.around(0.42, 0.02), dice.side()
     season = canvas.daylight.season
     paint_sky(canvas, dice, horizon)
     _paint_hills(canvas, dice, horizon, (0.16, 0.1))
     _lay_land(canvas, horizon, season.grass)
     vanish = 0.5 - side * dice.between(0.1, 0.2)
     crop = canvas.far(mix(dice.choose(CROPS), season.grass, 0.3), 0.6)
-    for number in range(-9, 10, 2):
-        x = 0.5 + side * 0.5 + number * 0.16
-        canvas.polygon([(vanish, horizon + 0.03), (x - 0.08, 1.0), (x + 0.08, 1.0)], crop)
+    for number in range(-3, 4):
+        x = 0.5 + side * 0.5 + number * 0.5
+        canvas.polygon([(vanish, horizon + 0.03), (x - 0.13, 1.0), (x + 0.13, 1.0)], crop)
     _paint_winding_road(canvas, dice, horizon, side)
     barn, leaves, conifer = 0.5 + side * dice.between(0.26, 0.34), dice.choose(season.leaves), dice.chance(0.3)
     paint_house(canvas, barn, horizon + 0.1, 0.26, BARN_RED, dice.choose(ROOFS))
@@ -373,13 +373,14 @@ def rural(canvas: Canvas, dice: Dice) -> None:
 
 def _paint_winding_road(canvas: Canvas, dice: Dice, horizon: float, side: int) -> None:
     """Paint a road that swings to one side and then to the other as it comes nearer, between light verges."""
-    sway, middle = dice.between(0.14, 0.2), dice.around(0.5, 0.04)
+    sway, middle = dice.between(0.15, 0.2), dice.around(0.5, 0.03)
     bends = []
     for step in range(17):
         near = (step / 16) ** 1.5
         swing = side * sway * math.sin(math.tau * step / 16) * (0.35 + near)
         bends.append((middle + swing, horizon + 0.02 + near * (1.0 - horizon), 0.012 + 0.2 * near))
-    for grow, colour in ((1.25, mix(canvas.daylight.season.grass, PAPER, 0.45)), (1.0, dice.choose(ASPHALTS))):
+    verge, asphalt = mix(canvas.daylight.season.grass, PAPER, 0.6), mix(dice.choose(ASPHALTS), INK, 0.2)
+    for grow, colour in ((1.3, verge), (1.0, asphalt)):
         left = [(x - grow * half, y) for x, y, half in bends]
         right = [(x + grow * half, y) for x, y, half in reversed(bends)]
         canvas.polygon(left + right, colour)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,10 @@ _BLOCK_BYTES = 4096
 
 def pick(found: Container[str], wanted: tuple[str, ...]) -> str | None:
     """Return the first wanted field that is there, so that the order of `wanted` is the order of preference."""
-    return next((name for name in wanted if name in found), None)
+    for name in wanted:
+        if name in found:
+            return name
+    return None
 
 
 def caption_text(value: object, where: str) -> str:
@@ -77,28 +81,35 @@ def settle_labels(
     return labels.astype(np.int64), known
 
 
-def short_hash(parts: Iterable[bytes | str]) -> str:
-    """Hash parts to 16 hexadecimal digits; parts do not run into each other."""
+def short_hash(*parts: Any) -> str:
+    """Hash texts, bytes and Arrow or NumPy arrays to 16 hexadecimal digits; parts do not run into each other."""
     digest = hashlib.sha256()
     for part in parts:
-        data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
-        digest.update(len(data).to_bytes(8, "little") + data)
+        if hasattr(part, "buffers"):  # an Arrow array: hashed as it lies, since a million Python strings take seconds
+            pieces = [memoryview(buffer) for buffer in part.buffers() if buffer is not None]
+        else:
+            pieces = [memoryview(part.encode(errors="surrogateescape") if isinstance(part, str) else part)]
+        for piece in pieces:
+            digest.update(piece.nbytes.to_bytes(8, "little"))
+            digest.update(piece)
     return digest.hexdigest()[:16]
 
 
-def sample_files(paths: Sequence[Path]) -> Iterator[bytes]:
-    """Yield the sizes and pieces of some files, evenly chosen: enough to notice other data, in less than a second."""
-    chosen = paths[:: -(-len(paths) // _SAMPLED_BLOCKS)]
-    blocks = _SAMPLED_BLOCKS // len(chosen)
-    for path in chosen:
+def sample_files(count: int, path_of: Callable[[int], Path]) -> bytes:
+    """Return the sizes and pieces of some files, evenly chosen: enough to notice other data, in less than a second."""
+    numbers = range(0, count, -(-count // _SAMPLED_BLOCKS))
+    blocks = _SAMPLED_BLOCKS // len(numbers)
+    pieces: list[bytes] = []
+    for path in map(path_of, numbers):
         try:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                yield size.to_bytes(8, "little")
+                pieces.append(size.to_bytes(8, "little"))
                 for block in range(blocks):
-                    yield os.pread(file.fileno(), _BLOCK_BYTES, size * (2 * block + 1) // (2 * blocks))
+                    pieces.append(os.pread(file.fileno(), _BLOCK_BYTES, size * (2 * block + 1) // (2 * blocks)))
         except OSError as error:
             raise UserError(f"The file {path} could not be read: {error.strerror}.") from error
+    return b"".join(pieces)
 
 
 def _check_range(smallest: int, largest: int, where: str) -> None:

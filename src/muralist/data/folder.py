@@ -13,7 +13,7 @@ from muralist.data.images import EXTENSIONS, read_square
 from muralist.data.item import Item
 from muralist.errors import UserError, nearest
 
-SPLIT_NAMES = ("train", "val", "validation", "test")
+HELD_OUT_NAMES = ("val", "validation", "test")  # of a folder beside one called train
 
 
 class FolderSource:
@@ -26,7 +26,7 @@ class FolderSource:
         listing = _list(path)
         class_names = sorted({name.split(os.sep, 1)[0] for name in listing.images if os.sep in name})
         _check_layout(path, listing, class_names)
-        names = sorted(listing.images)
+        names = sorted(listing.images, key=lambda name: name.replace(os.sep, "\0"))  # class by class
         self.label_names = class_names if known is None else known
         if known and not class_names:
             raise UserError(f"{path} has no sub-folders, but the images to train on are in {len(known)} class folders.")
@@ -46,13 +46,14 @@ class FolderSource:
 
     def read(self, index: int) -> Item:
         """Decode image `index`."""
-        path = self.path / os.fsdecode(self._names[index].as_py())
-        return Item(read_square(path, self.img_size), int(self._labels[index]), "")
+        return Item(read_square(self._path_of(index), self.img_size), int(self._labels[index]), "")
 
     def fingerprint(self) -> str:
         """Hash all names, and samples of the files."""
-        names = self._names.to_pylist()
-        return short_hash(["folder", *names, *sample_files([self.path / os.fsdecode(name) for name in names])])
+        return short_hash("folder", self._names, sample_files(len(self), self._path_of))
+
+    def _path_of(self, index: int) -> Path:
+        return self.path / os.fsdecode(self._names[index].as_py())
 
 
 class _Listing:
@@ -109,7 +110,7 @@ def _check_layout(path: Path, listing: _Listing, class_names: list[str]) -> None
             "Sub-folders are classes, and an image outside them would have none.",
             "Move the images into a class folder, or the sub-folders elsewhere.",
         )
-    if "train" in class_names and set(class_names) <= set(SPLIT_NAMES):
+    if "train" in class_names and set(class_names) <= {"train", *HELD_OUT_NAMES}:
         raise UserError(
             f"{path} holds the parts of a data set ({', '.join(class_names)}), not classes.",
             fix=f"Give {path / 'train'}; the part to hold out is found beside it.",

@@ -142,7 +142,7 @@ class PackedSource:
 
     def fingerprint(self) -> str:
         """Hash the hashes of the files."""
-        return short_hash(["packed", *(file.sha256 for file in self.manifest.files), *self.label_names])
+        return short_hash("packed", *(file.sha256 for file in self.manifest.files), *self.label_names)
 
     def verify(self) -> None:
         """Read every file and compare its hash with the manifest."""

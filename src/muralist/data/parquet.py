@@ -87,7 +87,7 @@ class ParquetSource:
     def fingerprint(self) -> str:
         """Hash names, row counts and samples of the files."""
         names = [path.name for path in self.paths]
-        return short_hash(["parquet", *names, self._starts.tobytes(), *sample_files(self.paths)])
+        return short_hash("parquet", *names, self._starts, sample_files(len(self.paths), self.paths.__getitem__))
 
     def _file(self, number: int) -> Any:
         return self._files.get(number, self._open)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from muralist.data.arrays import ArraySource, has_held_out
-from muralist.data.folder import FolderSource
+from muralist.data.folder import HELD_OUT_NAMES, FolderSource
 from muralist.data.images import EXTENSIONS as IMAGE_EXTENSIONS
 from muralist.data.item import Item
 from muralist.data.packed_source import HELD_OUT_FOLDER, PackedSource, is_packed
@@ -82,7 +82,7 @@ def open_held_out(path: str, img_size: int) -> Source | None:
         if shards := _shards(place, suffix, held_out=True):
             return kind(shards, img_size, known())
     if place.absolute().name == "train":
-        for name in ("val", "validation", "test"):
+        for name in HELD_OUT_NAMES:
             if (sibling := place.absolute().parent / name).is_dir():
                 return _open(sibling, img_size, known())
     return None

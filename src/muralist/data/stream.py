@@ -34,7 +34,9 @@ def permute(positions: Numbers, epochs: Numbers, size: int, seed: int, purpose: 
     half_bits = max(3, -(-(size - 1).bit_length() // 2))
     half, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     with np.errstate(over="ignore"):
-        key = _mix(epochs.astype(np.uint64) + np.uint64((seed * 0x9E3779B97F4A7C15 + purpose) % 2**64))
+        # Mixed twice: with one sum of all three, one purpose's epoch would be another purpose's next one.
+        base = _mix(np.array((seed + purpose * 0x9E3779B97F4A7C15) % 2**64, dtype=np.uint64))
+        key = _mix(epochs.astype(np.uint64) + base)
 
         def once(value: Words, key: Words) -> Words:
             left, right = value >> half, value & mask

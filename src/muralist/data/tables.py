@@ -6,9 +6,8 @@ import csv
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,15 +25,11 @@ from muralist.data.images import read_square
 from muralist.data.item import Item
 from muralist.errors import UserError
 
-if TYPE_CHECKING:
-    import _csv
-
-EXTENSIONS = (".csv", ".tsv", ".jsonl")
-IMAGE_FIELDS = ("image", "image_path", "img_path", "path", "file_name")
+_IMAGE_FIELDS = ("image", "image_path", "img_path", "path", "file_name")
 
 _LIST_FOLDER_FROM = 256  # so many files of one folder are looked up faster by listing it than one by one
 
-Row = tuple[int, dict[str, object]]
+_Row = tuple[int, dict[str, object]]
 
 
 class TableSource:
@@ -74,33 +69,34 @@ class TableSource:
 
     def read(self, index: int) -> Item:
         """Decode the image of row `index`."""
-        path = self.path.parent / os.fsdecode(self._images[index].as_py())
         label = 0 if self._labels is None else int(self._labels[index])
-        return Item(read_square(path, self.img_size), label, self._captions[index].as_py())
+        return Item(read_square(self._path_of(index), self.img_size), label, self._captions[index].as_py())
 
     def fingerprint(self) -> str:
         """Hash what the rows say, and samples of the files they name."""
-        labels = b"" if self._labels is None else self._labels.tobytes()
-        names = self._images.to_pylist()
-        samples = sample_files([self.path.parent / os.fsdecode(name) for name in names])
-        return short_hash(["table", *names, *self._captions.to_pylist(), labels, *samples])
+        labels = b"" if self._labels is None else self._labels
+        return short_hash("table", self._images, self._captions, labels, sample_files(len(self), self._path_of))
+
+    def _path_of(self, index: int) -> Path:
+        return self.path.parent / os.fsdecode(self._images[index].as_py())
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[_Row]:
     """Yield the rows with their line numbers, as an editor counts them."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             if path.suffix.lower() == ".jsonl":
                 yield from _json_rows(path, file)
             else:
-                yield from _csv_rows(path, csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ","))
+                yield from _csv_rows(path, file)
     except UnicodeDecodeError as error:
         raise UserError(f"The table {path} is not UTF-8 text: {error}.", fix="Save it as UTF-8.") from error
     except (csv.Error, OSError) as error:
         raise UserError(f"The table {path} could not be read: {error}.") from error
 
 
-def _csv_rows(path: Path, reader: _csv._reader) -> Iterator[Row]:
+def _csv_rows(path: Path, lines: Iterable[str]) -> Iterator[_Row]:
+    reader = csv.reader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
     header = [name.strip().lower() for name in next(reader, [])]
     for cells in reader:
         if not cells:
@@ -113,7 +109,7 @@ def _csv_rows(path: Path, reader: _csv._reader) -> Iterator[Row]:
         yield reader.line_num, dict(zip(header, cells, strict=True))
 
 
-def _json_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
+def _json_rows(path: Path, lines: Iterable[str]) -> Iterator[_Row]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -127,12 +123,12 @@ def _json_rows(path: Path, lines: Iterator[str]) -> Iterator[Row]:
 
 
 def _image(row: dict[str, object], where: str) -> str:
-    field = pick(row, IMAGE_FIELDS)
+    field = pick(row, _IMAGE_FIELDS)
     if field is None:
         raise UserError(
             f"No column names the image in {where}.",
             f"Its columns are {', '.join(row) or 'none'}.",
-            f"Name the column one of {', '.join(IMAGE_FIELDS)}.",
+            f"Name the column one of {', '.join(_IMAGE_FIELDS)}.",
         )
     image = row[field]
     if not isinstance(image, str) or not image.strip():
@@ -144,7 +140,7 @@ def _check_files(table: Path, images: list[str], lines: list[int]) -> None:
     """Find the first row whose file is missing; large folders are listed once, not asked a million times."""
     rows_of_folder: dict[str, list[int]] = defaultdict(list)
     for row, image in enumerate(images):
-        rows_of_folder[os.path.dirname(image)].append(row)  # noqa: PTH120
+        rows_of_folder[image[: image.rfind("/") + 1]].append(row)
     missing: list[int] = []
     for folder, rows in rows_of_folder.items():
         where = table.parent / folder
@@ -152,7 +148,7 @@ def _check_files(table: Path, images: list[str], lines: list[int]) -> None:
             missing += [row for row in rows if not (table.parent / images[row]).is_file()]
         else:
             present = set(os.listdir(where))  # noqa: PTH208  (names are wanted, not Path objects)
-            missing += [row for row in rows if os.path.basename(images[row]) not in present]  # noqa: PTH119
+            missing += [row for row in rows if images[row].rpartition("/")[2] not in present]
     if missing:
         first = min(missing)
         raise UserError(

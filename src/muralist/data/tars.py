@@ -95,10 +95,9 @@ class TarSource:
 
     def fingerprint(self) -> str:
         """Hash the names and places of all images, what is said of them, and samples of the files."""
-        labels = b"" if self._labels is None else self._labels.tobytes()
-        texts = self._captions.to_pylist()
-        places, samples = self._places.tobytes(), sample_files(self.paths)
-        return short_hash(["tar", *self._names.to_pylist(), places, *texts, labels, *samples])
+        labels = b"" if self._labels is None else self._labels
+        samples = sample_files(len(self.paths), self.paths.__getitem__)
+        return short_hash("tar", self._names, self._places, self._captions, labels, samples)
 
     def _open(self, tar: int) -> IO[bytes]:
         try:

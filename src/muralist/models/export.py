@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from muralist.errors import UserError
 from muralist.models.weights import infer_jit_config, read_weights, write_jit_folder
 from muralist.settings import ExportSettings
 
@@ -29,4 +30,7 @@ def _description(source: Path) -> dict[str, Any]:
     latest = source / "checkpoints" / "latest"
     folder = latest.parent / latest.read_text().strip() if latest.is_file() else source
     manifest = folder / "manifest.json"
-    return json.loads(manifest.read_text())["model"] if manifest.is_file() else {}
+    try:
+        return dict(json.loads(manifest.read_text())["model"]) if manifest.is_file() else {}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{manifest} is damaged: it is not a checkpoint manifest.") from None

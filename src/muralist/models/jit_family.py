@@ -115,6 +115,8 @@ class JiTFamily:
         """The class a prompt names, by name or number; an unconditional model draws the same for every prompt."""
         if not self.label_names:
             return 0
+        if prompt in self.label_names:  # before folding: Cat and cat may be two classes
+            return self.label_names.index(prompt)
         folded = [name.casefold() for name in self.label_names]
         wanted = prompt.strip().casefold()
         if wanted in folded:

@@ -24,8 +24,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from muralist.errors import UserError
 from muralist.runfolder import flush_folder, no_space, write_atomically, write_json
@@ -37,6 +39,11 @@ log = logging.getLogger("muralist")
 def folder_name(step: int) -> str:
     """The name of a step's checkpoint and samples folders."""
     return f"step_{step:07d}"
+
+
+def step_of(folder: Path) -> int:
+    """The step in such a name."""
+    return int(folder.name.removeprefix("step_"))
 
 
 def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -66,6 +73,8 @@ def write(
         for name, tensors in weights.items():
             plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
             save_file(plain, aside / f"{name}.safetensors")
+            # safetensors lets only the owner read; a checkpoint is for others too, as far as the user's mask allows.
+            (aside / f"{name}.safetensors").chmod(aside.stat().st_mode & 0o666)
         with _alone():
             dcp.save(state, checkpoint_id=aside / "state", no_dist=True)
         files = {str(path.relative_to(aside)): path for path in sorted(aside.rglob("*")) if path.is_file()}
@@ -75,17 +84,30 @@ def write(
         }
         for path in files.values():
             _flush(path)
-        write_json(aside / "manifest.json", manifest)
+        flush_folder(aside / "state")
+        write_json(aside / "manifest.json", manifest | {"sha256": _seal(manifest)})
         flush_folder(aside)
         _discard(final)
         aside.replace(final)
         flush_folder(folder)
         write_atomically(folder / "latest", final.name + "\n")
-    except OSError as error:
-        raise no_space(error, final) from None
+    except (OSError, SafetensorError, CheckpointException) as error:
+        raise no_space(_disk_error(error), final) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return final
+
+
+def _disk_error(error: BaseException) -> OSError:
+    """What the disk said, out of the wrappers in which safetensors and torch hide it; any other error is a bug."""
+    if isinstance(error, OSError):
+        return error
+    if said := re.search(r"\(os error (\d+)\)", str(error)):
+        return OSError(int(said[1]), os.strerror(int(said[1])))
+    for wrapped, _ in error.failures.values() if isinstance(error, CheckpointException) else ():
+        if isinstance(wrapped, OSError):
+            return wrapped
+    raise error
 
 
 def _require_space(folder: Path, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
@@ -104,6 +126,11 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """The manifest's own hash, over its content: without it a changed step or batch would go unnoticed."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -116,16 +143,16 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
         raise UserError(f"There is no checkpoint at {checkpoint}.", fix=_list_known(checkpoint.parent))
     try:
         manifest = json.loads(path.read_text())
-        files = manifest["files"]
-        step, images = int(manifest["step"]), int(manifest["images"])
-        assert step >= 0 <= images
+        version, seal = manifest["format"], manifest.pop("sha256", None)
     except FileNotFoundError:
         raise UserError(f"{checkpoint} is not a whole checkpoint: it has no manifest.json.") from None
-    except Exception:
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise UserError(f"{path} is damaged: it is not a checkpoint manifest.") from None
-    if manifest.get("format") != FORMAT:
-        raise UserError(f"{path} has format {manifest.get('format')}, this version of muralist reads format {FORMAT}.")
-    for name, expected in files.items():
+    if version != FORMAT:
+        raise UserError(f"{path} has format {version}, this version of muralist reads format {FORMAT}.")
+    if seal != _seal(manifest):
+        raise UserError(f"{path} is damaged: it is not what was written.")
+    for name, expected in manifest["files"].items():
         file = checkpoint / name
         if not file.is_file():
             raise UserError(f"The checkpoint {checkpoint} is damaged: {name} is missing.")
@@ -143,12 +170,21 @@ def all_in(folder: Path) -> list[Path]:
     """Checkpoints of a run, oldest first, whole or not."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if re.fullmatch(r"step_\d{7,}", path.name) and path.is_dir())
+    found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{7,}", path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def _in_line(folder: Path) -> list[Path]:
+    """Checkpoints up to the one written last; any beyond it were left behind when the run was set back to an earlier one."""
+    found, latest = all_in(folder), folder / "latest"
+    names = [path.name for path in found]
+    last = latest.read_text(errors="replace").strip() if latest.is_file() else ""
+    return found[: names.index(last) + 1] if last in names else found
 
 
 def newest_whole(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest undamaged checkpoint; damaged ones are passed over and said so; all damaged is an error."""
-    candidates = all_in(folder)
+    candidates = _in_line(folder)
     for path in reversed(candidates):
         try:
             return path, manifest_of(path)
@@ -178,9 +214,8 @@ def _alone() -> Iterator[None]:
 
 def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
     """Delete checkpoints that are neither among the newest nor at a kept step; a name is taken away before its contents."""
-    for path in all_in(folder)[:-keep_last]:
-        step = int(path.name.removeprefix("step_"))
-        if keep_every is None or step % keep_every:
+    for path in _in_line(folder)[:-keep_last]:
+        if keep_every is None or step_of(path) % keep_every:
             _discard(path)
 
 

@@ -29,8 +29,6 @@ def check(settings: TrainSettings) -> None:
     low, high = settings.samples.interval
     if low >= high:
         raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
-    if settings.optim.min_lr > settings.optim.learning_rate:
-        raise UserError("--min_lr is above --learning_rate.", fix="The cosine falls from learning_rate to min_lr.")
 
 
 def check_length(clock: Clock) -> None:
@@ -65,10 +63,11 @@ def lines(
         f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}",
         f"memory     {_BYTES_IN_MEMORY * parameters / 1e9:.2f} GB per GPU for weights, gradients, optimizer and averages, "
         f"plus activations; {_BYTES_ON_DISK * parameters / 1e9:.2f} GB of disk per checkpoint",
-        f"time       at least {duration(floor_seconds)} (all operations at the measured matmul rate); the pace shows it soon",
+        f"time       at least {duration(floor_seconds)} (all operations at the measured matmul rate); the pace shows soon",
     ]
     if rate.reason != "as given, no scaling" and clock.total_batch < SMALL_BATCH:
         text.append(
-            f"note       the total batch is under {SMALL_BATCH}: scaling the learning rate may not be needed; try the original first"
+            f"note       the total batch is under {SMALL_BATCH}: scaling the learning rate may not be needed; "
+            "try the original first"
         )
     return text

@@ -1,4 +1,4 @@
-"""Turns the results of steps into metrics, in groups, so that the device is waited for once in a while and not every step."""
+"""Turns the results of steps into metrics, in groups, so that the device is waited for now and then, not every step."""
 
 from __future__ import annotations
 

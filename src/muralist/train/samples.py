@@ -22,15 +22,17 @@ from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 from torch import nn
 
+from muralist.errors import UserError
 from muralist.models.family import Family
 from muralist.runfolder import write_atomically
 from muralist.settings import SampleSettings
-from muralist.train.checkpoint import folder_name
+from muralist.train.checkpoint import all_in, folder_name, step_of
 from muralist.train.ema import WeightAverage
 from muralist.train.monitors import Monitor
 
 log = logging.getLogger("muralist")
 _MOST_COLUMNS = 10
+_LONGEST_NAME = 256  # bytes; a longer prompt is no file name, and asking the disk for one would be an error
 _PAPER, _INK, _FAINT = (250, 248, 244), (32, 34, 40), (128, 130, 138)
 
 
@@ -42,13 +44,23 @@ def prompts_of_rank(prompts: Sequence[str], rank: int, ranks: int, count: int) -
 
 def read_prompts(given: Sequence[str], family: Family) -> list[str]:
     """Prompts from the settings: a text file's lines, the texts themselves, or the model's own."""
-    prompts = list(given)
-    if len(prompts) == 1 and Path(prompts[0]).is_file():
-        lines = Path(prompts[0]).read_text(encoding="utf-8").splitlines()
-        prompts = [line.strip() for line in lines if line.strip()]
+    prompts = [prompt.strip() for prompt in given]
+    if len(prompts) == 1 and len(prompts[0].encode()) < _LONGEST_NAME and Path(prompts[0]).is_file():
+        prompts = _lines(Path(prompts[0]))
     prompts = prompts or family.default_prompts()
     family.check_prompts(prompts)
     return prompts
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UserError(f"Cannot read the prompts in {file}: {reason}.") from None
+    if not lines:
+        raise UserError(f"The file {file} holds no prompts.", fix="Write one prompt per line.")
+    return lines
 
 
 def to_u8(images: torch.Tensor) -> np.ndarray:
@@ -181,12 +193,12 @@ def write_sheet(folder: Path, prompts: Sequence[str]) -> Path | None:
 
 def _columns(folder: Path) -> list[tuple[int, dict[str, Path]]]:
     columns = []
-    for step_folder in sorted(folder.glob("step_*")):
+    for step_folder in all_in(folder):
         pictures: dict[str, Path] = {}
         for text in sorted(step_folder.glob("gpu_*_prompt*.txt")):
             picture = text.with_name(re.sub(r"_prompt(.*)\.txt$", r"_sample\1.png", text.name))
             if picture.is_file():
                 pictures.setdefault(text.read_text(encoding="utf-8").strip(), picture)
         if pictures:
-            columns.append((int(step_folder.name.removeprefix("step_")), pictures))
+            columns.append((step_of(step_folder), pictures))
     return columns

@@ -118,8 +118,14 @@ def learning_rate(optim: OptimSettings, clock: Clock) -> LearningRate:
     reason = (
         "as given, no scaling" if rule == "none" else f"{base:g} x {factor:g}, {rule} rule, base batch {base_batch}"
     )
+    peak = base * factor
+    if optim.lr_schedule == "cosine" and optim.min_lr > peak:
+        raise UserError(
+            f"--min_lr {optim.min_lr:g} is above the learning rate of {peak:g} ({reason}).",
+            fix="The cosine falls from the learning rate to min_lr: lower --min_lr.",
+        )
     return LearningRate(
-        peak=base * factor,
+        peak=peak,
         minimum=optim.min_lr,
         warmup_images=optim.warmup_steps * clock.total_batch,
         total_images=clock.last_step * clock.total_batch,
@@ -130,6 +136,6 @@ def learning_rate(optim: OptimSettings, clock: Clock) -> LearningRate:
 
 
 def ema_decay(images: int, step_images: int, half_life: float) -> float:
-    """What is kept of the average in the step that starts after `images` images; 0 in the first: the average is the weights."""
+    """What is kept of the average in the step that starts after `images` images; 0 in the first, where it is the weights."""
     half_life = min(half_life, LONGEST_AVERAGE * images)
     return 0.5 ** (step_images / half_life) if half_life > 0 else 0.0

@@ -94,17 +94,16 @@ def find_initial_weights(settings: TrainSettings, results_dir: str) -> tuple[dic
 def _newest_unconditional(settings: TrainSettings, results: Path) -> Path | None:
     found: list[tuple[float, Path]] = []
     for folder in sorted(results.iterdir()) if results.is_dir() else []:
-        checkpoints = checkpoint.all_in(folder / "checkpoints")
-        if not checkpoints:
-            continue
         try:
-            path = checkpoints[-1]
-            manifest = checkpoint.manifest_of(path)
-            model = manifest["model"]
-        except (UserError, KeyError):
+            newest = checkpoint.newest_whole(folder / "checkpoints")
+        except UserError as error:
+            log.warning("%s Passing over this run.", error)
             continue
-        if (model["model"], model["img_size"]) == (settings.model.name, settings.model.img_size) and not model[
-            "label_names"
-        ]:
+        if newest is None:
+            continue
+        path, manifest = newest
+        model = manifest["model"]
+        same = (model["model"], model["img_size"]) == (settings.model.name, settings.model.img_size)
+        if same and not model["label_names"]:
             found.append((manifest["written"], path))
     return max(found)[1] if found else None

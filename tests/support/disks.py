@@ -1,0 +1,37 @@
+"""A real disk of a megabyte, so that "no space left" comes from the system and not from a stand-in."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+PAGE = 4096
+
+
+@contextmanager
+def small_disk(folder: Path, size: str = "1m") -> Iterator[Path]:
+    """Mount a small memory disk, or skip the test where that is not allowed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command here")
+    if done.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def leave_free(disk: Path, wanted: int) -> None:
+    """Fill a disk with one file until only `wanted` bytes, in whole pages, are free."""
+    filler = disk / "filler"
+    filler.unlink(missing_ok=True)
+    filler.write_bytes(b"\0" * (shutil.disk_usage(disk).free // PAGE * PAGE - wanted // PAGE * PAGE))
