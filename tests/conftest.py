@@ -11,9 +11,14 @@ os.environ["TERM"] = "dumb"
 
 from pathlib import Path
 
+import hypothesis
 import numpy as np
 import pytest
 from PIL import Image
+
+# A busy machine is not a failure: how long an example takes is not what these tests are about.
+hypothesis.settings.register_profile("muralist", deadline=None)
+hypothesis.settings.load_profile("muralist")
 
 REPOSITORY = Path(__file__).parent.parent
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"

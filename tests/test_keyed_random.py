@@ -55,9 +55,7 @@ def test_published_answers(
 
 
 @given(seeds, purposes, st.lists(numbers, min_size=1, max_size=4), st.integers(1, 11))
-def test_words_are_philox_of_block_purpose_and_number(
-    seed: int, purpose: int, chosen: list[int], count: int
-) -> None:
+def test_words_are_philox_of_block_purpose_and_number(seed: int, purpose: int, chosen: list[int], count: int) -> None:
     key = (seed % 2**32, seed >> 32)
     blocks = range(-(-count // 4))
     expected = [

@@ -101,7 +101,8 @@ def _read_flags(
         if not token.startswith("--"):
             if not waiting:
                 raise UserError(f"Unexpected argument {token!r}.", "Every setting is given as --name value.")
-            given[waiting[0]] = Given(token, waiting.pop(0).upper())
+            name = waiting.pop(0)
+            given[name] = Given(token, name.upper())
             continue
         written, equals, inline = token[2:].partition("=")
         if written == "config":

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 
+from muralist.config import load
 from muralist.runfolder import RunFolder
 from muralist.settings import (
     CheckpointSettings,
     DataSettings,
     DemoSettings,
+    LogSettings,
     ModelSettings,
     OptimSettings,
     SampleSettings,
@@ -18,31 +22,50 @@ from muralist.settings import (
 from muralist.words import duration
 
 RUN_NAME = "demo"
-STEPS = 1500
+SCENES, BATCH, EPOCHS, COLUMNS = 8000, 16, 5, 8
+STEPS = SCENES * EPOCHS // BATCH
 
 
-def demo_settings(results_dir: str, max_steps: int | None) -> TrainSettings:
-    """The demo as a recipe: 64 px in patches of 8, batch 32, a falling learning rate."""
+def recipe(settings: DemoSettings) -> TrainSettings:
+    """The demo's settings: many small steps and a falling learning rate, which is what four minutes are best spent on."""
     return TrainSettings(
-        data=DataSettings(path="driving_world", batch_size=32, max_samples=8000, num_workers=1),
+        data=DataSettings(path="driving_world", global_batch_size=BATCH, max_samples=SCENES, num_workers=0),
         model=ModelSettings(name="JiT-T/8", img_size=64, enable_condition=True),
-        optim=OptimSettings(learning_rate=2e-3, lr_schedule="cosine", warmup_steps=50, beta2=0.99),
-        checkpoint=CheckpointSettings(every=STEPS // 6, init_from="none"),
-        samples=SampleSettings(per_gpu=8, steps=20, guidance=2.0, interval=(0.0, 1.0)),
-        epochs=STEPS * 32 // 8000,
-        max_steps=max_steps,
-        results_dir=results_dir,
+        optim=OptimSettings(learning_rate=4e-3, lr_schedule="cosine", warmup_steps=100, beta2=0.99),
+        checkpoint=CheckpointSettings(every=-(-STEPS // COLUMNS), keep_last=1, init_from="none"),
+        samples=SampleSettings(per_gpu=8, steps=20, guidance=1.5, interval=(0.0, 1.0)),
+        log=LogSettings(every=50),
+        epochs=EPOCHS,
+        max_steps=settings.max_steps,
+        results_dir=settings.results_dir,
         run_name=RUN_NAME,
     )
 
 
 def demo(settings: DemoSettings) -> int:
-    """Train, then say where to look."""
-    from muralist.train.loop import train
+    """Train on every core of a small machine, or on one GPU, then say where to look."""
+    import torch
 
     started = time.monotonic()
-    status = train(demo_settings(settings.results_dir, settings.max_steps), RUN_NAME)
+    processes = 1 if torch.cuda.is_available() else min(2, len(os.sched_getaffinity(0)))
+    arguments = [f"--results_dir={settings.results_dir}"]
+    if settings.max_steps:
+        arguments.append(f"--max_steps={settings.max_steps}")
+    # One process a core, one thread each: for a network this small that is faster than threads, and steady under load.
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m", "muralist.demo"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, *launcher, *arguments], env=environment)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        status = process.wait()  # the processes were interrupted too: they save and leave
     sheet = RunFolder.named(settings.results_dir, RUN_NAME).samples / "sheet.png"
     if status == 0 and sheet.exists():
-        print(f"\nEight prompts, from noise to scenes, in {duration(time.monotonic() - started)}:\n  {os.fspath(sheet)}")
+        print(f"\nEight prompts, from noise to scenes, in {duration(time.monotonic() - started)}:\n  {sheet}")
     return status
+
+
+if __name__ == "__main__":
+    from muralist.train.loop import train
+
+    sys.exit(train(recipe(load(DemoSettings, sys.argv[1:], {})), RUN_NAME))

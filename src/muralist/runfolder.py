@@ -129,8 +129,9 @@ class RunFolder:
 
 def _hold(file: IO[str], root: Path) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # Not flock: loader processes would inherit that one, and hold it for seconds after their trainer was killed.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
         file.seek(0)
         owner = file.read().strip() or "another process"
         raise UserError(

@@ -148,11 +148,9 @@ def shown(batches: list[Batch]) -> list[tuple[int, int, int]]:
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(ranks=st.sampled_from([1, 2, 4]), part=st.integers(1, 12), first=st.integers(0, 40), length=st.integers(1, 6))
-def test_any_number_of_ranks_reads_one_stream(
-    numbered: Source, ranks: int, part: int, first: int, length: int
-) -> None:
+def test_any_number_of_ranks_reads_one_stream(numbered: Source, ranks: int, part: int, first: int, length: int) -> None:
     total = 12
     by_rank = [list(read(numbered, rank, ranks, total, part, range(first, first + length))) for rank in range(ranks)]
     together = [row for step in range(length) for rank in range(ranks) for row in shown(by_rank[rank][step])]

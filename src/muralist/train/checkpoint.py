@@ -86,11 +86,13 @@ def write(
             _flush(path)
         flush_folder(aside / "state")
         write_json(aside / "manifest.json", manifest | {"sha256": _seal(manifest)})
+        # Written inside, then moved out: once the checkpoint has its name, nothing needs space any more.
+        write_atomically(aside / "latest", final.name + "\n")
         flush_folder(aside)
         _discard(final)
         aside.replace(final)
+        (final / "latest").replace(folder / "latest")
         flush_folder(folder)
-        write_atomically(folder / "latest", final.name + "\n")
     except (OSError, SafetensorError, CheckpointException) as error:
         raise no_space(_disk_error(error), final) from None
     finally:

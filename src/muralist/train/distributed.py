@@ -16,8 +16,8 @@ class Engine:
     """What the loop needs of a process group, one process included."""
 
     def __init__(self) -> None:
-        # broadcast_buffers off: networks here have no buffers that differ; gradients live in the buckets: no copy.
-        replicated = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+        # Gradients live in the buckets that are exchanged: no copy.
+        replicated = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[replicated])
 
     @property

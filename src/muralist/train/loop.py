@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from muralist import __version__
+from muralist.data.cache import cached
 from muralist.data.loader import Batch, held_out_batches, training_batches
 from muralist.data.sources import Source, open_held_out, open_source
 from muralist.data.stream import Split, Stream, split
@@ -77,6 +78,7 @@ def open_data(settings: TrainSettings) -> Data:
     path, img_size = settings.data.path or "", settings.model.img_size
     source = open_source(path, img_size)
     size = min(len(source), settings.data.max_samples or len(source))
+    source = cached(source, size, img_size, settings.data.num_workers)
     own = open_held_out(path, img_size) if settings.data.val_fraction > 0 else None
     if own is not None:
         return Data(source, split(size, 0.0), own, split(len(own), 1.0).held_out)

@@ -1,0 +1,348 @@
+"""A checkpoint is whole or not there: on a full disk, after damage of every kind, and when there are many of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from muralist.errors import UserError
+from muralist.train import checkpoint
+from tests.support.disks import PAGE, leave_free, small_disk
+
+FACTS = {"images": 12, "total_batch": 4, "model": {"label_names": ["Straße"]}, "loss_scale": {}, "epoch_loss": [0.1, 3]}
+FILES = ["ema1.safetensors", "manifest.json", "model.safetensors", "state/.metadata", "state/__0_0.distcp"]
+
+
+def weights(scale: float = 1.0, size: int = 50) -> dict[str, dict[str, Tensor]]:
+    values = scale * torch.arange(size, dtype=torch.float32)
+    return {"model": {"a": values, "b.c": values.view(5, -1).t()}, "ema1": {"a": values / 2}}
+
+
+def state(scale: float = 1.0, size: int = 50) -> dict[str, Tensor]:
+    return {"a.exp_avg": scale * torch.ones(size), "a.step": torch.tensor(scale)}
+
+
+def write(folder: Path, step: int, scale: float = 1.0, size: int = 50) -> Path:
+    return checkpoint.write(folder, step, weights(scale, size), state(scale, size), FACTS)
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("whole"), 3)
+
+
+@pytest.fixture
+def copied(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / written.name))
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        checkpoint.manifest_of(path)
+    return str(caught.value)
+
+
+def test_what_is_written_comes_back(written: Path) -> None:
+    assert files_of(written) == FILES
+    assert sorted(path.name for path in written.parent.iterdir()) == ["latest", "step_0000003"]
+    assert (written.parent / "latest").read_text() == "step_0000003\n"
+    manifest = checkpoint.manifest_of(written)
+    assert {name: manifest[name] for name in FACTS} == FACTS
+    assert manifest["step"] == 3
+    assert sorted(manifest["files"]) == [name for name in FILES if name != "manifest.json"]
+    for name, tensors in weights().items():
+        read = load_file(written / f"{name}.safetensors")
+        assert read.keys() == tensors.keys()
+        assert all(torch.equal(read[key], tensors[key]) for key in tensors)
+    filled = state(0.0)
+    checkpoint.read_state(written, filled)
+    assert all(torch.equal(filled[key], value) for key, value in state().items())
+
+
+def test_an_optimizer_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        network = nn.Linear(3, 2)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.fill_(0.5)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=0.1, fused=True)
+        for step in range(steps):
+            network(torch.full((1, 3), 1.0 + step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return network, optimizer
+
+    network, optimizer = trained(3)
+    tensors = checkpoint.optimizer_tensors(network, optimizer)
+    assert sorted(tensors) == [f"{p}.{k}" for p in ("bias", "weight") for k in ("exp_avg", "exp_avg_sq", "step")]
+    path = checkpoint.write(tmp_path, 3, {"model": network.state_dict()}, tensors, FACTS)
+    fresh, other = trained(0)
+    checkpoint.read_state(path, checkpoint.optimizer_tensors(fresh, other))
+    for key, value in optimizer.state_dict()["state"].items():
+        for name, tensor in value.items():
+            assert torch.equal(other.state_dict()["state"][key][name], tensor), name
+    assert float(other.state_dict()["state"][0]["step"]) == 3
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_others_may_read_as_far_as_the_mask_allows(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        path = write(tmp_path, 1)
+    finally:
+        os.umask(before)
+    assert {name: oct((path / name).stat().st_mode & 0o777) for name in FILES} == dict.fromkeys(FILES, oct(mode))
+
+
+# Full disks
+
+
+def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
+    size = 10_000
+    tensors = [t for part in (*weights(1, size).values(), state(1, size)) for t in part.values()]
+    needed = sum(t.numel() * t.element_size() for t in tensors)
+    said: list[str] = []
+    with small_disk(tmp_path / "disk") as disk:
+        folder = disk / "checkpoints"
+        earlier = write(folder, 1, size=size)
+        for pages in (-10, *range(1, 13)):  # from hopeless to just enough: every file in turn is the one that does not fit
+            leave_free(disk, needed + pages * PAGE)
+            try:
+                write(folder, 2, scale=2.0, size=size)
+                break
+            except UserError as error:
+                said.append(str(error))
+            assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0000001"]
+            assert (folder / "latest").read_text() == "step_0000001\n"
+            assert checkpoint.newest_whole(folder) == (earlier, checkpoint.manifest_of(earlier))
+            assert torch.equal(load_file(earlier / "ema1.safetensors")["a"], weights(1, size)["ema1"]["a"])
+        else:
+            pytest.fail("no checkpoint was written although there was room")
+        found = checkpoint.newest_whole(folder)
+        assert found is not None
+        assert found[1]["step"] == 2
+    assert f"A checkpoint needs {needed / 1e9:.2f} GB" in said[0]
+    assert len(said) >= 3
+    assert all("No space left on the disk" in sentence for sentence in said[1:])
+    assert all("it goes on from the last checkpoint" in sentence for sentence in said)
+
+
+def test_a_disk_that_fills_up_while_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Another process takes the space after it was checked: safetensors' own error must end as the same sentence.
+    monkeypatch.setattr(checkpoint, "_require_space", lambda *_: None)
+    with small_disk(tmp_path / "disk") as disk:
+        folder = disk / "checkpoints"
+        earlier = write(folder, 1)
+        leave_free(disk, 8 * PAGE)
+        with pytest.raises(UserError, match="No space left on the disk that holds .*step_0000002"):
+            write(folder, 2, size=20_000)
+        assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0000001"]
+        assert checkpoint.newest_whole(folder) == (earlier, checkpoint.manifest_of(earlier))
+
+
+def test_an_error_that_is_no_disk_error_is_not_called_one(tmp_path: Path) -> None:
+    shared = torch.ones(4)
+    with pytest.raises(RuntimeError, match="share memory"):
+        checkpoint.write(tmp_path, 1, {"model": {"a": shared, "b": shared}}, state(), FACTS)
+    assert not list(tmp_path.iterdir())
+
+
+# Damage
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def flip(place: float) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        at = min(int(place * len(data)), len(data) - 1)
+        return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
+
+    return change
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut": cut,
+    "emptied": lambda data: b"",
+    "zeroed": lambda data: b"\0" * len(data),
+    "longer": lambda data: data + b"\n\0",
+    "first bit": flip(0.0),
+    "middle bit": flip(0.5),
+    "last bit": flip(1.0),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [*DAMAGES, "deleted"])
+def test_damage_is_found_and_named(copied: Path, name: str, damage: str) -> None:
+    file = copied / name
+    if damage == "deleted":
+        file.unlink()
+    else:
+        file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    sentence = refusal(copied)
+    assert str(copied) in sentence
+    assert name in sentence
+    assert ("missing" in sentence or "it has no" in sentence) == (damage == "deleted")
+
+
+def test_no_single_bit_of_a_manifest_can_change_unseen(copied: Path) -> None:
+    file = copied / "manifest.json"
+    data = file.read_bytes()
+    whole = checkpoint.manifest_of(copied)
+    for at in range(len(data)):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        try:
+            assert checkpoint.manifest_of(copied) == whole, at  # 1e-05 may become 1E-05
+        except UserError as error:
+            assert "manifest.json" in str(error) or "is damaged" in str(error)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["null", "[]", "{}", "3", '"text"', '{"format": 1}', '{"files": []}', '{"format": 1, "files": {}, "step": 1, "images": 1}'],
+)
+def test_json_that_is_no_manifest(copied: Path, content: str) -> None:
+    (copied / "manifest.json").write_text(content)
+    assert f"{copied / 'manifest.json'} is damaged" in refusal(copied)
+
+
+def test_a_manifest_of_another_format(copied: Path) -> None:
+    manifest = json.loads((copied / "manifest.json").read_text())
+    (copied / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
+    assert "has format 2, this version of muralist reads format 1" in refusal(copied)
+
+
+def test_a_missing_checkpoint_names_those_there_are(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    sentence = refusal(tmp_path / "step_0000006")
+    assert f"There is no checkpoint at {tmp_path / 'step_0000006'}" in sentence
+    assert "step_0000005" in sentence
+
+
+# Many checkpoints
+
+
+def hurt(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"")
+
+
+class Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.fixture
+def warnings() -> Any:
+    handler = Warnings()
+    checkpoint.log.addHandler(handler)
+    yield handler.said
+    checkpoint.log.removeHandler(handler)
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in checkpoint.all_in(folder)]
+
+
+def test_the_newest_whole_one_is_found_and_damage_is_said(tmp_path: Path, warnings: list[str]) -> None:
+    assert checkpoint.newest_whole(tmp_path / "nowhere") is None
+    assert checkpoint.newest_whole(tmp_path) is None
+    paths = [write(tmp_path, step) for step in (2, 4, 6)]
+    found = checkpoint.newest_whole(tmp_path)
+    assert found is not None
+    assert (found[0], found[1]["step"], warnings) == (paths[2], 6, [])
+    hurt(paths[2])
+    (paths[1] / "manifest.json").unlink()
+    found = checkpoint.newest_whole(tmp_path)
+    assert found is not None
+    assert found[0] == paths[0]
+    assert ["step_0000006" in warnings[0], "step_0000004" in warnings[1]] == [True, True]
+    hurt(paths[0])
+    with pytest.raises(UserError, match="None of the 3 checkpoints .* is whole") as caught:
+        checkpoint.newest_whole(tmp_path)
+    assert "Nothing was deleted" in caught.value.fix
+    assert len(names(tmp_path)) == 3
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    for step in (9_999_998, 9_999_999, 10_000_000, 10_000_001):
+        write(tmp_path, step)
+    found = checkpoint.newest_whole(tmp_path)
+    assert found is not None
+    assert found[1]["step"] == 10_000_001
+    checkpoint.prune(tmp_path, keep_last=2, keep_every=None)
+    assert names(tmp_path) == ["step_10000000", "step_10000001"]
+
+
+def test_only_checkpoints_are_listed(tmp_path: Path) -> None:
+    write(tmp_path, 7)
+    for stranger in ("step_12", "step_0000008x", ".step_0000009.1.tmp", "step_", "notes"):
+        (tmp_path / stranger).mkdir()
+    (tmp_path / "step_0000009").write_text("a file")
+    assert names(tmp_path) == ["step_0000007"]
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [(1, None, [6]), (3, None, [4, 5, 6]), (1, 2, [2, 4, 6]), (2, 3, [3, 5, 6]), (9, None, [1, 2, 3, 4, 5, 6])],
+)
+def test_old_ones_are_deleted_as_asked(tmp_path: Path, keep_last: int, keep_every: int | None, kept: list[int]) -> None:
+    for step in range(1, 7):
+        write(tmp_path, step)
+    checkpoint.prune(tmp_path, keep_last, keep_every)
+    assert names(tmp_path) == [checkpoint.folder_name(step) for step in kept]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *names(tmp_path)]
+
+
+def test_a_run_that_was_set_back_goes_on_from_there(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        write(tmp_path, step)
+    write(tmp_path, 3)  # after --resume .../step_0000002
+    found = checkpoint.newest_whole(tmp_path)
+    assert found is not None
+    assert found[1]["step"] == 3
+    checkpoint.prune(tmp_path, keep_last=1, keep_every=None)
+    assert names(tmp_path) == ["step_0000003", "step_0000004", "step_0000006"]
+    write(tmp_path, 6, scale=5.0)
+    checkpoint.prune(tmp_path, keep_last=1, keep_every=None)
+    assert names(tmp_path) == ["step_0000006"]
+    assert torch.equal(load_file(tmp_path / "step_0000006" / "ema1.safetensors")["a"], weights(5.0)["ema1"]["a"])
+
+
+@pytest.mark.parametrize("content", [b"", b"step_0000099\n", b"\xff\xfe", b"../elsewhere\n"])
+def test_a_useless_latest_file_is_no_obstacle(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path, 2)
+    newest = write(tmp_path, 4)
+    (tmp_path / "latest").write_bytes(content)
+    found = checkpoint.newest_whole(tmp_path)
+    assert found is not None
+    assert found[0] == newest
+
+
+def test_leftovers_are_swept_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    for leftover in (".step_0000003.99.tmp", ".step_0000001.deleted"):
+        (tmp_path / leftover / "state").mkdir(parents=True)
+        (tmp_path / leftover / "state" / "x").write_text("x")
+    checkpoint.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_0000002"]
+    checkpoint.manifest_of(tmp_path / "step_0000002")

@@ -1,0 +1,261 @@
+"""Every GPU has its prompts, every picture says how it was made, and the sheet shows the right one in the right place."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from muralist.errors import UserError
+from muralist.models.family import build_family
+from muralist.models.jit_family import JiTFamily
+from muralist.settings import ModelSettings, SampleSettings, TrainSettings
+from muralist.train.checkpoint import folder_name
+from muralist.train.ema import WeightAverage
+from muralist.train.samples import (
+    draw,
+    encode_png,
+    prompts_of_rank,
+    read_prompts,
+    to_u8,
+    write_samples,
+    write_sheet,
+)
+
+GAP, LEFT, TOP = 6, 190, 34  # of the sheet
+
+
+def family(*label_names: str) -> JiTFamily:
+    model = ModelSettings(name="JiT-T/8", img_size=16, enable_condition=bool(label_names))
+    built = build_family(TrainSettings(model=model), list(label_names))
+    assert isinstance(built, JiTFamily)
+    return built
+
+
+def network(built: JiTFamily, scale: float = 1.0) -> torch.nn.Module:
+    """A network whose last layer is not zero, so that pictures differ."""
+    net = built.network()
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if "adaLN" in name or name.startswith("final_layer.linear"):
+                parameter.copy_(scale * 0.05 * torch.sin(torch.arange(parameter.numel())).view_as(parameter))
+    return net
+
+
+# Prompts
+
+
+@given(st.integers(1, 20), st.integers(1, 16))
+def test_gpu_r_takes_prompt_r_mod_n(prompts: int, ranks: int) -> None:
+    names = [str(index) for index in range(prompts)]
+    for rank in range(ranks):
+        assert prompts_of_rank(names, rank, ranks, 1) == [rank % prompts]
+    assert prompts_of_rank(names, 0, ranks, 0) == []
+
+
+@given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 20))
+def test_further_pictures_take_further_prompts_and_none_twice(prompts: int, ranks: int, count: int) -> None:
+    names = [str(index) for index in range(prompts)]
+    chosen = [prompts_of_rank(names, rank, ranks, count) for rank in range(ranks)]
+    for rank, mine in enumerate(chosen):
+        assert mine[0] == rank % prompts
+        assert len(set(mine)) == len(mine) <= count
+    if ranks * count >= prompts:
+        assert {index for mine in chosen for index in mine} == set(range(prompts))
+
+
+def test_prompts_from_flags_a_file_or_the_model(tmp_path: Path) -> None:
+    pets = family("cat", "dog", "owl")
+    assert read_prompts([], pets) == ["cat", "dog", "owl"]
+    assert read_prompts([], family(*map(str, range(10)))) == [str(number) for number in range(8)]
+    assert read_prompts([], family()) == ["unconditional"]
+    assert read_prompts(["owl", " cat "], pets) == ["owl", "cat"]
+    file = tmp_path / "prompts.txt"
+    file.write_text("  dog \n\n1\r\nCAT\n")
+    assert read_prompts([str(file)], pets) == ["dog", "1", "CAT"]
+
+
+def test_prompts_that_cannot_be_drawn_are_refused(tmp_path: Path) -> None:
+    pets = family("cat", "dog")
+    with pytest.raises(UserError, match=r"'cta' names no class.*Did you mean cat\?"):
+        read_prompts(["cta"], pets)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(UserError, match="holds no prompts"):
+        read_prompts([str(tmp_path / "empty.txt")], pets)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\xff")
+    with pytest.raises(UserError, match="picture.png: it is not UTF-8 text"):
+        read_prompts([str(tmp_path / "picture.png")], pets)
+    for long in ("long " * 1000, "图" * 200):
+        assert read_prompts([long], family()) == [long.strip()]
+
+
+# Pictures
+
+
+def test_bytes_are_rounded_and_clamped() -> None:
+    values = torch.tensor([-2.0, -1.0, -0.997, 0.0, 0.5, 1.0, 1.7]).view(1, 1, 1, 7).expand(1, 3, 1, 7)
+    picture = to_u8(values)
+    assert (picture.shape, picture.dtype) == ((1, 1, 7, 3), np.uint8)
+    assert picture[0, 0, :, 0].tolist() == [0, 0, 0, 128, 191, 255, 255]
+    every = torch.arange(256).float() / 127.5 - 1
+    assert to_u8(every.view(1, 1, 16, 16).expand(1, 3, 16, 16))[0, ..., 2].ravel().tolist() == list(range(256))
+
+
+def test_a_png_says_how_it_was_made() -> None:
+    picture = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+    facts = {"prompt": "Straße, 图 \"quoted\"", "seed": "12", "step": "500"}
+    with Image.open(io.BytesIO(encode_png(picture, facts))) as image:
+        image.load()
+        assert (image.format, image.text) == ("PNG", facts)
+        assert np.array_equal(np.asarray(image), picture)
+
+
+def test_samples_use_the_average_and_leave_the_network_alone() -> None:
+    pets = family("cat", "dog")
+    net, other = network(pets), network(pets, scale=-2.0)
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    settings = SampleSettings(steps=2, seed=5)
+    pictures = draw(pets, net, WeightAverage(other, 1.0), ["cat", "dog"], [1, 0], settings, None)
+    expected = to_u8(pets.sample(other.eval(), ["dog", "cat"], [6, 5], settings))
+    assert np.array_equal(pictures, expected)
+    assert not np.array_equal(pictures, to_u8(pets.sample(net.eval(), ["dog", "cat"], [6, 5], settings)))
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+class Shown:
+    """A monitor that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.pictures: dict[str, tuple[int, np.ndarray, str]] = {}
+
+    def picture(self, step: int, name: str, image_u8: np.ndarray, caption: str) -> None:
+        self.pictures[name] = (step, image_u8, caption)
+
+    def scalars(self, step: int, values: Any) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_files_of_two_gpus(tmp_path: Path) -> None:
+    pets = family("cat", "dog", "owl")
+    net = network(pets)
+    net.train()
+    average, settings, shown = WeightAverage(net, 1.0), SampleSettings(steps=2, seed=5, per_gpu=2), Shown()
+    for rank in (1, 0):
+        write_samples(tmp_path, 500, rank, 2, pets, net, average, ["cat", "dog", "owl"], settings, None, [shown])
+    assert net.training
+    folder = tmp_path / "step_0000500"
+    expected = {"gpu_0_sample": "cat", "gpu_0_sample_2": "owl", "gpu_1_sample": "dog", "gpu_1_sample_2": "cat"}
+    for name, prompt in expected.items():
+        assert (folder / f"{name.replace('sample', 'prompt')}.txt").read_text() == f"{prompt}\n"
+        seed = 5 + ["cat", "dog", "owl"].index(prompt)
+        with Image.open(folder / f"{name}.png") as image:
+            image.load()
+            assert image.text == {"prompt": prompt, "seed": str(seed), "step": "500"}
+            alone = to_u8(pets.sample(net.eval(), [prompt], [seed], settings))[0]
+            assert np.abs(np.asarray(image).astype(int) - alone).max() <= 1
+        step, kept, caption = shown.pictures[f"samples/{name.replace('_sample', '')}"]
+        assert (step, caption) == (500, prompt)
+        assert np.abs(kept.astype(int) - alone).max() <= 1
+    assert len(list(folder.iterdir())) == 8
+    assert (tmp_path / "sheet.png").is_file()
+
+
+# The sheet
+
+
+def place(folder: Path, step: int, prompt: str, picture: np.ndarray, rank: int = 0) -> None:
+    target = folder / folder_name(step)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / f"gpu_{rank}_sample.png").write_bytes(encode_png(picture, {}))
+    (target / f"gpu_{rank}_prompt.txt").write_text(prompt + "\n")
+
+
+def cells(sheet: Path, rows: int, columns: int, side: int) -> np.ndarray:
+    """The cells of a sheet, [rows, columns, side, side, 3], after checking its size."""
+    with Image.open(sheet) as image:
+        assert image.size == (LEFT + columns * (side + GAP) + GAP, TOP + rows * (side + GAP) + GAP)
+        pixels = np.asarray(image.convert("RGB"))
+    across = [LEFT + column * (side + GAP) for column in range(columns)]
+    down = [TOP + row * (side + GAP) for row in range(rows)]
+    return np.stack([np.stack([pixels[y : y + side, x : x + side] for x in across]) for y in down])
+
+
+def test_each_picture_is_in_its_row_and_column(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    pictures = random.integers(0, 256, (2, 3, 128, 128, 3), dtype=np.uint8)
+    for row, prompt in enumerate(("zebra", "apple")):  # the order of the prompts, not of the alphabet
+        for column, step in enumerate((50, 500, 5000)):
+            if (row, column) != (1, 0):
+                place(tmp_path, step, prompt, pictures[row, column], rank=1 - row)
+    sheet = write_sheet(tmp_path, ["zebra", "never drawn", "apple"])
+    assert sheet == tmp_path / "sheet.png"
+    shown = cells(sheet, 2, 3, 128)
+    for row in range(2):
+        for column in range(3):
+            if (row, column) != (1, 0):
+                assert np.array_equal(shown[row, column], pictures[row, column])
+    missing = shown[1, 0]
+    assert len(np.unique(missing[1:-1, 1:-1].reshape(-1, 3), axis=0)) == 1  # an empty frame
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["sheet.png"]
+
+
+@pytest.mark.parametrize(("width", "side"), [(8, 96), (16, 96), (32, 96), (64, 128), (100, 100), (512, 256)])
+def test_small_pictures_are_enlarged_and_large_ones_reduced(tmp_path: Path, width: int, side: int) -> None:
+    picture = np.zeros((width, width, 3), np.uint8)
+    picture[: width // 2, : width // 2] = (200, 40, 10)
+    picture[width // 2 :, width // 2 :] = (10, 40, 200)
+    place(tmp_path, 10, "a", picture)
+    sheet = write_sheet(tmp_path, ["a"])
+    assert sheet is not None
+    cell = cells(sheet, 1, 1, side)[0, 0]
+    quarter = side // 4
+    assert np.abs(cell[quarter, quarter].astype(int) - (200, 40, 10)).max() <= 12
+    assert np.abs(cell[-quarter, -quarter].astype(int) - (10, 40, 200)).max() <= 12
+    assert cell[quarter, -quarter].max() <= 12
+
+
+def test_many_checkpoints_are_thinned_to_ten_with_the_first_and_the_last(tmp_path: Path) -> None:
+    steps = [9_999_900 + 10 * number for number in range(33)]  # over the edge where names grow longer
+    for number, step in enumerate(steps):
+        place(tmp_path, step, "a", np.full((96, 96, 3), 7 * number, np.uint8))
+    (tmp_path / "step_backup").mkdir()
+    sheet = write_sheet(tmp_path, ["a"])
+    assert sheet is not None
+    shown = [int(cell[0, 0, 0]) // 7 for cell in cells(sheet, 1, 10, 96)[0]]
+    assert (shown[0], shown[-1]) == (0, 32)
+    assert set(np.diff(shown)) <= {3, 4}
+    for extra in steps[10:]:
+        for path in (tmp_path / folder_name(extra)).iterdir():
+            path.unlink()
+    sheet = write_sheet(tmp_path, ["a"])
+    assert sheet is not None
+    assert [int(cell[0, 0, 0]) // 7 for cell in cells(sheet, 1, 10, 96)[0]] == list(range(10))
+
+
+def test_nothing_to_show_is_no_sheet(tmp_path: Path) -> None:
+    assert write_sheet(tmp_path, ["a"]) is None
+    place(tmp_path, 1, "b", np.zeros((8, 8, 3), np.uint8))
+    assert write_sheet(tmp_path, ["a"]) is None
+    (tmp_path / "step_0000001" / "gpu_0_sample.png").unlink()
+    assert write_sheet(tmp_path, ["b"]) is None
+    assert not (tmp_path / "sheet.png").exists()
+
+
+def test_the_sheet_names_prompts_and_steps(tmp_path: Path) -> None:
+    place(tmp_path, 500, "a", np.zeros((96, 96, 3), np.uint8))
+    first = write_sheet(tmp_path, ["a"])
+    assert first is not None
+    with Image.open(first) as image:
+        pixels = np.asarray(image.convert("L"))
+    assert (pixels[TOP : TOP + 96, :LEFT] < 128).sum() > 5  # the prompt
+    assert (pixels[:TOP, LEFT:] < 190).sum() > 20  # the step
