@@ -119,7 +119,10 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         folder = disk / "checkpoints"
         earlier = write(folder, 1, size=size)
-        for pages in (-10, *range(1, 13)):  # from hopeless to just enough: every file in turn is the one that does not fit
+        for pages in (
+            -10,
+            *range(1, 13),
+        ):  # from hopeless to just enough: every file in turn is the one that does not fit
             leave_free(disk, needed + pages * PAGE)
             try:
                 write(folder, 2, scale=2.0, size=size)
@@ -215,7 +218,16 @@ def test_no_single_bit_of_a_manifest_can_change_unseen(copied: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["null", "[]", "{}", "3", '"text"', '{"format": 1}', '{"files": []}', '{"format": 1, "files": {}, "step": 1, "images": 1}'],
+    [
+        "null",
+        "[]",
+        "{}",
+        "3",
+        '"text"',
+        '{"format": 1}',
+        '{"files": []}',
+        '{"format": 1, "files": {}, "step": 1, "images": 1}',
+    ],
 )
 def test_json_that_is_no_manifest(copied: Path, content: str) -> None:
     (copied / "manifest.json").write_text(content)

@@ -110,7 +110,7 @@ def test_bytes_are_rounded_and_clamped() -> None:
 
 def test_a_png_says_how_it_was_made() -> None:
     picture = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
-    facts = {"prompt": "Straße, 图 \"quoted\"", "seed": "12", "step": "500"}
+    facts = {"prompt": 'Straße, 图 "quoted"', "seed": "12", "step": "500"}
     with Image.open(io.BytesIO(encode_png(picture, facts))) as image:
         image.load()
         assert (image.format, image.text) == ("PNG", facts)

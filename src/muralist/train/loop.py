@@ -150,6 +150,9 @@ def _train(settings: TrainSettings, engine: Engine, run: RunFolder, requests: Re
         log.info("Nothing left to do: the run is at step %d of %d. A larger --epochs goes on.", first_step, last_step)
         return
 
+    if engine.size > 1 or device.type == "cuda":
+        first_images = np.arange(plan.part)
+        stepper.warm_up(next(held_out_batches(data.source, np.zeros_like(first_images), first_images, plan.part)))
     monitors = open_monitors(run, settings.log, settings.model_dump(mode="json"), first_step) if engine.is_main else []
     for monitor in monitors:
         stack.callback(monitor.close)
@@ -167,10 +170,6 @@ def _train(settings: TrainSettings, engine: Engine, run: RunFolder, requests: Re
         plan.numbers(engine.rank, range(first_step, last_step)),
         settings.data,
     )
-    if engine.size > 1 or device.type == "cuda":
-        stepper.warm_up(
-            next(held_out_batches(data.source, np.zeros(plan.part, np.int64), np.arange(plan.part), plan.part))
-        )
     _loop(settings, engine, requests, stepper, recorder, keeper, parts, range(first_step, last_step))
 
 
@@ -232,57 +231,61 @@ class _Keeper:
 
     def checkpoint_and_samples(self, step: int) -> None:
         """What happens at every checkpoint: held-out loss, checkpoint, pictures."""
-        started = time.perf_counter()
-        loss = self.validate()
+        with self.recorder.paused():
+            loss = self.validate()
         self.save(step, {} if loss is None else {"val/loss": loss})
         if loss is not None:
             log.info("step %d  val/loss %.4f", step, loss)
         if self.settings.samples.per_gpu:
-            samples.write_samples(
-                self.run.samples,
-                step,
-                self.engine.rank,
-                self.engine.size,
-                self.family,
-                self.stepper.network,
-                self.stepper.averages[0],
-                self.prompts,
-                self.settings.samples,
-                self.stepper.autocast,
-                self.monitors,
-            )
-        self.recorder.pause(time.perf_counter() - started)
+            with self.recorder.paused():
+                self._write_samples(step)
 
     def save(self, step: int, extra: dict[str, float] | None = None) -> None:
         """Metrics first, then the checkpoint: a resumed run finds both or neither."""
         if step == self.saved_step:
             return
         self.recorder.flush(extra)
-        for monitor in self.monitors:
-            monitor.flush()
-        if self.engine.is_main:
-            started = time.perf_counter()
-            stepper = self.stepper
-            weights = {"model": stepper.network.state_dict()}
-            weights |= {
-                f"ema{i}": average.state(stepper.network) for i, average in enumerate(stepper.averages, start=1)
-            }
-            facts = {
-                "images": step * stepper.plan.total,
-                "total_batch": stepper.plan.total,
-                "model": self.family.describe(),
-                "data": self.data_facts,
-                "epoch_loss": [self.recorder.epoch_loss.total, self.recorder.epoch_loss.steps],
-                "loss_scale": stepper.scaler.state_dict(),
-                "versions": {"muralist": __version__, "torch": torch.__version__},
-            }
-            state = checkpoint.optimizer_tensors(stepper.network, stepper.optimizer)
-            path = checkpoint.write(self.run.checkpoints, step, weights, state, facts)
-            keep = self.settings.checkpoint
-            checkpoint.prune(self.run.checkpoints, keep.keep_last, keep.keep_every)
-            log.info("Saved checkpoint to %s (%s)", path, duration(time.perf_counter() - started))
-        self.saved_step = step
-        self.engine.wait()
+        with self.recorder.paused():
+            for monitor in self.monitors:
+                monitor.flush()
+            if self.engine.is_main:
+                self._write_checkpoint(step)
+            self.saved_step = step
+            self.engine.wait()
+
+    def _write_checkpoint(self, step: int) -> None:
+        started, stepper = time.perf_counter(), self.stepper
+        weights = {"model": stepper.network.state_dict()}
+        weights |= {f"ema{i}": average.state(stepper.network) for i, average in enumerate(stepper.averages, start=1)}
+        facts = {
+            "images": step * stepper.plan.total,
+            "total_batch": stepper.plan.total,
+            "model": self.family.describe(),
+            "data": self.data_facts,
+            "epoch_loss": [self.recorder.epoch_loss.total, self.recorder.epoch_loss.steps],
+            "loss_scale": stepper.scaler.state_dict(),
+            "versions": {"muralist": __version__, "torch": torch.__version__},
+        }
+        state = checkpoint.optimizer_tensors(stepper.network, stepper.optimizer)
+        path = checkpoint.write(self.run.checkpoints, step, weights, state, facts)
+        keep = self.settings.checkpoint
+        checkpoint.prune(self.run.checkpoints, keep.keep_last, keep.keep_every)
+        log.info("Saved checkpoint to %s (%s)", path, duration(time.perf_counter() - started))
+
+    def _write_samples(self, step: int) -> None:
+        samples.write_samples(
+            self.run.samples,
+            step,
+            self.engine.rank,
+            self.engine.size,
+            self.family,
+            self.stepper.network,
+            self.stepper.averages[0],
+            self.prompts,
+            self.settings.samples,
+            self.stepper.autocast,
+            self.monitors,
+        )
 
     @torch.no_grad()
     def validate(self) -> float | None:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -202,7 +201,6 @@ class ProgressLine:
 
     def __init__(self, first_step: int, last_step: int, log_every: int, quiet: bool) -> None:
         self.log_every, self.last_step = log_every, last_step
-        self.started, self.first_step = time.monotonic(), first_step
         self.bar = Progress(
             SpinnerColumn(),
             TextColumn("step {task.completed}/{task.total}"),
@@ -224,8 +222,8 @@ class ProgressLine:
         )
         self.bar.update(self.task, completed=step, facts=facts)
         if step % self.log_every == 0 or step == self.last_step:
-            rate = (time.monotonic() - self.started) / max(1, step - self.first_step)
-            left = duration((self.last_step - step) * rate)
+            step_images = values["images"] / step
+            left = duration((self.last_step - step) * step_images / values["train/samples_per_second"])
             rates = f"lr {values['train/learning_rate']:.3g}  grad {values['train/grad_norm']:.3f}"
             log.info("step %d/%d  %s  %s  left %s", step, self.last_step, facts, rates, left)
 

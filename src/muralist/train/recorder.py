@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -69,9 +70,14 @@ class Recorder:
         if step % self.flush_every == 0 or slow:
             self.flush()
 
-    def pause(self, seconds: float) -> None:
-        """Leave time spent on something else (a checkpoint, samples) out of the speed."""
-        self._since += seconds
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave time spent on something else (held-out loss, a checkpoint, samples) out of the speed."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - started
 
     def flush(self, extra: Mapping[str, float] | None = None) -> None:
         """Write out all steps since the last time; `extra` goes with the last of them."""

@@ -1,0 +1,104 @@
+"""What a person sees of errors: a few lines on stderr, a non-zero status, a traceback only when asked for."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+
+import pytest
+
+from muralist import __version__, cli
+from muralist.cli import COMMANDS, main
+from muralist.errors import UserError, nearest
+from muralist.train.recorder import NotFinite
+from tests.support.runs import finish, start
+
+
+def fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(arguments: Sequence[str]) -> int:
+        raise error
+
+    monkeypatch.setitem(cli.COMMANDS, "train", (run, "TrainSettings"))
+
+
+def test_usage_is_shown_to_whoever_asks_or_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        said = capsys.readouterr()
+        assert all(f"muralist {command}" in said.out for command in COMMANDS)
+        assert said.err == ""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("trian", "train"), ("Train", "train"), ("exprt", "export"), ("qqq", None)]
+)
+def test_an_unknown_command_names_the_nearest(
+    written: str, meant: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([written, "--data_path", "x"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"There is no command '{written}'." in said.err
+    assert ("Did you mean" in said.err) == (meant is not None)
+    assert meant is None or f"Did you mean {meant}?" in said.err
+    assert "`muralist --help`" in said.err
+
+
+def test_an_error_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fails_with(monkeypatch, UserError("It rained.", fix="Take an umbrella."))
+    assert main(["train"]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "muralist: It rained.\nTake an umbrella.\n")
+    for words in (["train", "--debug"], ["--debug", "train"]):
+        assert main(words) == 1
+        err = capsys.readouterr().err
+        assert "Traceback" in err
+        assert "in run" in err
+        assert err.endswith("muralist: It rained.\nTake an umbrella.\n")
+
+
+def test_an_error_of_the_system(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fails_with(monkeypatch, PermissionError(13, "Permission denied", "/results/x"))
+    assert main(["train"]) == 1
+    err = capsys.readouterr().err
+    assert "muralist: Permission denied: /results/x" in err
+    assert "Traceback" not in err
+    assert main(["train", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_has_its_own_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fails_with(monkeypatch, KeyboardInterrupt())
+    assert main(["train"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_bug_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_with(monkeypatch, ZeroDivisionError("ours"))
+    with pytest.raises(ZeroDivisionError):
+        main(["train"])
+
+
+def test_real_processes_end_with_a_status() -> None:
+    for command in (["muralist", "train"], ["python", "train.py"]):
+        said = finish(start(*command, "--data_path", "x", "--img_size", "63"), expect=1)
+        assert "cannot be cut into patches" in said
+        assert "Traceback" not in said
+        assert "Traceback" in finish(start(*command, "--img_size", "63", "--debug"), expect=1)
+        assert "--enable_condition" in finish(start(*command, "--help"))
+
+
+def test_nearest_is_a_sentence_or_nothing() -> None:
+    assert nearest("batchsize", ["batch_size", "epochs"]) == "Did you mean batch_size?"
+    assert nearest("JIT-B/4", ["JiT-B/4", "JiT-L/4"]) == "Did you mean JiT-B/4?"
+    assert nearest("zzz", ["batch_size"]) == ""
+    assert nearest("x", []) == ""
+
+
+def test_an_error_survives_the_way_between_processes() -> None:
+    for kind in (UserError, NotFinite):
+        copy = pickle.loads(pickle.dumps(kind("what.", "why.", "fix.")))
+        assert (type(copy), copy.what, copy.why, copy.fix) == (kind, "what.", "why.", "fix.")
+        assert str(copy) == "what. why. fix."
