@@ -171,6 +171,9 @@ def _train(settings: TrainSettings, engine: Engine, run: RunFolder, requests: Re
         settings.data,
     )
     _loop(settings, engine, requests, stepper, recorder, keeper, parts, range(first_step, last_step))
+    engine.wait()
+    if engine.is_main:
+        samples.write_sheet(run.samples, prompts)  # once more, now that every rank's last pictures are there
 
 
 def _loop(
