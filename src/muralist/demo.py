@@ -22,15 +22,17 @@ from muralist.settings import (
 from muralist.words import duration
 
 RUN_NAME = "demo"
-SCENES, BATCH, EPOCHS, COLUMNS = 6400, 16, 4, 8
+SCENES, BATCH, EPOCHS, COLUMNS = 3360, 16, 8, 8
 STEPS = SCENES * EPOCHS // BATCH
 
 
 def recipe(settings: DemoSettings) -> TrainSettings:
     """The demo's settings: many small steps and a falling learning rate, which is what four minutes are best spent on."""
     return TrainSettings(
-        data=DataSettings(path="driving_world", global_batch_size=BATCH, max_samples=SCENES, num_workers=0),
-        model=ModelSettings(name="JiT-T/6", img_size=48, enable_condition=True),
+        data=DataSettings(
+            path="driving_world", global_batch_size=BATCH, max_samples=SCENES, random_flip=False, num_workers=0
+        ),
+        model=ModelSettings(name="JiT-T/8", img_size=64, enable_condition=True),
         optim=OptimSettings(learning_rate=4e-3, lr_schedule="cosine", warmup_steps=100, beta2=0.99),
         checkpoint=CheckpointSettings(every=STEPS // COLUMNS, keep_last=1, init_from="none"),
         samples=SampleSettings(per_gpu=8, steps=20, guidance=1.5, interval=(0.0, 1.0)),

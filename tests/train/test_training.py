@@ -28,7 +28,18 @@ def test_interrupted_anywhere_equals_uninterrupted(photo_folder: Path, tmp_path:
 
 
 def test_the_curve_falls_and_epochs_are_counted(photo_folder: Path, tmp_path: Path) -> None:
-    train("--data_path", photo_folder, "--epochs", "20", "--results_dir", tmp_path, "--val_fraction", "0.1", "--ckpt_every", "50")
+    train(
+        "--data_path",
+        photo_folder,
+        "--epochs",
+        "20",
+        "--results_dir",
+        tmp_path,
+        "--val_fraction",
+        "0.1",
+        "--ckpt_every",
+        "50",
+    )
     lines = metrics(only_run(tmp_path))
     curve = [line["train/loss"] for line in lines]
     assert np.mean(curve[-20:]) < 0.5 * np.mean(curve[:20])
@@ -154,7 +165,19 @@ def test_a_broken_image_ends_the_run_with_its_name_and_keeps_what_was_learned(
         Image.fromarray(np.full((20, 20, 3), number * 20, np.uint8)).save(data / f"{number}.png")
     broken = data / "7.png"
     broken.write_bytes(broken.read_bytes()[:40])
-    train("--data_path", data, "--batch_size", "1", "--epochs", "1", "--val_fraction", "0", "--results_dir", tmp_path / "r", expect=1)
+    train(
+        "--data_path",
+        data,
+        "--batch_size",
+        "1",
+        "--epochs",
+        "1",
+        "--val_fraction",
+        "0",
+        "--results_dir",
+        tmp_path / "r",
+        expect=1,
+    )
     assert "7.png" in capfd.readouterr().err
     run = only_run(tmp_path / "r")
     checkpoints = list((run / "checkpoints").glob("step_*"))

@@ -30,7 +30,7 @@ from muralist.train import checkpoint, contract, samples, start
 from muralist.train.distributed import Engine
 from muralist.train.ema import WeightAverage
 from muralist.train.monitors import Monitor, ProgressLine, open_monitors, start_log
-from muralist.train.recorder import EpochLoss, NotFinite, Recorder
+from muralist.train.recorder import EpochLoss, Recorder
 from muralist.train.schedule import Clock, learning_rate, plan_batch
 from muralist.train.stepper import Stepper, autocast_type, build_optimizer
 from muralist.train.stop import Request, Requests
@@ -186,34 +186,34 @@ def _loop(
     parts: Iterator[Batch],
     steps: range,
 ) -> None:
-    step = steps.start
-    try:
-        for step in steps:
-            before = time.perf_counter()
-            batch = list(islice(parts, stepper.plan.parts))
-            waited = time.perf_counter() - before
-            result = stepper.step(batch, images=step * stepper.plan.total)
-            done = step + 1
-            recorder.add(done, result, waited)
-            request = engine.largest(requests.look())
-            if done == steps.stop or done % settings.checkpoint.every == 0:
-                keeper.checkpoint_and_samples(done)
-            elif request != Request.NOTHING:
-                keeper.save(done)
-            else:
-                recorder.flush_if_due(done)
-            if request == Request.STOP and done < steps.stop:
-                log.info("Stopped by %s at step %d: saved. The same command goes on from here.",
-                         requests.signal_name or "another process", done)  # fmt: skip
-                return
-    except NotFinite:
-        raise
-    except UserError:
-        # Bad data ends the run, but what was learned before it is whole and worth keeping.
-        if step > steps.start:
+    for step in steps:
+        before = time.perf_counter()
+        batch, error = _next_batch(parts, stepper.plan.parts)
+        waited = time.perf_counter() - before
+        # Between steps everything is whole, and all processes hear of one's request or trouble before any goes on.
+        request = Request(engine.largest(Request.FAIL if error else requests.look()))
+        if request != Request.NOTHING and step > steps.start:
             keeper.save(step)
-        raise
+        if request == Request.FAIL:
+            raise error or UserError("Another process could not read its data.", "Its own message says what and why.")
+        if request == Request.STOP:
+            log.info("Stopped by %s at step %d: saved. The same command goes on from here.",
+                     requests.signal_name or "another process", step)  # fmt: skip
+            return
+        result = stepper.step(batch, images=step * stepper.plan.total)
+        recorder.add(step + 1, result, waited)
+        if step + 1 == steps.stop or (step + 1) % settings.checkpoint.every == 0:
+            keeper.checkpoint_and_samples(step + 1)
+        else:
+            recorder.flush_if_due(step + 1)
     log.info("Finished at step %d.", steps.stop)
+
+
+def _next_batch(parts: Iterator[Batch], count: int) -> tuple[list[Batch], UserError | None]:
+    try:
+        return list(islice(parts, count)), None
+    except UserError as error:
+        return [], error
 
 
 @dataclass

@@ -19,10 +19,6 @@ from muralist.train.stepper import StepResult
 _LONGEST_SILENCE = 1.0  # seconds between updates of the progress line, however slow a step is
 
 
-class NotFinite(UserError):
-    """The loss is not a number any more: what was learned since the last checkpoint must not be saved."""
-
-
 @dataclass
 class EpochLoss:
     """Mean loss of the epoch under way; part of the checkpoint, so that a resumed epoch has the same mean."""
@@ -93,7 +89,7 @@ class Recorder:
         for (step, result), loss, norm in zip(self._results, losses, norms, strict=True):
             if not math.isfinite(loss):
                 self._results = []
-                raise NotFinite(
+                raise UserError(
                     f"The loss became {loss} at step {step}.",
                     "The learning rate may be too high, or the data holds broken values. Nothing was saved after it.",
                     "Run the same command to go on from the last checkpoint, or lower --learning_rate, "

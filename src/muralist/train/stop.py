@@ -17,6 +17,7 @@ class Request(IntEnum):
     NOTHING = 0
     SAVE = 1
     STOP = 2
+    FAIL = 3
 
 
 class Requests:

@@ -1,0 +1,98 @@
+"""Real training processes, interrupted in every way: nothing is lost, and the end is the same to the bit."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import TINY, assert_same_state, finish, last_checkpoint, metrics, only_run, start
+
+STEPS = 60
+
+
+def command(data: Path, results: Path) -> list[object]:
+    return ["python", "train.py", *TINY, "--data_path", data, "--enable_condition", "--results_dir", results,
+            "--max_steps", STEPS, "--ckpt_every", "20", "--samples_per_gpu", "0", "--log_every", "1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    results = tmp_path_factory.mktemp("undisturbed")
+    finish(start(*command(photo_folder, results)))
+    return only_run(results)
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
+
+
+def steps_written(results: Path) -> int:
+    files = list(results.glob("*/metrics.jsonl"))
+    return len(files[0].read_text().splitlines()) if files else 0
+
+
+def assert_ends_alike(undisturbed: Path, results: Path) -> None:
+    run = only_run(results)
+    assert_same_state(last_checkpoint(undisturbed), last_checkpoint(run))
+    mine = [{key: value for key, value in line.items() if key != "val/loss"} for line in metrics(run)]
+    assert mine == [{k: v for k, v in line.items() if k != "val/loss"} for line in metrics(undisturbed)]
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_polite_signal_saves_and_leaves(
+    photo_folder: Path, tmp_path: Path, undisturbed: Path, which: signal.Signals
+) -> None:
+    process = start(*command(photo_folder, tmp_path))
+    wait_until(lambda: bool(list(tmp_path.glob("*/checkpoints/step_0000020"))))
+    process.send_signal(which)
+    output = finish(process)
+    assert f"Stopped by {which.name}" in output
+    stopped_at = int(last_checkpoint(only_run(tmp_path)).name.removeprefix("step_"))
+    assert 20 <= stopped_at < STEPS
+    assert len(metrics(only_run(tmp_path))) == stopped_at
+    assert f"at step {stopped_at}" in finish(start(*command(photo_folder, tmp_path)))
+    assert_ends_alike(undisturbed, tmp_path)
+
+
+def test_killed_without_warning(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
+    for checkpoint in ("step_0000020", "step_0000040"):
+        process = start(*command(photo_folder, tmp_path))
+        wait_until(lambda name=checkpoint: bool(list(tmp_path.glob(f"*/checkpoints/{name}"))))  # type: ignore[misc]
+        time.sleep(0.1)
+        process.kill()
+        finish(process, expect=-signal.SIGKILL)
+    finish(start(*command(photo_folder, tmp_path)))
+    assert_ends_alike(undisturbed, tmp_path)
+    assert not list(tmp_path.glob("*/checkpoints/.*"))
+
+
+def test_touching_save_saves(photo_folder: Path, tmp_path: Path) -> None:
+    words = command(photo_folder, tmp_path)
+    words[words.index("--max_steps") + 1] = 100_000
+    words[words.index("--ckpt_every") + 1] = 50_000
+    process = start(*words, "--epochs", "100000")
+    wait_until(lambda: steps_written(tmp_path) > 3)
+    (only_run(tmp_path) / "save").touch()
+    wait_until(lambda: bool(list(tmp_path.glob("*/checkpoints/step_*"))))
+    assert not (only_run(tmp_path) / "save").exists()
+    assert process.poll() is None, "it must go on"
+    process.send_signal(signal.SIGTERM)
+    finish(process)
+
+
+def test_two_trainers_on_one_run(photo_folder: Path, tmp_path: Path) -> None:
+    words = command(photo_folder, tmp_path)
+    words[words.index("--max_steps") + 1] = 100_000
+    first = start(*words, "--epochs", "100000")
+    wait_until(lambda: steps_written(tmp_path) > 1)
+    refused = finish(start(*words, "--epochs", "100000"), expect=1)
+    assert f"is being trained by process {first.pid}" in refused
+    first.send_signal(signal.SIGTERM)
+    finish(first)

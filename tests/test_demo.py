@@ -1,0 +1,54 @@
+"""The demo's promise: scenes a classifier recognises. A smaller version in minutes of one core, the demo itself in full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from muralist import keyed_random
+from muralist.diffusion import solvers
+from muralist.keyed_random import Purpose
+from muralist.models.jit import JiT
+from muralist.models.weights import infer_jit_config, jit_arguments, read_weights
+from muralist.train.samples import to_u8
+from tests.support.runs import finish, start, train
+from tests.support.scene_classifier import scenes, train_classifier
+
+
+def recognised(run: Path, img_size: int, guidance: float, count: int = 64) -> float:
+    """The part of fresh samples that a classifier of real scenes calls by their prompt."""
+    classify = train_classifier(img_size, samples=2000, steps=200, seed=0)
+    real, kinds = scenes(range(50_000, 50_400), img_size, seed=0)
+    assert (classify(real) == kinds).float().mean() >= 0.95
+    weights = read_weights(run, "ema1")
+    network = JiT(**jit_arguments(infer_jit_config(weights)))
+    network.load_state_dict(weights)
+    network.eval()
+    labels = torch.arange(count) % 8
+    noise = keyed_random.normal(0, Purpose.SAMPLE_NOISE, torch.arange(1000, 1000 + count), (3, img_size, img_size))
+    pictures = solvers.sample(network, noise, labels, 8, solvers.SolverSettings(steps=20, guidance=guidance))
+    return float((classify(torch.from_numpy(to_u8(pictures.clamp(-1, 1)))) == labels).float().mean())
+
+
+@pytest.mark.slow
+def test_a_small_model_learns_to_draw_what_it_is_asked(tmp_path: Path) -> None:
+    words = (
+        "--data_path driving_world --img_size 32 --model JiT-T/8 --enable_condition --init_from none --batch_size 16 "
+        "--max_samples 3200 --epochs 4 --learning_rate 4e-3 --beta2 0.99 --lr_schedule cosine --warmup_steps 50 "
+        "--run_name small --samples_per_gpu 0 --log_every 200"
+    )
+    train(*words.split(), "--results_dir", tmp_path)
+    assert recognised(tmp_path / "small", 32, guidance=1.5) >= 0.8
+
+
+@pytest.mark.slow
+def test_the_demo_itself(tmp_path: Path) -> None:
+    output = finish(start("muralist", "demo", "--results_dir", tmp_path), timeout=900)
+    sheet = tmp_path / "demo" / "samples" / "sheet.png"
+    assert str(sheet) in output
+    with Image.open(sheet) as image:
+        assert image.width > 900 and image.height > 800
+    assert recognised(tmp_path / "demo", 64, guidance=1.5) >= 0.8
