@@ -72,12 +72,17 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; errors a user can put right are told in a few lines, without a traceback."""
+    """Run one command and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    return guarded(lambda: _dispatch(words), debug)
+
+
+def guarded(run: Callable[[], int], debug: bool = False) -> int:
+    """Run something; errors a user can put right are told in a few lines, without a traceback."""
     try:
-        return _dispatch(words)
+        return run()
     except UserError as error:
         if debug:
             traceback.print_exc()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
 
+from muralist.cli import guarded
 from muralist.config import load
+from muralist.launch import launch
 from muralist.runfolder import RunFolder
 from muralist.settings import (
     CheckpointSettings,
@@ -54,20 +55,18 @@ def demo(settings: DemoSettings) -> int:
     if settings.max_steps:
         arguments.append(f"--max_steps={settings.max_steps}")
     # One process a core, one thread each: for a network this small that is faster than threads, and steady under load.
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m", "muralist.demo"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, *launcher, *arguments], env=environment)
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        status = process.wait()  # the processes were interrupted too: they save and leave
+    status = launch([sys.executable, "-m", "muralist.demo", *arguments], processes)
     sheet = RunFolder.named(settings.results_dir, RUN_NAME).samples / "sheet.png"
     if status == 0 and sheet.exists():
-        print(f"\nEight prompts, from noise to scenes, in {duration(time.monotonic() - started)}:\n  {sheet}")
+        print(f"\nEight prompts, columns of training, {duration(time.monotonic() - started)}. Look at:\n  {sheet}")
     return status
 
 
-if __name__ == "__main__":
+def _train(arguments: list[str]) -> int:
     from muralist.train.loop import train
 
-    sys.exit(train(recipe(load(DemoSettings, sys.argv[1:], {})), RUN_NAME))
+    return train(recipe(load(DemoSettings, arguments, {})), RUN_NAME)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: _train(sys.argv[1:])))
