@@ -51,15 +51,13 @@ def launch(command: Sequence[str], processes: int, threads: int = 1) -> int:
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    deadline = float("inf")
-    status = 0
-    while any(child.poll() is None for child in children):
+    status, deadline = 0, float("inf")
+    while running := [child for child in children if child.poll() is None]:
         failed = [child.returncode for child in children if child.returncode]
         if failed and not status:
             status, deadline = failed[0], time.monotonic() + _GRACE
-            for child in children:
-                if child.poll() is None:
-                    child.terminate()
+            for child in running:
+                child.terminate()
         if time.monotonic() > deadline:
             return status
         time.sleep(0.05)
