@@ -1,6 +1,9 @@
-"""Guide 1 and 2's entry point: `python train.py ...` is `muralist train ...`."""
+"""Guides 1 and 2's entry point: `python train.py ...` is `muralist train ...`."""
 
-from muralist.cli import script
+try:
+    from muralist.cli import script
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}. Run `make setup`, then `source .venv/bin/activate`.") from None
 
 if __name__ == "__main__":
     script("train")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.support.runs import assert_same_state, last_checkpoint, losses, metrics, only_run, train
+from tests.support.runs import assert_same_state, last_checkpoint, losses, metrics, only_run, tensors, train
 
 
 def test_interrupted_anywhere_equals_uninterrupted(photo_folder: Path, tmp_path: Path) -> None:
@@ -232,3 +233,40 @@ def test_tensorboard_has_scalars_and_pictures(photo_folder: Path, tmp_path: Path
     events.Reload()
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses(run))
     assert events.Images("samples/gpu_0")[0].step == 3
+
+
+def test_half_precision_scales_the_loss_and_resumes_exactly(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from muralist.train import loop
+
+    # What a GPU without bf16 gets; the CPU's own half precision stands in for it.
+    monkeypatch.setattr(loop, "autocast_type", lambda use_amp, device: torch.float16)
+    common = ["--data_path", photo_folder, "--use_amp"]
+    train(*common, "--max_steps", "12", "--results_dir", tmp_path / "through")
+    train(*common, "--max_steps", "5", "--results_dir", tmp_path / "legs")
+    train(*common, "--max_steps", "12", "--results_dir", tmp_path / "legs")
+    through, legs = only_run(tmp_path / "through"), only_run(tmp_path / "legs")
+    assert_same_state(last_checkpoint(through), last_checkpoint(legs))
+    scale = [json.loads((last_checkpoint(run) / "manifest.json").read_text())["loss_scale"] for run in (through, legs)]
+    assert scale[0] == scale[1] and scale[0]["scale"] > 1
+    monkeypatch.undo()
+    train("--data_path", photo_folder, "--max_steps", "12", "--results_dir", tmp_path / "plain")
+    assert losses(through) == pytest.approx(losses(only_run(tmp_path / "plain")), rel=0.02)
+
+
+def test_clipping_bounds_the_gradient(photo_folder: Path, tmp_path: Path) -> None:
+    # AdamW's step hardly depends on the gradient's scale, but its first moment does.
+    train("--data_path", photo_folder, "--max_steps", "1", "--max_grad_norm", "0.01", "--results_dir", tmp_path)
+    state = tensors(last_checkpoint(only_run(tmp_path)))
+    moments = [value for name, value in state.items() if name.endswith(".exp_avg")]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(moment) for moment in moments]))
+    assert float(norm) == pytest.approx(0.1 * 0.01, rel=1e-3)  # (1 - beta1) x the clipped gradient
+    assert metrics(only_run(tmp_path))[0]["train/grad_norm"] > 0.01  # what is logged is the norm before clipping
+
+
+def test_a_mistyped_path_leaves_nothing_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train").mkdir()
+    train("--data_path", tmp_path / "trian", "--results_dir", tmp_path / "results", expect=1)
+    assert "Did you mean train?" in capfd.readouterr().err
+    assert not (tmp_path / "results").exists()

@@ -43,8 +43,9 @@ _VALIDATION_SEED = 0  # not the run's: val/loss is comparable over runs
 def train(settings: TrainSettings, name: str) -> int:
     """Train until the last step or a request to stop; returns the exit status."""
     contract.check(settings)
-    engine = Engine()
     run = RunFolder.named(settings.results_dir, name)
+    data = open_data(settings)  # before anything is written: a mistyped path leaves no empty run behind
+    engine = Engine()
     try:
         with ExitStack() as stack:
             if engine.is_main:
@@ -56,7 +57,7 @@ def train(settings: TrainSettings, name: str) -> int:
             start_log(run.log, engine.rank)
             requests = Requests(run.save_request)
             stack.enter_context(requests.listening())
-            _train(settings, engine, run, requests, stack)
+            _train(settings, data, engine, run, requests, stack)
             engine.wait()
     finally:
         engine.end()
@@ -77,6 +78,11 @@ def open_data(settings: TrainSettings) -> Data:
     """Open the source; its own held-out part serves for val/loss if it has one, else a fixed part of it is held out."""
     path, img_size = settings.data.path or "", settings.model.img_size
     source = open_source(path, img_size)
+    if settings.model.enable_condition and not source.label_names:
+        raise UserError(
+            f"--enable_condition needs labels, and {path} has none.",
+            fix="Put the images into one sub-folder per class, or leave --enable_condition out.",
+        )
     size = min(len(source), settings.data.max_samples or len(source))
     source = cached(source, size, img_size, settings.data.num_workers)
     own = open_held_out(path, img_size) if settings.data.val_fraction > 0 else None
@@ -86,14 +92,10 @@ def open_data(settings: TrainSettings) -> Data:
     return Data(source, parts, source if len(parts.held_out) else None, parts.held_out)
 
 
-def _train(settings: TrainSettings, engine: Engine, run: RunFolder, requests: Requests, stack: ExitStack) -> None:
+def _train(
+    settings: TrainSettings, data: Data, engine: Engine, run: RunFolder, requests: Requests, stack: ExitStack
+) -> None:
     device = engine.device
-    data = open_data(settings)
-    if settings.model.enable_condition and not data.source.label_names:
-        raise UserError(
-            f"--enable_condition needs labels, and {settings.data.path} has none.",
-            fix="Put the images into one sub-folder per class, or leave --enable_condition out.",
-        )
     family = build_family(settings, data.source.label_names)
     prompts = samples.read_prompts(settings.samples.prompts, family)
 
