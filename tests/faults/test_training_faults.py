@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -96,3 +97,32 @@ def test_two_trainers_on_one_run(photo_folder: Path, tmp_path: Path) -> None:
     assert f"is being trained by process {first.pid}" in refused
     first.send_signal(signal.SIGTERM)
     finish(first)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_dead_loader_process_ends_the_run_with_a_sentence_and_loses_nothing(
+    photo_folder: Path, tmp_path: Path, undisturbed: Path
+) -> None:
+    words = [*command(photo_folder, tmp_path), "--num_workers", "2"]
+    process = start(*words)
+    wait_until(lambda: steps_written(tmp_path) > 3)
+    for child in children_of(process.pid):
+        os.kill(child, signal.SIGKILL)
+    output = finish(process, expect=1)
+    assert "A loader process died" in output and "Traceback" not in output
+    assert len(metrics(only_run(tmp_path))) == int(last_checkpoint(only_run(tmp_path)).name.removeprefix("step_"))
+    finish(start(*words))
+    assert_ends_alike(undisturbed, tmp_path)
+
+
+def test_a_signal_to_the_whole_job_saves_too(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
+    words = [*command(photo_folder, tmp_path), "--num_workers", "2"]
+    process = start(*words, new_session=True)
+    wait_until(lambda: steps_written(tmp_path) > 3)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert "Stopped by SIGTERM" in finish(process)
+    finish(start(*words))
+    assert_ends_alike(undisturbed, tmp_path)

@@ -30,7 +30,7 @@ def environment(**extra: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **extra}
 
 
-def start(*command: object, cwd: Path = REPOSITORY, **extra: str) -> subprocess.Popen[str]:
+def start(*command: object, cwd: Path = REPOSITORY, new_session: bool = False, **extra: str) -> subprocess.Popen[str]:
     """Start a real process of the project's Python."""
     words = [str(word) for word in command]
     tools = Path(sys.executable).parent
@@ -39,7 +39,13 @@ def start(*command: object, cwd: Path = REPOSITORY, **extra: str) -> subprocess.
     elif (tools / words[0]).exists():
         words[0] = str(tools / words[0])
     return subprocess.Popen(
-        words, cwd=cwd, env=environment(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words,
+        cwd=cwd,
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=new_session,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -62,7 +63,7 @@ def _read(source: Source, indices: np.ndarray, numbers: np.ndarray) -> Batch | U
 def training_batches(
     source: Source, split: Split, stream: Stream, parts: Iterable[list[int]], settings: DataSettings
 ) -> Iterator[Batch]:
-    """One batch for every list of sample numbers in `parts`, in order."""
+    """One batch for every list of sample numbers in `parts`, in order; loader processes start at once."""
     workers = settings.num_workers
     loader: DataLoader[Batch] = DataLoader(
         _StreamDataset(source, split, stream),
@@ -72,9 +73,29 @@ def training_batches(
         pin_memory=settings.pin_memory and torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
         collate_fn=_as_it_is,  # type: ignore[arg-type]
-        worker_init_fn=_leave_signals_to_the_trainer,
+        worker_init_fn=_leave_interrupts_to_the_trainer,
     )
-    for batch in loader:
+    batches = iter(loader)
+    # torch would raise in the middle of an update when a loader process dies; this way it is noticed when its batch is due.
+    if workers and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return _checked(batches)
+
+
+def _checked(batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
+    while True:
+        try:
+            batch = next(batches, None)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise UserError(
+                "A loader process died.",
+                "It was killed, most often because the machine ran out of memory.",
+                "Run the same command to go on; a smaller --num_workers needs less memory.",
+            ) from None
+        if batch is None:
+            return
         if isinstance(batch, UserError):
             raise batch
         yield batch
@@ -94,7 +115,6 @@ def _as_it_is(batch: Batch | UserError) -> Batch | UserError:
     return batch
 
 
-def _leave_signals_to_the_trainer(worker: int) -> None:
-    # Ctrl+C and SLURM signal every process of a job; the trainer saves and then ends its loader processes itself.
+def _leave_interrupts_to_the_trainer(worker: int) -> None:
+    # Ctrl+C reaches every process of a terminal; the trainer saves and then ends its loader processes itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

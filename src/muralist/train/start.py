@@ -56,6 +56,16 @@ def find_checkpoint(run: RunFolder, resume: str) -> tuple[Path, dict[str, Any]] 
     return path, checkpoint.manifest_of(path)
 
 
+def check_same_model(then: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    """A checkpoint of another model cannot be gone on from."""
+    differing = [f"{key}: {then.get(key)!r} there, {now[key]!r} here" for key in now if then.get(key) != now[key]]
+    if differing:
+        raise UserError(
+            f"The checkpoint {path} is of another model: {'; '.join(differing)}.",
+            fix="Give the settings it was trained with, or start a new run with --init_from.",
+        )
+
+
 def check_same_data(then: dict[str, Any], now: dict[str, Any]) -> None:
     """Going on with other data under the same name would be a different run."""
     if then != now:

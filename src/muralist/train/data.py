@@ -1,0 +1,44 @@
+"""The images of a run: what is trained on, and what is held out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from muralist.data.cache import cached
+from muralist.data.sources import Source, open_held_out, open_source
+from muralist.data.stream import Split, split
+from muralist.errors import UserError
+from muralist.settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class Data:
+    """The images of a run: what is trained on and what is held out."""
+
+    source: Source
+    split: Split
+    held_out: Source | None
+    held_out_indices: np.ndarray
+    facts: dict[str, Any]
+    """What a checkpoint remembers of the data, to tell whether it changed."""
+
+
+def open_data(settings: TrainSettings) -> Data:
+    """Open the source; its own held-out part serves for val/loss if it has one, else a fixed part of it is held out."""
+    path, img_size = settings.data.path or "", settings.model.img_size
+    source = open_source(path, img_size)
+    if settings.model.enable_condition and not source.label_names:
+        raise UserError(
+            f"--enable_condition needs labels, and {path} has none.",
+            fix="Put the images into one sub-folder per class, or leave --enable_condition out.",
+        )
+    size = min(len(source), settings.data.max_samples or len(source))
+    source = cached(source, size, img_size, settings.data.num_workers)
+    own = open_held_out(path, img_size) if settings.data.val_fraction > 0 else None
+    parts = split(size, 0.0 if own else settings.data.val_fraction)
+    held_out = own or (source if len(parts.held_out) else None)
+    indices = split(len(own), 1.0).held_out if own else parts.held_out
+    return Data(source, parts, held_out, indices, {"fingerprint": source.fingerprint(), "samples": parts.training_size})
