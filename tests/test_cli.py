@@ -17,7 +17,7 @@ def fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(arguments: Sequence[str]) -> int:
         raise error
 
-    monkeypatch.setitem(cli.COMMANDS, "train", (run, "TrainSettings"))
+    monkeypatch.setitem(cli.COMMANDS, "train", cli.Command(run, "TrainSettings"))
 
 
 def test_usage_is_shown_to_whoever_asks_or_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -419,10 +419,10 @@ def test_help_is_quick_and_light() -> None:
 def test_help_names_every_setting(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     said = capsys.readouterr().out.split()
-    model = getattr(all_settings, COMMANDS[command][1])
+    model = getattr(all_settings, COMMANDS[command].settings)
     names = Names(model, TRAIN_FLAT_NAMES if command == "train" else {})
     for path, field in names.fields.items():
-        assert f"--{names.flags[path]}" in said
+        assert (path.upper() if path in COMMANDS[command].positional else f"--{names.flags[path]}") in said
         assert field.description, f"{path} has no help"
         first, *_ = field.description.split()
         assert first in said

@@ -85,7 +85,7 @@ def test_everything_of_a_run_is_inside_it(tmp_path: Path) -> None:
 
 def test_a_results_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "results").write_text("")
-    with pytest.raises(UserError, match="Cannot write .*: Not a directory"):
+    with pytest.raises(UserError, match=r"Cannot write .*: Not a directory"):
         RunFolder.named(str(tmp_path / "results"), "mine").create()
 
 

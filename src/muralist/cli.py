@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from muralist.errors import UserError, nearest
 
@@ -16,6 +17,7 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist demo                                train a small model on driving scenes, five minutes on two cores
 
 `muralist COMMAND --help` lists a command's settings. `--debug` shows tracebacks."""
+SOURCE_AND_DESTINATION = ("source", "destination")
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -34,7 +36,7 @@ def _pack(arguments: Sequence[str]) -> int:
     from muralist.config import load
     from muralist.settings import PackSettings
 
-    settings = load(PackSettings, arguments, {}, positional=("source", "destination"))
+    settings = load(PackSettings, arguments, {}, positional=SOURCE_AND_DESTINATION)
     from muralist.data.packed import pack
 
     report = pack(settings.source, settings.destination, settings.img_size, settings.num_workers)
@@ -46,7 +48,7 @@ def _export(arguments: Sequence[str]) -> int:
     from muralist.config import load
     from muralist.settings import ExportSettings
 
-    settings = load(ExportSettings, arguments, {}, positional=("source", "destination"))
+    settings = load(ExportSettings, arguments, {}, positional=SOURCE_AND_DESTINATION)
     from muralist.models.export import export
 
     print(export(settings))
@@ -63,11 +65,19 @@ def _demo(arguments: Sequence[str]) -> int:
     return demo(settings)
 
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "train": (_train, "TrainSettings"),
-    "pack": (_pack, "PackSettings"),
-    "export": (_export, "ExportSettings"),
-    "demo": (_demo, "DemoSettings"),
+class Command(NamedTuple):
+    """How a command is run, and where its help comes from."""
+
+    run: Callable[[Sequence[str]], int]
+    settings: str
+    positional: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "train": Command(_train, "TrainSettings"),
+    "pack": Command(_pack, "PackSettings", SOURCE_AND_DESTINATION),
+    "export": Command(_export, "ExportSettings", SOURCE_AND_DESTINATION),
+    "demo": Command(_demo, "DemoSettings"),
 }
 
 
@@ -115,13 +125,13 @@ def _dispatch(words: list[str]) -> int:
     if command not in COMMANDS:
         fix = "`muralist --help` lists them."
         raise UserError(f"There is no command {command!r}.", nearest(command, COMMANDS), fix)
-    run, settings_name = COMMANDS[command]
+    entry = COMMANDS[command]
     if "--help" in rest or "-h" in rest:
         from muralist.help import settings_help
 
-        print(settings_help(command, settings_name))
+        print(settings_help(command, entry.settings, entry.positional))
         return 0
-    return run(rest)
+    return entry.run(rest)
 
 
 def script(command: str) -> None:

@@ -14,7 +14,7 @@ from muralist.config import Names, describe
 from muralist.settings import TRAIN_FLAT_NAMES
 
 
-def settings_help(command: str, settings_name: str) -> str:
+def settings_help(command: str, settings_name: str, positional: tuple[str, ...]) -> str:
     """The help page of one command."""
     model = getattr(all_settings, settings_name)
     names = Names(model, TRAIN_FLAT_NAMES if command == "train" else {})
@@ -35,7 +35,9 @@ def settings_help(command: str, settings_name: str) -> str:
             for path, field in names.fields.items():
                 if path.rpartition(".")[0] == prefix:
                     what = field.description or describe(field)
-                    table.add_row(f"--{names.flags[path]}", _shown(field.default), what)
+                    table.add_row(
+                        path.upper() if path in positional else f"--{names.flags[path]}", _shown(field.default), what
+                    )
             console.print(table)
             console.print()
     return capture.get().rstrip()

@@ -225,7 +225,7 @@ TRAIN_FLAT_NAMES = {
 
 
 class PackSettings(Section):
-    """muralist pack SRC DST: crop every image once, ahead of training."""
+    """muralist pack SOURCE DESTINATION: crop every image once, ahead of training."""
 
     source: str
     """What to read: anything train reads."""
@@ -238,7 +238,7 @@ class PackSettings(Section):
 
 
 class ExportSettings(Section):
-    """muralist export SRC DST: weights as a diffusers-style folder."""
+    """muralist export SOURCE DESTINATION: weights as a diffusers-style folder."""
 
     source: str
     """A run, a checkpoint folder, an official .pth file, or a .safetensors file."""

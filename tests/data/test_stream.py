@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,6 +188,7 @@ def test_a_broken_image_reaches_the_trainer_as_its_sentence(
     assert caught.value.name == str(broken)
     assert str(broken) in caught.value.what
     assert caught.value.fix == "`muralist pack` leaves broken images out and lists them."
+    assert not multiprocessing.active_children()  # nothing waits for the garbage collector
 
 
 def test_held_out_images_are_numbered_by_position(numbered: Source) -> None:

@@ -150,7 +150,7 @@ def test_a_samples_loss_does_not_know_its_batch() -> None:
     whole = built.loss(network, built.encode(given, keys), keys)
     assert whole.std() > 0
     for index in range(6):
-        one = Batch(*(part[index : index + 1] for part in given))
+        one = Batch(given.images_u8[[index]], given.labels[[index]], [""], given.numbers[[index]])
         alone = SampleKeys(keys.seed, one.numbers)
         torch.testing.assert_close(
             built.loss(network, built.encode(one, alone), alone)[0], whole[index], rtol=1e-5, atol=1e-6

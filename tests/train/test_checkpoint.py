@@ -151,7 +151,7 @@ def test_a_disk_that_fills_up_while_weights_are_written(tmp_path: Path, monkeypa
         folder = disk / "checkpoints"
         earlier = write(folder, 1)
         leave_free(disk, 8 * PAGE)
-        with pytest.raises(UserError, match="No space left on the disk that holds .*step_0000002"):
+        with pytest.raises(UserError, match=r"No space left on the disk that holds .*step_0000002"):
             write(folder, 2, size=20_000)
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0000001"]
         assert checkpoint.newest_whole(folder) == (earlier, checkpoint.manifest_of(earlier))
@@ -289,7 +289,7 @@ def test_the_newest_whole_one_is_found_and_damage_is_said(tmp_path: Path, warnin
     assert found[0] == paths[0]
     assert ["step_0000006" in warnings[0], "step_0000004" in warnings[1]] == [True, True]
     hurt(paths[0])
-    with pytest.raises(UserError, match="None of the 3 checkpoints .* is whole") as caught:
+    with pytest.raises(UserError, match=r"None of the 3 checkpoints .* is whole") as caught:
         checkpoint.newest_whole(tmp_path)
     assert "Nothing was deleted" in caught.value.fix
     assert len(names(tmp_path)) == 3

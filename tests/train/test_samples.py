@@ -90,7 +90,7 @@ def test_prompts_that_cannot_be_drawn_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no prompts"):
         read_prompts([str(tmp_path / "empty.txt")], pets)
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\xff")
-    with pytest.raises(UserError, match="picture.png: it is not UTF-8 text"):
+    with pytest.raises(UserError, match=r"picture\.png: it is not UTF-8 text"):
         read_prompts([str(tmp_path / "picture.png")], pets)
     for long in ("long " * 1000, "图" * 200):
         assert read_prompts([long], family()) == [long.strip()]
@@ -113,7 +113,7 @@ def test_a_png_says_how_it_was_made() -> None:
     facts = {"prompt": 'Straße, 图 "quoted"', "seed": "12", "step": "500"}
     with Image.open(io.BytesIO(encode_png(picture, facts))) as image:
         image.load()
-        assert (image.format, image.text) == ("PNG", facts)
+        assert (image.format, image.info) == ("PNG", facts)
         assert np.array_equal(np.asarray(image), picture)
 
 
@@ -160,7 +160,7 @@ def test_files_of_two_gpus(tmp_path: Path) -> None:
         seed = 5 + ["cat", "dog", "owl"].index(prompt)
         with Image.open(folder / f"{name}.png") as image:
             image.load()
-            assert image.text == {"prompt": prompt, "seed": str(seed), "step": "500"}
+            assert image.info == {"prompt": prompt, "seed": str(seed), "step": "500"}
             alone = to_u8(pets.sample(net.eval(), [prompt], [seed], settings))[0]
             assert np.abs(np.asarray(image).astype(int) - alone).max() <= 1
         step, kept, caption = shown.pictures[f"samples/{name.replace('_sample', '')}"]

@@ -97,6 +97,9 @@ def _checked(batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
         if batch is None:
             return
         if isinstance(batch, UserError):
+            # Ends the loader processes now: the error refers to this frame and this frame to the error, and by the time
+            # the garbage is collected the queues may be gone by which the processes are told to end.
+            del batches
             raise batch
         yield batch
 

@@ -25,6 +25,7 @@ from muralist.data.images import BrokenImage
 from muralist.data.packed_source import HELD_OUT_FOLDER, Manifest, PackedFile, PackedSource, is_packed
 from muralist.data.sources import Source, open_held_out, open_source
 from muralist.errors import UserError
+from muralist.words import duration
 
 __all__ = ["PackReport", "PackedSource", "pack"]
 
@@ -47,6 +48,14 @@ class PackReport:
     bytes: int
     seconds: float
     finished_before: bool  # the very same pack was there already, and nothing was done
+
+    def __str__(self) -> str:
+        held_out = f", {self.held_out:,} held out" if self.held_out else ""
+        done = "is this pack already" if self.finished_before else f"packed in {duration(self.seconds)}"
+        text = f"{self.destination} {done}: {self.images:,} images{held_out}, {self.bytes / 1e6:,.0f} MB."
+        if self.broken:
+            text += f"\nBroken images left out: {self.broken:,}; {self.destination / 'broken.txt'} names them."
+        return text
 
 
 class _Chunk(NamedTuple):
