@@ -74,6 +74,19 @@ def test_killed_without_warning(photo_folder: Path, tmp_path: Path, undisturbed:
     assert not list(tmp_path.glob("*/checkpoints/.*"))
 
 
+def test_killed_while_checkpoints_are_written(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
+    words = [*command(photo_folder, tmp_path), "--ckpt_every", "1"]
+    for rounds, delay in enumerate((0.0, 0.013, 0.031), start=1):
+        process = start(*words)
+        wait_until(lambda goal=15 * rounds: steps_written(tmp_path) >= goal)  # type: ignore[misc]
+        time.sleep(delay)
+        process.kill()
+        finish(process, expect=-signal.SIGKILL)
+    finish(start(*command(photo_folder, tmp_path)))
+    assert_ends_alike(undisturbed, tmp_path)
+    assert not list(tmp_path.glob("*/checkpoints/.*"))
+
+
 def test_touching_save_saves(photo_folder: Path, tmp_path: Path) -> None:
     words = command(photo_folder, tmp_path)
     words[words.index("--max_steps") + 1] = 100_000

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,7 @@ from muralist.train.distributed import Engine
 from muralist.train.monitors import Monitor
 from muralist.train.recorder import Recorder
 from muralist.train.stepper import Stepper
-from muralist.words import duration
+from muralist.train.writer import CheckpointWriter
 
 log = logging.getLogger("muralist")
 VALIDATION_SEED = 0  # not the run's: val/loss is comparable over runs
@@ -40,6 +39,7 @@ class Keeper:
     stepper: Stepper
     recorder: Recorder
     monitors: list[Monitor]
+    writer: CheckpointWriter
     saved_step: int = -1
 
     def checkpoint_and_samples(self, step: int) -> None:
@@ -62,12 +62,11 @@ class Keeper:
             for monitor in self.monitors:
                 monitor.flush()
             if self.engine.is_main:
-                self._write_checkpoint(step)
+                self._submit_checkpoint(step)
             self.saved_step = step
-            self.engine.wait()
 
-    def _write_checkpoint(self, step: int) -> None:
-        started, stepper = time.perf_counter(), self.stepper
+    def _submit_checkpoint(self, step: int) -> None:
+        stepper = self.stepper
         weights = {"model": stepper.network.state_dict()}
         weights |= {f"ema{i}": average.state(stepper.network) for i, average in enumerate(stepper.averages, start=1)}
         facts = {
@@ -80,10 +79,7 @@ class Keeper:
             "versions": {"muralist": __version__, "torch": torch.__version__},
         }
         state = checkpoint.optimizer_tensors(stepper.network, stepper.optimizer)
-        path = checkpoint.write(self.run.checkpoints, step, weights, state, facts)
-        keep = self.settings.checkpoint
-        checkpoint.prune(self.run.checkpoints, keep.keep_last, keep.keep_every)
-        log.info("Saved checkpoint to %s (%s)", path, duration(time.perf_counter() - started))
+        self.writer.submit(step, weights, state, facts)
 
     def _write_samples(self, step: int) -> None:
         samples.write_samples(

@@ -31,6 +31,7 @@ from muralist.train.recorder import EpochLoss, Recorder
 from muralist.train.schedule import Clock, learning_rate, plan_batch
 from muralist.train.stepper import Stepper, autocast_type, build_optimizer
 from muralist.train.stop import Request, Requests
+from muralist.train.writer import CheckpointWriter
 
 log = logging.getLogger("muralist")
 
@@ -142,7 +143,9 @@ def _train(
         engine, clock, monitors, line, settings.log.every, family.tokens_per_image(), family.flops_per_image(), peak,
         EpochLoss(*manifest.get("epoch_loss", ())),
     )  # fmt: skip
-    keeper = Keeper(settings, engine, run, data, family, prompts, stepper, recorder, monitors)
+    writer = CheckpointWriter(run.checkpoints, settings.checkpoint)
+    stack.callback(writer.finish)  # whatever ends the run, a checkpoint under way is completed
+    keeper = Keeper(settings, engine, run, data, family, prompts, stepper, recorder, monitors, writer)
     _loop(settings, engine, requests, stepper, recorder, keeper, parts, range(first_step, last_step))
     engine.wait()
     if engine.is_main:
@@ -161,7 +164,7 @@ def _loop(
 ) -> None:
     for step in steps:
         before = time.perf_counter()
-        batch, error = _next_batch(parts, stepper.plan.parts)
+        batch, error = _next_batch(parts, stepper.plan.parts, keeper)
         waited = time.perf_counter() - before
         # Between steps everything is whole, and all processes hear of one's request or trouble before any goes on. A signal
         # to the whole job ends loader processes too: then it is the signal that counts.
@@ -172,6 +175,7 @@ def _loop(
         if request == Request.FAIL:
             raise error or UserError("Another process could not read its data.", "Its own message says what and why.")
         if request == Request.STOP:
+            keeper.writer.finish()
             log.info("Stopped by %s at step %d: saved. The same command goes on from here.",
                      requests.signal_name or "another process", step)  # fmt: skip
             return
@@ -181,11 +185,14 @@ def _loop(
             keeper.checkpoint_and_samples(step + 1)
         else:
             recorder.flush_if_due(step + 1)
+    keeper.writer.finish()
     log.info("Finished at step %d.", steps.stop)
 
 
-def _next_batch(parts: Iterator[Batch], count: int) -> tuple[list[Batch], UserError | None]:
+def _next_batch(parts: Iterator[Batch], count: int, keeper: Keeper) -> tuple[list[Batch], UserError | None]:
+    """The parts of the next step, or what went wrong with them or, in the background, with the last checkpoint."""
     try:
+        keeper.writer.check()
         return list(islice(parts, count)), None
     except UserError as error:
         return [], error

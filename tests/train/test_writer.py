@@ -1,0 +1,66 @@
+"""Checkpoints in the background: training does not wait for the disk, and nothing of it leaks into the copy."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from muralist.errors import UserError
+from muralist.settings import CheckpointSettings
+from muralist.train import checkpoint
+from muralist.train.writer import CheckpointWriter
+
+
+def submit(writer: CheckpointWriter, step: int, tensor: torch.Tensor) -> None:
+    writer.submit(step, {"model": {"w": tensor}}, {"w.exp_avg": tensor}, {"images": step})
+
+
+def test_training_goes_on_while_the_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, write = threading.Event(), checkpoint.write
+
+    def slow_write(*arguments: Any) -> Path:
+        assert disk.wait(20)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", slow_write)
+    writer = CheckpointWriter(tmp_path, CheckpointSettings())
+    tensor = torch.arange(4.0)
+    submit(writer, 1, tensor)  # returns although the disk has not moved
+    tensor.fill_(-1.0)  # the next optimizer step
+    assert not checkpoint.all_in(tmp_path)
+    disk.set()
+    writer.finish()
+    (only,) = checkpoint.all_in(tmp_path)
+    assert checkpoint.manifest_of(only)["step"] == 1
+    assert torch.equal(load_file(only / "model.safetensors")["w"], torch.arange(4.0))
+    loaded = {"w.exp_avg": torch.zeros(4)}
+    checkpoint.read_state(only, loaded)
+    assert torch.equal(loaded["w.exp_avg"], torch.arange(4.0))
+
+
+def test_checkpoints_are_written_one_after_the_other_and_old_ones_go(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, CheckpointSettings(keep_last=2))
+    for step in range(1, 6):
+        submit(writer, step, torch.full((2,), float(step)))
+    writer.finish()
+    assert [path.name for path in checkpoint.all_in(tmp_path)] == ["step_0000004", "step_0000005"]
+
+
+def test_trouble_in_the_background_is_raised_once_where_training_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: Any) -> Path:
+        raise UserError("No space left.")
+
+    monkeypatch.setattr(checkpoint, "write", full_disk)
+    writer = CheckpointWriter(tmp_path, CheckpointSettings())
+    submit(writer, 1, torch.zeros(2))
+    with pytest.raises(UserError, match="No space left"):
+        writer.finish()
+    writer.check()
+    writer.finish()
