@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import sys
 import time
 from pathlib import Path
 
-from muralist.launch import launch
-from tests.support.runs import finish, start
+import pytest
+
+from muralist.launch import default_processes, launch
+from tests.support.runs import TINY, finish, losses, only_run, start
 
 
 def python(code: str) -> list[str]:
@@ -45,3 +49,39 @@ def test_a_signal_reaches_every_rank_once(tmp_path: Path) -> None:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     finish(process, expect=0, timeout=20)
+
+
+def test_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    assert default_processes() == 3
+    monkeypatch.setenv("NPROC", "7")
+    assert default_processes() == 7
+
+
+def test_a_command_is_needed(capfd: pytest.CaptureFixture[str]) -> None:
+    from muralist.cli import main
+
+    assert main(["launch", "--nproc", "2"]) == 1
+    assert "needs a command to start" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_one_of_four_ranks_is_killed_and_the_next_start_goes_on(photo_folder: Path, tmp_path: Path) -> None:
+    words = ["muralist", "launch", "--nproc", "4", "train", *TINY, "--data_path", photo_folder, "--results_dir", tmp_path,
+             "--global_batch_size", "8", "--epochs", "100000", "--ckpt_every", "5", "--samples_per_gpu", "0",
+             "--log_every", "1"]  # fmt: skip
+    process = start(*words, "--max_steps", "100000")
+    deadline = time.monotonic() + 90
+    while not list(tmp_path.glob("*/checkpoints/step_0000010")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    killed = time.monotonic()
+    os.kill(int(ranks[2]), signal.SIGKILL)
+    output = finish(process, expect=137, timeout=60)
+    assert time.monotonic() - killed < 60
+    assert f"Rank 2 (process {ranks[2]}) was killed by SIGKILL" in output.splitlines()[-1]
+    assert "Traceback" not in output
+    output = finish(start(*words, "--max_steps", "100"))
+    resumed = re.search(r"resuming from .* at step (\d+)", output)
+    assert resumed and 10 <= int(resumed[1]) < 100
+    assert len(losses(only_run(tmp_path))) == 100

@@ -14,6 +14,7 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist train    --data_path ./data/train --img_size 64 --model JiT-B/4 --batch_size 64 --epochs 100
   muralist pack     SRC DST --img_size 64      crop images once, ahead of training
   muralist export   SRC DST                    weights as a diffusers-style folder
+  muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
   muralist demo                                train a small model on driving scenes, five minutes on two cores
 
 `muralist COMMAND --help` lists a command's settings. `--debug` shows tracebacks."""
@@ -55,6 +56,21 @@ def _export(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _launch(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.launch import default_processes, launch
+    from muralist.settings import LaunchSettings
+
+    # Flags before the command are the launcher's, everything from it on is the command's.
+    first = next((index for index, word in enumerate(arguments) if word in COMMANDS), len(arguments))
+    if first == len(arguments):
+        fix = "For example: muralist launch --nproc 4 train --config configs/base_config.yaml"
+        raise UserError("`muralist launch` needs a command to start.", fix=fix)
+    settings = load(LaunchSettings, arguments[:first], {})
+    command = [sys.executable, "-m", "muralist", *arguments[first:]]
+    return launch(command, settings.nproc or default_processes())
+
+
 def _demo(arguments: Sequence[str]) -> int:
     from muralist.config import load
     from muralist.settings import DemoSettings
@@ -77,6 +93,7 @@ COMMANDS = {
     "train": Command(_train, "TrainSettings"),
     "pack": Command(_pack, "PackSettings", SOURCE_AND_DESTINATION),
     "export": Command(_export, "ExportSettings", SOURCE_AND_DESTINATION),
+    "launch": Command(_launch, "LaunchSettings"),
     "demo": Command(_demo, "DemoSettings"),
 }
 
@@ -126,7 +143,8 @@ def _dispatch(words: list[str]) -> int:
         fix = "`muralist --help` lists them."
         raise UserError(f"There is no command {command!r}.", nearest(command, COMMANDS), fix)
     entry = COMMANDS[command]
-    if "--help" in rest or "-h" in rest:
+    own = rest if command != "launch" else rest[:1]
+    if "--help" in own or "-h" in own:
         from muralist.help import settings_help
 
         print(settings_help(command, entry.settings, entry.positional))

@@ -6,15 +6,18 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
+
+from muralist.errors import UserError
 
 _GRACE = 30.0  # seconds the others have to save and leave once one has failed
 
 
 def launch(command: Sequence[str], processes: int, threads: int = 1) -> int:
-    """Run `command` as `processes` ranks and return the first bad exit status, or 0.
+    """Run `command` as `processes` ranks; returns 0, or the exit status of the first rank that failed and says which.
 
     Each rank is a session of its own: Ctrl+C reaches this process alone, which passes it on, so that every rank hears it
     exactly once and none is cut off while saving.
@@ -50,18 +53,45 @@ def launch(command: Sequence[str], processes: int, threads: int = 1) -> int:
                 child.kill()
 
 
+def default_processes() -> int:
+    """NPROC, else the entries of CUDA_VISIBLE_DEVICES, else the GPUs there are, else 1."""
+    if wanted := os.environ.get("NPROC", ""):
+        if not wanted.isdecimal() or not int(wanted):
+            raise UserError(f"NPROC is {wanted!r}: expected a whole number above 0.")
+        return int(wanted)
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        return len(visible.split(","))
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    status, deadline = 0, float("inf")
-    while running := [child for child in children if child.poll() is None]:
-        failed = [child.returncode for child in children if child.returncode]
+    status, told, deadline = 0, "", float("inf")
+    while True:
+        running = [child for child in children if child.poll() is None]
+        failed = [(rank, child) for rank, child in enumerate(children) if child.returncode]
         if failed and not status:
-            status, deadline = failed[0], time.monotonic() + _GRACE
-            for child in running:
-                child.terminate()
-        if time.monotonic() > deadline:
-            return status
+            rank, child = failed[0]
+            # As a shell does it: 128 and the number of the signal.
+            status = child.returncode if child.returncode > 0 else 128 - child.returncode
+            told, deadline = _obituary(rank, child), time.monotonic() + _GRACE
+            for other in running:
+                other.terminate()
+        if not running or time.monotonic() > deadline:
+            break
         time.sleep(0.05)
-    return status or next((child.returncode for child in children if child.returncode), 0)
+    if told:  # last, so that it is not buried under what the others say about losing it
+        print(told, file=sys.stderr)
+    return status
+
+
+def _obituary(rank: int, child: subprocess.Popen[bytes]) -> str:
+    if child.returncode < 0:
+        how = f"was killed by {signal.Signals(-child.returncode).name}"
+    else:
+        how = f"ended with status {child.returncode}"
+    return f"Rank {rank} (process {child.pid}) {how}; the other processes were stopped. The same command goes on."
 
 
 def _free_port() -> int:

@@ -248,6 +248,13 @@ class ExportSettings(Section):
     """Which weights: as trained, or one of the two averages."""
 
 
+class LaunchSettings(Section):
+    """muralist launch [--nproc N] COMMAND ...: start a command as several processes on this machine."""
+
+    nproc: PositiveInt | None = None
+    """How many; default: NPROC, else the entries of CUDA_VISIBLE_DEVICES, else the GPUs there are, else 1."""
+
+
 class DemoSettings(Section):
     """muralist demo: train a small model on driving scenes and look at it."""
 

@@ -85,3 +85,8 @@ class Engine:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def lost_contact(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process is gone; gloo says so only in its text."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "closed by peer" in str(error).lower()

@@ -23,7 +23,7 @@ from muralist.scale.flops import matmul_rate
 from muralist.settings import TrainSettings
 from muralist.train import checkpoint, contract, samples, start
 from muralist.train.data import Data, open_data
-from muralist.train.distributed import Engine
+from muralist.train.distributed import Engine, lost_contact
 from muralist.train.ema import WeightAverage
 from muralist.train.keeper import Keeper
 from muralist.train.monitors import ProgressLine, open_monitors, start_log
@@ -55,6 +55,20 @@ def train(settings: TrainSettings, name: str) -> int:
             stack.enter_context(requests.listening())
             _train(settings, data, engine, run, requests, stack)
             engine.wait()
+    except torch.cuda.OutOfMemoryError:
+        raise UserError(
+            "The GPU ran out of memory.",
+            "Another program may have taken some of it. What was saved before is whole.",
+            "Run the same command to go on; --micro_batch_size with a smaller number needs less memory, same result.",
+        ) from None
+    except RuntimeError as error:
+        if engine.size == 1 or not lost_contact(error):
+            raise
+        raise UserError(
+            f"Rank {engine.rank} lost contact with the other processes.",
+            "One of them died; its own message says why.",
+            "The same command goes on from the last checkpoint.",
+        ) from None
     finally:
         engine.end()
     return 0

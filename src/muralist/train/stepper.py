@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from muralist.data.loader import Batch
+from muralist.errors import UserError
 from muralist.keyed_random import SampleKeys
 from muralist.models.family import Encoded, Family
 from muralist.settings import OptimSettings
@@ -138,6 +139,9 @@ class Stepper:
                 return
             torch.cuda.empty_cache()
             if self.micro == 1:
-                raise torch.cuda.OutOfMemoryError("not even one image fits")
+                raise UserError(
+                    "Not even one image at a time fits into the GPU's memory.",
+                    fix="Use a smaller model or image size, --use_amp, or a GPU that other programs leave free.",
+                )
             self.micro = next(size for size in range(self.micro // 2, 0, -1) if self.plan.part % size == 0)
             log.info("Memory is short: %d images per forward pass, same result.", self.micro)
