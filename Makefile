@@ -15,7 +15,7 @@ setup: .venv/.ready
 	touch $@
 
 demo: setup
-	OMP_NUM_THREADS=$$(nproc) $(BIN)/muralist demo
+	$(BIN)/muralist demo
 
 test: setup
 	$(BIN)/python -m pytest -n 2 -m 'not slow'

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
 from muralist.cli import guarded
 from muralist.config import load
 from muralist.launch import launch
+from muralist.machine import usable_cores
 from muralist.runfolder import RunFolder
 from muralist.settings import (
     CheckpointSettings,
@@ -50,7 +50,7 @@ def demo(settings: DemoSettings) -> int:
     import torch
 
     started = time.monotonic()
-    processes = 1 if torch.cuda.is_available() else min(2, len(os.sched_getaffinity(0)))
+    processes = 1 if torch.cuda.is_available() else min(2, usable_cores())
     arguments = [f"--results_dir={settings.results_dir}"]
     if settings.max_steps:
         arguments.append(f"--max_steps={settings.max_steps}")

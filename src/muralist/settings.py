@@ -47,8 +47,8 @@ class DataSettings(Section):
     val_fraction: Fraction = 0.01
     """Part of the images held out for val/loss (at most 1,024) when the source has no held-out part of its own;
     0: none."""
-    num_workers: Annotated[int, Field(ge=0), Apart] = 2
-    """Loader processes per GPU."""
+    num_workers: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], Apart] = "auto"
+    """Loader processes per GPU; auto: this GPU's share of the cores, at most 8; one where training itself needs them."""
     persistent_workers: Annotated[bool, Apart] = True
     """Keep the loader processes alive from epoch to epoch."""
     pin_memory: Annotated[bool, Apart] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from muralist.data.sources import Source, read_batch
 from muralist.data.stream import Split, Stream
 from muralist.errors import UserError
+from muralist.machine import usable_cores
 from muralist.settings import DataSettings
 
 
@@ -60,11 +62,20 @@ def _read(source: Source, indices: np.ndarray, numbers: np.ndarray) -> Batch | U
     return Batch(torch.from_numpy(images), torch.from_numpy(labels), captions, torch.from_numpy(numbers))
 
 
+def loader_processes(settings: DataSettings) -> int:
+    """How many processes read for this rank."""
+    if settings.num_workers != "auto":
+        return settings.num_workers
+    if not torch.cuda.is_available():
+        return 1
+    return max(1, min(8, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
 def training_batches(
     source: Source, split: Split, stream: Stream, parts: Iterable[list[int]], settings: DataSettings
 ) -> Iterator[Batch]:
     """One batch for every list of sample numbers in `parts`, in order; loader processes start at once."""
-    workers = settings.num_workers
+    workers = loader_processes(settings)
     loader: DataLoader[Batch] = DataLoader(
         _StreamDataset(source, split, stream),
         batch_sampler=parts,  # type: ignore[arg-type]

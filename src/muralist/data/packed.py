@@ -25,6 +25,7 @@ from muralist.data.images import BrokenImage
 from muralist.data.packed_source import HELD_OUT_FOLDER, Manifest, PackedFile, PackedSource, is_packed
 from muralist.data.sources import Source, open_held_out, open_source
 from muralist.errors import UserError
+from muralist.machine import usable_cores
 from muralist.words import duration
 
 __all__ = ["PackReport", "PackedSource", "pack"]
@@ -89,7 +90,7 @@ def pack(
             for name, source in parts.items():
                 label = "Packing" if not name else "Packing the held-out part"
                 with _bar(label, len(source), progress) as advance:
-                    _pack_part(source, source_path, workplace / name, img_size, workers or _cores(), advance)
+                    _pack_part(source, source_path, workplace / name, img_size, workers or usable_cores(), advance)
     manifests = {name: Manifest.read(destination / name) for name in parts}
     images = {name: sum(file.rows for file in manifest.files) for name, manifest in manifests.items()}
     return PackReport(
@@ -329,11 +330,6 @@ def _bar(label: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(label, total=total)
         yield lambda images: progress.advance(task, images)
-
-
-def _cores() -> int:
-    """Count the cores this process may use, which on a cluster are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _one_line(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from muralist.data.cache import cached
+from muralist.data.loader import loader_processes
 from muralist.data.sources import Source, open_held_out, open_source
 from muralist.data.stream import Split, split
 from muralist.errors import UserError
@@ -36,7 +37,7 @@ def open_data(settings: TrainSettings) -> Data:
             fix="Put the images into one sub-folder per class, or leave --enable_condition out.",
         )
     size = min(len(source), settings.data.max_samples or len(source))
-    source = cached(source, size, img_size, settings.data.num_workers)
+    source = cached(source, size, img_size, loader_processes(settings.data))
     own = open_held_out(path, img_size) if settings.data.val_fraction > 0 else None
     parts = split(size, 0.0 if own else settings.data.val_fraction)
     held_out = own or (source if len(parts.held_out) else None)
