@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-# A busy machine is not a failure: how long an example takes is not what these tests are about.
-hypothesis.settings.register_profile("muralist", deadline=None)
+# A busy machine is not a failure: how long an example takes is not what these tests are about. And on a build machine the
+# examples are the same every time: chance finds new bugs where somebody can mend them.
+hypothesis.settings.register_profile("muralist", deadline=None, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("muralist")
 
 REPOSITORY = Path(__file__).parent.parent

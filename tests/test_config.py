@@ -358,8 +358,9 @@ def values_of(annotation: Any, limits: list[Any]) -> st.SearchStrategy[Any]:
     if annotation is bool:
         return st.booleans()
     if annotation is str:
-        # `none` and `null` mean no value wherever there may be none.
-        return st.text(st.characters(exclude_categories=["Cs"])).filter(lambda t: t.lower() not in ("none", "null"))
+        # `none` and `null` mean no value wherever there may be none; YAML folds control characters and line separators.
+        plain = st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"])
+        return st.text(plain).filter(lambda text: text.lower() not in ("none", "null"))
     flat = [part for limit in limits for part in getattr(limit, "metadata", [limit])]
     bounds = {
         name: value

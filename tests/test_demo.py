@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,9 @@ def test_a_small_model_learns_to_draw_what_it_is_asked(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_demo_itself(tmp_path: Path) -> None:
+    began = time.monotonic()
     output = finish(start("muralist", "demo", "--results_dir", tmp_path), timeout=900)
+    assert time.monotonic() - began < 300
     sheet = tmp_path / "demo" / "samples" / "sheet.png"
     assert str(sheet) in output
     with Image.open(sheet) as image:

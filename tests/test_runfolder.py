@@ -47,8 +47,18 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> Non
         assert path.read_text() == "old"
         assert [each.name for each in path.parent.iterdir()] == ["metrics.json"]
         assert f"No space left on the disk that holds {path}." in str(sentence)
+        assert caught.value.filename == str(path)
         write_atomically(path, "new")
         assert path.read_text() == "new"
+
+
+def test_a_disk_that_is_full_from_the_start_is_one_sentence(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        run = RunFolder.named(str(disk), "mine")
+        run.create()
+        leave_free(disk, 0)
+        with pytest.raises(UserError, match="No space left on the disk that holds"), run.locked():
+            pass
 
 
 def test_a_target_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -103,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    if debug and words[:1] == ["launch"]:
+        words.append("--debug")  # it is the started processes that can tell
     return guarded(lambda: _dispatch(words), debug)
 
 

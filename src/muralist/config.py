@@ -298,7 +298,10 @@ def run_name(settings: TrainSettings, config: str | None) -> str:
 
 def to_yaml(settings: Section) -> str:
     """Settings as a YAML file that `--config` reads back to the same settings."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    plain = settings.model_dump(mode="json")
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    # PyYAML does not read back every line break of Unicode that it writes: such a text is written with escapes.
+    return text if yaml.safe_load(text) == plain else yaml.safe_dump(plain, sort_keys=False)
 
 
 def from_yaml(model: type[S], path: Path) -> S:

@@ -7,6 +7,7 @@ import time
 
 from muralist.cli import guarded
 from muralist.config import load
+from muralist.errors import UserError
 from muralist.launch import launch
 from muralist.machine import usable_cores
 from muralist.runfolder import RunFolder
@@ -64,8 +65,14 @@ def demo(settings: DemoSettings) -> int:
 
 def _train(arguments: list[str]) -> int:
     from muralist.train.loop import train
+    from muralist.train.start import OtherSettings
 
-    return train(recipe(load(DemoSettings, arguments, {})), RUN_NAME)
+    settings = load(DemoSettings, arguments, {})
+    try:
+        return train(recipe(settings), RUN_NAME)
+    except OtherSettings as error:
+        folder = RunFolder.named(settings.results_dir, RUN_NAME).root
+        raise UserError(error.what, fix=f"Delete {folder}, or give another --results_dir.") from None
 
 
 if __name__ == "__main__":

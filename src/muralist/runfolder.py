@@ -27,6 +27,9 @@ def write_atomically(path: Path, data: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # a full disk names no file by itself
+        raise
     finally:
         aside.unlink(missing_ok=True)
 
@@ -137,6 +140,8 @@ def _hold(file: IO[str], root: Path) -> None:
         raise UserError(
             f"The run {root} is being trained by {owner}.", fix="Wait for it, stop it, or give another --run_name."
         ) from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    try:
+        file.truncate(0)
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    except OSError as error:
+        raise no_space(error, root) from None

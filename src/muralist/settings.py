@@ -50,7 +50,7 @@ class DataSettings(Section):
     num_workers: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], Apart] = "auto"
     """Loader processes per GPU; auto: this GPU's share of the cores, at most 8; one where training itself needs them."""
     persistent_workers: Annotated[bool, Apart] = True
-    """Keep the loader processes alive from epoch to epoch."""
+    """Keep the loader processes alive; they always are: the stream goes on from epoch to epoch without a restart."""
     pin_memory: Annotated[bool, Apart] = True
     """Load into page-locked memory (only where there is a GPU)."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from tests.support.disks import leave_free, small_disk
 from tests.support.runs import assert_same_state, last_checkpoint, losses, metrics, only_run, tensors, train
 
 
@@ -270,3 +272,135 @@ def test_a_mistyped_path_leaves_nothing_behind(tmp_path: Path, capfd: pytest.Cap
     train("--data_path", tmp_path / "trian", "--results_dir", tmp_path / "results", expect=1)
     assert "Did you mean train?" in capfd.readouterr().err
     assert not (tmp_path / "results").exists()
+
+
+def split_folder(root: Path, held_out: str = "val") -> Path:
+    """A folder of two classes with a held-out folder beside it, as many data sets have it."""
+    for part, count in (("train", 8), (held_out, 2)):
+        for name in ("cat", "dog"):
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                picture = np.full((20, 20, 3), 20 * number + (5 if name == "cat" else 0), np.uint8)
+                Image.fromarray(picture).save(root / part / name / f"{number}.png")
+    return root / "train"
+
+
+def test_a_broken_held_out_image_loses_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = split_folder(tmp_path)
+    whole = (tmp_path / "val" / "cat" / "1.png").read_bytes()
+    (tmp_path / "val" / "cat" / "1.png").write_bytes(whole[:50])
+    common = ["--data_path", data, "--results_dir", tmp_path / "r", "--ckpt_every", "3", "--max_steps", "6"]
+    train(*common, expect=1)
+    assert "val/cat/1.png" in capfd.readouterr().err
+    run = only_run(tmp_path / "r")
+    assert len(losses(run)) == 3
+    assert last_checkpoint(run).name == "step_0000003"
+    (tmp_path / "val" / "cat" / "1.png").write_bytes(whole)
+    train(*common)
+    assert len(losses(run)) == 6 and "val/loss" in metrics(run)[-1]
+
+
+def test_a_held_out_folder_of_another_shape(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = split_folder(tmp_path, held_out="other")
+    (tmp_path / "test").mkdir()
+    Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(tmp_path / "test" / "flat.png")
+    train("--data_path", data, "--results_dir", tmp_path / "r", "--max_steps", "1")
+    assert "val/loss" in metrics(only_run(tmp_path / "r"))[-1]
+    train("--data_path", data, "--results_dir", tmp_path / "c", "--max_steps", "1", "--enable_condition", expect=1)
+    assert "--val_fraction 0" in capfd.readouterr().err
+
+
+def test_a_gradient_that_is_no_number_is_never_saved(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from muralist.train.stepper import Stepper
+
+    clip, steps = Stepper._clip, []
+
+    def poisoned(stepper: Stepper) -> torch.Tensor:
+        steps.append(1)
+        if len(steps) == 3:  # a checkpoint step: the loss is still fine, the weights will not be
+            next(p for p in stepper.network.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        return clip(stepper)
+
+    monkeypatch.setattr(Stepper, "_clip", poisoned)
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--ckpt_every", "1", "--max_steps", "6"]
+    train(*common, expect=1)
+    assert "The gradient's norm became nan at step 3" in capfd.readouterr().err
+    run = only_run(tmp_path)
+    assert last_checkpoint(run).name == "step_0000002"
+    train(*common)
+    assert len(losses(run)) == 6
+
+
+def test_a_run_that_is_set_back_stays_set_back(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from muralist.train.stepper import Stepper
+
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--ckpt_every", "2", "--keep_last", "9"]
+    train(*common, "--max_steps", "6")
+    run = only_run(tmp_path)
+    before = metrics(run)
+
+    def dies(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stepper, "step", dies)
+        train(*common, "--max_steps", "8", "--resume", run / "checkpoints" / "step_0000002", expect=130)
+    train(*common, "--max_steps", "8")
+    assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [line["train/loss"] for line in metrics(run)[:6]] == [line["train/loss"] for line in before]
+
+
+def test_a_start_that_failed_does_not_hold_the_name(photo_folder: Path, tmp_path: Path) -> None:
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--run_name", "mine", "--max_steps", "1"]
+    train(*common, "--init_from", tmp_path / "nowhere", expect=1)
+    train(*common)
+    assert len(losses(tmp_path / "mine")) == 1
+
+
+def test_a_disk_that_fills_up_is_one_sentence(
+    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    common = [
+        "--data_path",
+        photo_folder,
+        "--use_tensorboard",
+        "--ckpt_every",
+        "1",
+        "--keep_last",
+        "9",
+        "--max_steps",
+        "9",
+    ]
+    with small_disk(tmp_path / "disk", "100m") as disk:
+        train(*common, "--results_dir", disk, "--samples_per_gpu", "0", expect=1)
+        said = capfd.readouterr()
+        assert "Traceback" not in said.out + said.err and "Free some space" in said.err
+        run = only_run(disk)
+        kept = sorted((run / "checkpoints").glob("step_*"))
+        assert [path.name for path in kept] == ["step_0000001", "step_0000002"]  # 38 MB each
+        leave_free(disk, 0)
+        train(*common, "--results_dir", disk, expect=1)
+        said = capfd.readouterr()
+        assert "Traceback" not in said.out + said.err and "No space left on the disk" in said.err
+        (disk / "filler").unlink()
+        shutil.rmtree(kept[0])
+        train(*common, "--results_dir", disk, "--keep_last", "1", "--samples_per_gpu", "0")
+        assert len(losses(run)) == 9
+
+
+def test_wandb_without_a_login_is_one_sentence(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def not_logged_in(**_: object) -> None:
+        raise wandb.errors.UsageError("No API key configured")
+
+    monkeypatch.setattr(wandb, "init", not_logged_in)
+    train("--data_path", photo_folder, "--results_dir", tmp_path, "--max_steps", "1", "--use_wandb", expect=1)
+    said = capfd.readouterr().err
+    assert "No API key configured" in said and "WANDB_MODE=offline" in said and "Traceback" not in said

@@ -57,7 +57,7 @@ def open_source(path: str, img_size: int) -> Source:
     return _open(Path(path).expanduser(), img_size, None)
 
 
-def open_held_out(path: str, img_size: int) -> Source | None:
+def open_held_out(path: str, img_size: int, same_classes: bool = True) -> Source | None:
     """Open the part that the data set itself holds out from training, with the same classes; None if there is none.
 
     That is the test_x of an .npz file, the val... or test... files beside train... files in a folder, the folder val,
@@ -68,8 +68,8 @@ def open_held_out(path: str, img_size: int) -> Source | None:
 
         return DrivingWorld(img_size, samples=512, first=1_000_000)  # far behind the scenes that are trained on
 
-    def known() -> list[str]:
-        return open_source(path, img_size).label_names
+    def known() -> Known:
+        return open_source(path, img_size).label_names if same_classes else None
 
     place = Path(path).expanduser()
     if is_packed(place):

@@ -38,8 +38,16 @@ def open_data(settings: TrainSettings) -> Data:
         )
     size = min(len(source), settings.data.max_samples or len(source))
     source = cached(source, size, img_size, loader_processes(settings.data))
-    own = open_held_out(path, img_size) if settings.data.val_fraction > 0 else None
+    own = _open_own_held_out(settings) if settings.data.val_fraction > 0 else None
     parts = split(size, 0.0 if own else settings.data.val_fraction)
     held_out = own or (source if len(parts.held_out) else None)
     indices = split(len(own), 1.0).held_out if own else parts.held_out
     return Data(source, parts, held_out, indices, {"fingerprint": source.fingerprint(), "samples": parts.training_size})
+
+
+def _open_own_held_out(settings: TrainSettings) -> Source | None:
+    try:
+        return open_held_out(settings.data.path or "", settings.model.img_size, settings.model.enable_condition)
+    except UserError as error:
+        way_out = "Or give --val_fraction 0 to train without held-out images."
+        raise UserError(error.what, error.why, f"{error.fix} {way_out}".strip()) from None

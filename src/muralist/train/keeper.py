@@ -10,6 +10,7 @@ import torch
 
 from muralist import __version__
 from muralist.data.loader import held_out_batches
+from muralist.errors import UserError
 from muralist.keyed_random import SampleKeys
 from muralist.models.family import Family
 from muralist.runfolder import RunFolder
@@ -45,8 +46,11 @@ class Keeper:
     def checkpoint_and_samples(self, step: int) -> None:
         """What happens at every checkpoint: held-out loss, checkpoint, pictures."""
         with self.recorder.paused():
-            loss = self.validate()
+            loss, error = self.validate()
         self.save(step, {} if loss is None else {"val/loss": loss})
+        if error:
+            self.writer.finish()
+            raise error
         if loss is not None:
             log.info("step %d  val/loss %.4f", step, loss)
         if self.settings.samples.per_gpu:
@@ -97,18 +101,24 @@ class Keeper:
         )
 
     @torch.no_grad()
-    def validate(self) -> float | None:
-        """Mean loss over the held-out images with fixed keys, or None where nothing is held out."""
+    def validate(self) -> tuple[float | None, UserError | None]:
+        """Mean loss over the held-out images with fixed keys, None where nothing is held out; or what all ranks fail of."""
         if self.data.held_out is None:
-            return None
+            return None, None
         stepper, device = self.stepper, self.engine.device
         positions = np.arange(self.engine.rank, len(self.data.held_out_indices), self.engine.size)
         total = torch.zeros((), dtype=torch.float64, device=device)
+        error: UserError | None = None
         stepper.network.eval()
-        for batch in held_out_batches(self.data.held_out, self.data.held_out_indices, positions, stepper.micro):
-            batch = batch.to(device)
-            keys = SampleKeys(VALIDATION_SEED, batch.numbers)
-            with torch.autocast(device.type, stepper.autocast, enabled=stepper.autocast is not None):
-                total += self.family.loss(stepper.network, self.family.encode(batch, keys), keys).double().sum()
+        try:
+            for batch in held_out_batches(self.data.held_out, self.data.held_out_indices, positions, stepper.micro):
+                batch = batch.to(device)
+                keys = SampleKeys(VALIDATION_SEED, batch.numbers)
+                with torch.autocast(device.type, stepper.autocast, enabled=stepper.autocast is not None):
+                    total += self.family.loss(stepper.network, self.family.encode(batch, keys), keys).double().sum()
+        except UserError as caught:
+            error = caught
         stepper.network.train()
-        return float(self.engine.total(total)) / len(self.data.held_out_indices)
+        if self.engine.largest(error is not None):
+            return None, error or UserError("Another process could not read a held-out image.")
+        return float(self.engine.total(total)) / len(self.data.held_out_indices), None

@@ -18,7 +18,7 @@ from muralist.data.stream import Stream
 from muralist.errors import UserError
 from muralist.models.family import build_family
 from muralist.models.weights import read_weights
-from muralist.runfolder import RunFolder
+from muralist.runfolder import RunFolder, no_space, write_atomically
 from muralist.scale.flops import matmul_rate
 from muralist.settings import TrainSettings
 from muralist.train import checkpoint, contract, samples, start
@@ -55,6 +55,8 @@ def train(settings: TrainSettings, name: str) -> int:
             stack.enter_context(requests.listening())
             _train(settings, data, engine, run, requests, stack)
             engine.wait()
+    except OSError as error:
+        raise no_space(error, run.root) from None
     except torch.cuda.OutOfMemoryError:
         raise UserError(
             "The GPU ran out of memory.",
@@ -148,6 +150,9 @@ def _train(
     if engine.size > 1 or device.type == "cuda":
         first_images = np.arange(plan.part)
         stepper.warm_up(next(held_out_batches(data.source, np.zeros_like(first_images), first_images, plan.part)))
+    if found and engine.is_main and found[0].parent.resolve() == run.checkpoints.resolve():
+        # A run that is set back stays set back, even if it dies before its next checkpoint.
+        write_atomically(run.checkpoints / "latest", found[0].name + "\n")
     monitors = open_monitors(run, settings.log, settings.model_dump(mode="json"), first_step) if engine.is_main else []
     for monitor in monitors:
         stack.callback(monitor.close)
@@ -155,7 +160,7 @@ def _train(
     stack.callback(line.close)
     recorder = Recorder(
         engine, clock, monitors, line, settings.log.every, family.tokens_per_image(), family.flops_per_image(), peak,
-        EpochLoss(*manifest.get("epoch_loss", ())),
+        stepper.scaler.is_enabled(), EpochLoss(*manifest.get("epoch_loss", ())),
     )  # fmt: skip
     writer = CheckpointWriter(run.checkpoints, settings.checkpoint)
     stack.callback(writer.finish)  # whatever ends the run, a checkpoint under way is completed
@@ -182,16 +187,17 @@ def _loop(
         waited = time.perf_counter() - before
         # Between steps everything is whole, and all processes hear of one's request or trouble before any goes on. A signal
         # to the whole job ends loader processes too: then it is the signal that counts.
-        asked = requests.look()
+        asked = requests.look(savable=step > steps.start)
         request = Request(engine.largest(Request.FAIL if error and asked != Request.STOP else asked))
         if request != Request.NOTHING and step > steps.start:
             keeper.save(step)
         if request == Request.FAIL:
-            raise error or UserError("Another process could not read its data.", "Its own message says what and why.")
+            raise error or UserError("Another process ran into trouble.", "Its own message says what and why.")
         if request == Request.STOP:
             keeper.writer.finish()
-            log.info("Stopped by %s at step %d: saved. The same command goes on from here.",
-                     requests.signal_name or "another process", step)  # fmt: skip
+            what = "saved" if step > steps.start else "before the first step, so nothing was to be saved"
+            log.info("Stopped by %s at step %d: %s. The same command goes on from here.",
+                     requests.signal_name or "another process", step, what)  # fmt: skip
             return
         result = stepper.step(batch, images=step * stepper.plan.total)
         recorder.add(step + 1, result, waited)

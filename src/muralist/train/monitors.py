@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +44,14 @@ class Monitor(Protocol):
         """Finish."""
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise no_space(error, path) from None
+
+
 class MetricsFile:
     """metrics.jsonl: one line per step; on resume it is cut back to the checkpoint, so each step stands there once."""
 
@@ -51,25 +62,22 @@ class MetricsFile:
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Append one line."""
-        try:
+        with _writing(self.path):
             self.file.write(json.dumps({"step": step, **values}) + "\n")
-        except OSError as error:
-            raise no_space(error, self.path) from None
 
     def picture(self, step: int, name: str, image_u8: np.ndarray, caption: str) -> None:
         """Pictures are files of their own under samples/."""
 
     def flush(self) -> None:
         """Hand the lines to the disk."""
-        try:
+        with _writing(self.path):
             self.file.flush()
             os.fsync(self.file.fileno())
-        except OSError as error:
-            raise no_space(error, self.path) from None
 
     def close(self) -> None:
         """Close the file."""
-        self.file.close()
+        with suppress(OSError):  # what a full disk does not take was never part of a checkpoint
+            self.file.close()
 
 
 def _cut_back(path: Path, last_step: int) -> None:
@@ -85,32 +93,53 @@ def _cut_back(path: Path, last_step: int) -> None:
     write_atomically(path, "".join(kept))
 
 
+def _quiet_about_disks(arguments: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread would print a traceback when the disk is full; the main thread is told and says it better."""
+    if not isinstance(arguments.exc_value, OSError):
+        threading.__excepthook__(arguments)
+
+
 class TensorBoardFiles:
     """TensorBoard event files in the run's folder."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        threading.excepthook = _quiet_about_disks
         # purge_step hides what an interrupted leg wrote beyond its last checkpoint.
-        self.writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+        with _writing(folder):
+            self.writer = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+        self.folder = folder
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Record scalars; bookkeeping keys without a group are left to metrics.jsonl."""
-        for name, value in values.items():
-            if "/" in name:
-                self.writer.add_scalar(name, value, step)
+        with _writing(self.folder):
+            for name, value in values.items():
+                if "/" in name:
+                    self.writer.add_scalar(name, value, step)
 
     def picture(self, step: int, name: str, image_u8: np.ndarray, caption: str) -> None:
         """Record a picture."""
-        self.writer.add_image(name, image_u8, step, dataformats="HWC")
+        with _writing(self.folder):
+            self.writer.add_image(name, image_u8, step, dataformats="HWC")
 
     def flush(self) -> None:
         """Write out."""
-        self.writer.flush()
+        with _writing(self.folder):
+            self.writer.flush()
 
     def close(self) -> None:
         """Close the event file."""
-        self.writer.close()
+        with suppress(OSError):
+            self.writer.close()
+
+
+def _wandb_id(run: RunFolder) -> str:
+    """One id for the life of a run folder: a run of the same name elsewhere, or made anew, is another W&B run."""
+    path = run.root / "wandb_id"
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(4))
+    return path.read_text().strip()
 
 
 class WeightsAndBiases:
@@ -126,14 +155,20 @@ class WeightsAndBiases:
             ) from None
         self.wandb = wandb
         name = settings.wandb_name or run.root.name
-        self.run = wandb.init(
-            project=settings.wandb_project,
-            name=name,
-            id=run.root.name,
-            resume="allow",
-            dir=str(run.root),
-            config=config,
-        )
+        try:
+            self.run = wandb.init(
+                project=settings.wandb_project,
+                name=name,
+                id=_wandb_id(run),
+                resume="allow",
+                dir=str(run.root),
+                config=config,
+            )
+        except wandb.Error as error:
+            raise UserError(
+                f"W&B could not start: {error}.",
+                fix="Run `wandb login`, or set WANDB_MODE=offline, or leave --use_wandb out.",
+            ) from None
         log.info("W&B: %s", self.run.url or f"offline, files in {self.run.dir}")
 
     def scalars(self, step: int, values: Scalars) -> None:
@@ -165,6 +200,15 @@ def open_monitors(run: RunFolder, settings: LogSettings, config: dict[str, Any],
 console = Console(highlight=False)
 
 
+class _LogFile(logging.FileHandler):
+    """The run's log; of a full disk the checkpoint that does not fit speaks, not a traceback at every line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Leave out what cannot be written."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def start_log(path: Path | None, rank: int) -> None:
     """Send log lines to the terminal (rank 0; warnings from all) and to the run's log file (rank 0)."""
     log.setLevel(logging.INFO)
@@ -183,7 +227,7 @@ def start_log(path: Path | None, rank: int) -> None:
     log.addHandler(terminal)
     if path is not None and rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, encoding="utf-8")
+        file = _LogFile(path, encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         log.addHandler(file)
 
@@ -224,7 +268,8 @@ class ProgressLine:
         if step % self.log_every == 0 or step == self.last_step:
             step_images = values["images"] / step
             left = duration((self.last_step - step) * step_images / values["train/samples_per_second"])
-            rates = f"lr {values['train/learning_rate']:.3g}  grad {values['train/grad_norm']:.3f}"
+            norm = values.get("train/grad_norm", float("nan"))
+            rates = f"lr {values['train/learning_rate']:.3g}  grad {norm:.3f}"
             log.info("step %d/%d  %s  %s  left %s", step, self.last_step, facts, rates, left)
 
     def close(self) -> None:

@@ -49,6 +49,7 @@ class Recorder:
     tokens_per_image: int
     flops_per_image: int
     peak_flops: float
+    loss_is_scaled: bool  # then a gradient that is not finite is no accident: the step is skipped and the scale lowered
     epoch_loss: EpochLoss = field(default_factory=EpochLoss)
     _results: list[tuple[int, StepResult]] = field(default_factory=list)
     _since: float = field(default_factory=time.perf_counter)
@@ -87,13 +88,14 @@ class Recorder:
         images_per_second = count * self.clock.total_batch / seconds
         values: dict[str, float] = {}
         for (step, result), loss, norm in zip(self._results, losses, norms, strict=True):
-            if not math.isfinite(loss):
+            if not math.isfinite(loss) or not (math.isfinite(norm) or self.loss_is_scaled):
                 self._results = []
+                what = f"The loss became {loss}" if not math.isfinite(loss) else f"The gradient's norm became {norm}"
                 raise UserError(
-                    f"The loss became {loss} at step {step}.",
+                    f"{what} at step {step}.",
                     "The learning rate may be too high, or the data holds broken values. Nothing was saved after it.",
-                    "Run the same command to go on from the last checkpoint, or lower --learning_rate, "
-                    "lengthen --warmup_steps, or set --max_grad_norm 1.",
+                    "Start a new run (--run_name, and --init_from this one) with a lower --learning_rate, a longer "
+                    "--warmup_steps or --max_grad_norm 1.",
                 )
             self.epoch_loss.add(loss)
             values = {
@@ -108,6 +110,8 @@ class Recorder:
                 "train/mfu": images_per_second * self.flops_per_image / (self.peak_flops * self.engine.size),
                 "train/data_wait_fraction": min(1.0, self._waited / seconds),
             }
+            if not math.isfinite(norm):
+                del values["train/grad_norm"]  # a step that loss scaling skipped
             if self.clock.ends_epoch(step):
                 values["train/epoch_loss"] = self.epoch_loss.take()
             if extra and step == self._results[-1][0]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ from muralist.train import checkpoint
 log = logging.getLogger("muralist")
 
 
+class OtherSettings(UserError):
+    """A run of this name exists and is another run."""
+
+
 def claim(run: RunFolder, settings: TrainSettings) -> None:
     """Write the run's settings; a folder that holds a run with other settings is refused with the difference shown."""
-    if run.config.exists():
+    if run.config.exists() and checkpoint.all_in(run.checkpoints):
         there, here = identity(from_yaml(TrainSettings, run.config)), identity(settings)
         differing = [
             f"{path}: {there.get(path)!r} there, {here.get(path)!r} here"
@@ -28,7 +33,7 @@ def claim(run: RunFolder, settings: TrainSettings) -> None:
             if there.get(path) != here.get(path)
         ]
         if differing:
-            raise UserError(
+            raise OtherSettings(
                 f"The run {run.root} was started with other settings: {'; '.join(differing)}.",
                 fix="Give another --run_name, or the settings it was started with.",
             )
@@ -102,18 +107,21 @@ def find_initial_weights(settings: TrainSettings, results_dir: str) -> tuple[dic
 
 
 def _newest_unconditional(settings: TrainSettings, results: Path) -> Path | None:
-    found: list[tuple[float, Path]] = []
-    for folder in sorted(results.iterdir()) if results.is_dir() else []:
+    """Manifests are read first and files are hashed only where they fit: there may be many large runs."""
+    wanted = (settings.model.name, settings.model.img_size)
+    fitting: list[tuple[float, Path]] = []
+    for manifest in results.glob("*/checkpoints/step_*/manifest.json"):
         try:
-            newest = checkpoint.newest_whole(folder / "checkpoints")
+            content = json.loads(manifest.read_text())
+            model = content["model"]
+            if (model["model"], model["img_size"]) == wanted and not model["label_names"]:
+                fitting.append((content["written"], manifest.parent))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not a manifest; what is wrong with it is said when its own run is resumed
+    for _, path in sorted(fitting, reverse=True):
+        try:
+            checkpoint.manifest_of(path)
+            return path
         except UserError as error:
-            log.warning("%s Passing over this run.", error)
-            continue
-        if newest is None:
-            continue
-        path, manifest = newest
-        model = manifest["model"]
-        same = (model["model"], model["img_size"]) == (settings.model.name, settings.model.img_size)
-        if same and not model["label_names"]:
-            found.append((manifest["written"], path))
-    return max(found)[1] if found else None
+            log.warning("%s Passing over it.", error)
+    return None

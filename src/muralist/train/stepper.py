@@ -103,7 +103,7 @@ class Stepper:
             average.update(self.network, images, self.plan.total)
         return StepResult(loss, grad_norm, learning_rate)
 
-    def _gradients(self, parts: Iterable[Batch]) -> Tensor:
+    def _gradients(self, parts: Iterable[Batch], exchange: bool = True) -> Tensor:
         loss = torch.zeros((), device=self.engine.device)
         for number, part in enumerate(parts, start=1):
             batch = part.to(self.engine.device)
@@ -112,7 +112,7 @@ class Stepper:
             for start in pieces:
                 piece = slice(start, start + self.micro)
                 last = number == self.plan.parts and start == pieces[-1]
-                with self.engine.exchange(self.module, now=last):
+                with self.engine.exchange(self.module, now=exchange and last):
                     losses = self.module(Encoded(*(tensor[piece] for tensor in encoded)), batch.numbers[piece])
                     self.scaler.scale(losses.sum() / self.plan.share).backward()
                 loss += losses.detach().sum() / self.plan.share
@@ -130,13 +130,14 @@ class Stepper:
         would otherwise differ between a fresh start and a resumed one. Nothing is left behind."""
         while True:
             try:
-                self._gradients([batch] * self.plan.parts)
+                # Without the exchange: a rank that runs out of memory must not leave the others waiting in it.
+                self._gradients([batch] * self.plan.parts, exchange=False)
                 fits = 1
             except torch.cuda.OutOfMemoryError:
                 fits = 0
             self.optimizer.zero_grad(set_to_none=True)
             if self.engine.smallest(fits):
-                return
+                break
             torch.cuda.empty_cache()
             if self.micro == 1:
                 raise UserError(
@@ -145,3 +146,6 @@ class Stepper:
                 )
             self.micro = next(size for size in range(self.micro // 2, 0, -1) if self.plan.part % size == 0)
             log.info("Memory is short: %d images per forward pass, same result.", self.micro)
+        if self.engine.size > 1:
+            self._gradients([batch] * self.plan.parts)
+            self.optimizer.zero_grad(set_to_none=True)

@@ -43,12 +43,12 @@ class Requests:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
 
-    def look(self) -> Request:
+    def look(self, savable: bool) -> Request:
         """The most urgent request since the last look; the save file is looked for five times a second and taken away."""
         if self.signal_name is not None:
             return Request.STOP
         now = time.monotonic()
-        if now < self._next_look:
+        if not savable or now < self._next_look:
             return Request.NOTHING
         self._next_look = now + 0.2
         if not self.save_file.exists():
