@@ -48,6 +48,15 @@ def flush_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def disk_error(error: BaseException) -> OSError:
+    """What the disk said, out of the text in which safetensors hides it; any other error is a bug and goes on its way."""
+    if isinstance(error, OSError):
+        return error
+    if said := re.search(r"\(os error (\d+)\)", str(error)):
+        return OSError(int(said[1]), os.strerror(int(said[1])))
+    raise error
+
+
 def no_space(error: OSError, path: Path) -> UserError:
     """The sentence for a disk that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

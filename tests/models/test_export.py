@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from muralist.cli import main
 from muralist.diffusion import solvers
+from muralist.errors import UserError
 from muralist.models import jit
 from muralist.models.jit import JiT
-from muralist.models.weights import jit_arguments, read_jit_folder
+from muralist.models.weights import infer_jit_config, jit_arguments, read_jit_folder, write_jit_folder
+from tests.support.disks import small_disk
 from tests.support.runs import last_checkpoint, only_run, train
 
 
@@ -130,3 +132,13 @@ def test_mistakes_are_one_sentence(run: Path, tmp_path: Path, capsys: pytest.Cap
         assert "Traceback" not in said.err
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    network = jit.build("JiT-T/8", 16, 2)
+    network.initialise(0)
+    state = network.state_dict()
+    with small_disk(tmp_path / "disk") as disk:  # a megabyte, for weights of eight
+        with pytest.raises(UserError, match="No space left on the disk"):
+            write_jit_folder(disk / "export", state, infer_jit_config(state))
+        assert not list(disk.iterdir())

@@ -28,7 +28,7 @@ from muralist import __version__
 from muralist.errors import UserError
 from muralist.models.jit import JiT
 from muralist.models.variants import MLP_RATIO, VARIANTS
-from muralist.runfolder import flush_folder, no_space, write_json
+from muralist.runfolder import disk_error, flush_folder, no_space, write_json
 
 Which = Literal["model", "ema1", "ema2"]
 
@@ -219,10 +219,10 @@ def write_jit_folder(folder: str | Path, state: Mapping[str, Tensor], config: Ma
             final.replace(old)
         aside.replace(final)
         flush_folder(final.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         if old.exists() and not final.exists():
             old.replace(final)
-        raise no_space(error, final) from None
+        raise no_space(disk_error(error), final) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         if final.exists():

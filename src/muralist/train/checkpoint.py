@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from muralist.errors import UserError
-from muralist.runfolder import flush_folder, no_space, write_atomically, write_json
+from muralist.runfolder import disk_error, flush_folder, no_space, write_atomically, write_json
 
 FORMAT = 1
 log = logging.getLogger("muralist")
@@ -93,23 +93,14 @@ def write(
         aside.replace(final)
         (final / "latest").replace(folder / "latest")
         flush_folder(folder)
-    except (OSError, SafetensorError, CheckpointException) as error:
-        raise no_space(_disk_error(error), final) from None
+    except (OSError, SafetensorError) as error:
+        raise no_space(disk_error(error), final) from None
+    except CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise no_space(disk_error(first), final) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return final
-
-
-def _disk_error(error: BaseException) -> OSError:
-    """What the disk said, out of the wrappers in which safetensors and torch hide it; any other error is a bug."""
-    if isinstance(error, OSError):
-        return error
-    if said := re.search(r"\(os error (\d+)\)", str(error)):
-        return OSError(int(said[1]), os.strerror(int(said[1])))
-    for wrapped, _ in error.failures.values() if isinstance(error, CheckpointException) else ():
-        if isinstance(wrapped, OSError):
-            return wrapped
-    raise error
 
 
 def _require_space(folder: Path, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
