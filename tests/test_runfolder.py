@@ -58,7 +58,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_sentence(tmp_path: Path) -> N
         run.create()
         leave_free(disk, 0)
         with pytest.raises(UserError, match="No space left on the disk that holds"), run.locked():
-            pass
+            pytest.fail("the run was held all the same")
 
 
 def test_a_target_that_cannot_be_replaced_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_run_has_one_trainer_and_the_lock_dies_with_it(tmp_path: Path) -> None
     try:
         owner, child = map(int, holder.stdout.readline().split())
         with pytest.raises(UserError, match=rf"is being trained by process {owner} on "), run.locked():
-            pass
+            pytest.fail("the run was held all the same")
         holder.send_signal(signal.SIGKILL)
         holder.wait(timeout=10)
         with run.locked():

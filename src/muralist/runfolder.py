@@ -57,9 +57,14 @@ def disk_error(error: BaseException) -> OSError:
     raise error
 
 
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error says that a disk or a quota is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def no_space(error: OSError, path: Path) -> UserError:
     """The sentence for a disk that cannot be written."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full(error):
         return UserError(
             f"No space left on the disk that holds {path}.",
             "The file was not written; everything written before it is whole.",

@@ -64,10 +64,14 @@ class Engine:
 
     def smallest(self, value: int) -> int:
         """The smallest of the processes' values."""
+        if self.size == 1:
+            return value  # asked at every step: a tensor would make the host wait for the device
         return int(self._reduced(torch.tensor(value, device=self.device), dist.ReduceOp.MIN))
 
     def largest(self, value: int) -> int:
         """The largest of the processes' values: how one process's request reaches all."""
+        if self.size == 1:
+            return value
         return int(self._reduced(torch.tensor(value, device=self.device), dist.ReduceOp.MAX))
 
     def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:

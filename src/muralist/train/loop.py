@@ -18,7 +18,7 @@ from muralist.data.stream import Stream
 from muralist.errors import UserError
 from muralist.models.family import build_family
 from muralist.models.weights import read_weights
-from muralist.runfolder import RunFolder, no_space, write_atomically
+from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
 from muralist.scale.flops import matmul_rate
 from muralist.settings import TrainSettings
 from muralist.train import checkpoint, contract, samples, start
@@ -56,7 +56,7 @@ def train(settings: TrainSettings, name: str) -> int:
             _train(settings, data, engine, run, requests, stack)
             engine.wait()
     except OSError as error:
-        raise no_space(error, run.root) from None
+        raise (no_space(error, run.root) if is_full(error) else error) from None
     except torch.cuda.OutOfMemoryError:
         raise UserError(
             "The GPU ran out of memory.",

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.text import Text
 
 from muralist.errors import UserError
-from muralist.runfolder import RunFolder, no_space, write_atomically
+from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
 from muralist.settings import LogSettings
 from muralist.words import duration
 
@@ -95,7 +95,7 @@ def _cut_back(path: Path, last_step: int) -> None:
 
 def _quiet_about_disks(arguments: threading.ExceptHookArgs) -> None:
     """TensorBoard's thread would print a traceback when the disk is full; the main thread is told and says it better."""
-    if not isinstance(arguments.exc_value, OSError):
+    if not is_full(arguments.exc_value):
         threading.__excepthook__(arguments)
 
 
