@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from muralist.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from muralist.settings import LaunchSettings, TrainSettings
 
 USAGE = """muralist: train diffusion transformers, watch them learn, look at what they make.
 
@@ -15,6 +18,7 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist pack     SRC DST --img_size 64      crop images once, ahead of training
   muralist export   SRC DST                    weights as a diffusers-style folder
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
+  muralist launch   --slurm --nodes 2 --gpus-per-node 4 train ...    the same as a job of SLURM
   muralist demo                                train a small model on driving scenes, five minutes on two cores
 
 `muralist COMMAND --help` lists a command's settings. `--debug` shows tracebacks."""
@@ -22,15 +26,21 @@ SOURCE_AND_DESTINATION = ("source", "destination")
 
 
 def _train(arguments: Sequence[str]) -> int:
+    settings, name = _checked_run(arguments)
+    from muralist.train.loop import train
+
+    return train(settings, name)
+
+
+def _checked_run(arguments: Sequence[str]) -> tuple[TrainSettings, str]:
+    """The settings of a training, refused if they cannot work, and the name of its run."""
     from muralist.config import config_path, load, run_name
     from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
     from muralist.train.contract import check
 
     settings = load(TrainSettings, arguments, TRAIN_FLAT_NAMES)
     check(settings)
-    from muralist.train.loop import train
-
-    return train(settings, run_name(settings, config_path(arguments)))
+    return settings, run_name(settings, config_path(arguments))
 
 
 def _pack(arguments: Sequence[str]) -> int:
@@ -61,14 +71,34 @@ def _launch(arguments: Sequence[str]) -> int:
     from muralist.launch import default_processes, launch
     from muralist.settings import LaunchSettings
 
-    # Flags before the command are the launcher's, everything from it on is the command's.
-    first = next((index for index, word in enumerate(arguments) if word in COMMANDS), len(arguments))
-    if first == len(arguments):
+    # Flags before the command are the launcher's, everything from it on is the command's. A partition may be called demo.
+    words = enumerate(zip(["", *arguments], arguments, strict=False))
+    first = next((index for index, (before, word) in words if word in COMMANDS and before != "--partition"), None)
+    if first is None:
         fix = "For example: muralist launch --nproc 4 train --config configs/base_config.yaml"
         raise UserError("`muralist launch` needs a command to start.", fix=fix)
     settings = load(LaunchSettings, arguments[:first], {})
+    if settings.slurm:
+        return _submit(settings, arguments[first:])
+    stray = [name for name in ("nodes", "gpus_per_node", "partition", "time") if getattr(settings, name) is not None]
+    if stray:
+        flag = "--" + stray[0].replace("_", "-")
+        raise UserError(f"{flag} is for a job of SLURM.", fix="Add --slurm, or use --nproc N for this machine alone.")
     command = [sys.executable, "-m", "muralist", *arguments[first:]]
     return launch(command, settings.nproc or default_processes())
+
+
+def _submit(settings: LaunchSettings, arguments: Sequence[str]) -> int:
+    from muralist.scale.slurm_submit import submit
+
+    if bool(settings.nproc) == bool(settings.gpus_per_node):
+        fix = "Give --gpus-per-node N, or --nproc N where nodes have no GPUs, but not both."
+        raise UserError("How many processes is a node to run?", fix=fix)
+    name = arguments[0]
+    if name == "train":  # what is wrong with it is better said now than after hours in a queue
+        name = _checked_run([word for word in arguments[1:] if word != "--debug"])[1]
+    print(submit(settings, arguments, name))
+    return 0
 
 
 def _demo(arguments: Sequence[str]) -> int:

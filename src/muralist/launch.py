@@ -53,12 +53,18 @@ def launch(command: Sequence[str], processes: int, threads: int = 1) -> int:
                 child.kill()
 
 
+def chosen_processes() -> int | None:
+    """NPROC, where it is set: how many processes a machine is to run."""
+    wanted = os.environ.get("NPROC", "")
+    if wanted and not (wanted.isdecimal() and int(wanted)):
+        raise UserError(f"NPROC is {wanted!r}: expected a whole number above 0.")
+    return int(wanted) if wanted else None
+
+
 def default_processes() -> int:
     """NPROC, else the entries of CUDA_VISIBLE_DEVICES, else the GPUs there are, else 1."""
-    if wanted := os.environ.get("NPROC", ""):
-        if not wanted.isdecimal() or not int(wanted):
-            raise UserError(f"NPROC is {wanted!r}: expected a whole number above 0.")
-        return int(wanted)
+    if chosen := chosen_processes():
+        return chosen
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES", ""):
         return len(visible.split(","))
     import torch

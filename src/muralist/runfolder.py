@@ -124,6 +124,11 @@ class RunFolder:
         return self.root / "tensorboard"
 
     @property
+    def heartbeats(self) -> Path:
+        """What each process is doing, in a file of its own."""
+        return self.root / "heartbeats"
+
+    @property
     def save_request(self) -> Path:
         """Touch this file to get a checkpoint at the next step."""
         return self.root / "save"

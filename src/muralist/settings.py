@@ -16,6 +16,7 @@ class _Apart:
 
 
 Apart = _Apart()
+Strategy = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 
@@ -180,6 +181,16 @@ class LogSettings(Section):
     """W&B run name; default: the run's name."""
 
 
+class DistributedSettings(Section):
+    """How several processes train one model."""
+
+    strategy: Annotated[Strategy, Apart] = "auto"
+    """ddp: everything on every GPU; fsdp2: everything in parts over the GPUs; zero2, zero3: the same by DeepSpeed (an
+    extra); auto: what accelerate was configured for, else ddp."""
+    dist_timeout: Annotated[PositiveFloat, Apart] = 600.0
+    """Seconds without a sign of life after which a run ends and names the rank that is missing."""
+
+
 class TrainSettings(Section):
     """muralist train: a model on any number of processes."""
 
@@ -190,6 +201,7 @@ class TrainSettings(Section):
     checkpoint: CheckpointSettings = CheckpointSettings()
     samples: SampleSettings = SampleSettings()
     log: LogSettings = LogSettings()
+    distributed: DistributedSettings = DistributedSettings()
     epochs: Annotated[PositiveInt, Apart] = 100
     """Passes over the data; where training ends (and, under lr_schedule cosine, part of the run's identity)."""
     max_steps: Annotated[PositiveInt | None, Apart] = None
@@ -249,10 +261,24 @@ class ExportSettings(Section):
 
 
 class LaunchSettings(Section):
-    """muralist launch [--nproc N] COMMAND ...: start a command as several processes on this machine."""
+    """muralist launch [--nproc N] COMMAND ...: start a command as several processes on this machine.
+
+    muralist launch --slurm --nodes N --gpus-per-node N COMMAND ...: submit it as a job that saves and requeues itself."""
 
     nproc: PositiveInt | None = None
-    """How many; default: NPROC, else the entries of CUDA_VISIBLE_DEVICES, else the GPUs there are, else 1."""
+    """How many; default: NPROC, else the entries of CUDA_VISIBLE_DEVICES, else the GPUs there are, else 1. With --slurm:
+    processes per node, on nodes without GPUs."""
+    slurm: bool = False
+    """Write the job into logs/ and submit it with sbatch instead of starting anything here."""
+    nodes: PositiveInt | None = None
+    """With --slurm: nodes of the job; default 1."""
+    gpus_per_node: PositiveInt | None = None
+    """With --slurm: GPUs, and processes, of each node."""
+    partition: str | None = None
+    """With --slurm: where to queue; default: the cluster's own."""
+    time: str | None = None
+    """With --slurm: how long a turn may take before the run is saved and queued again, e.g. 24:00:00; default: the
+    partition's limit."""
 
 
 class DemoSettings(Section):

@@ -18,7 +18,7 @@ from muralist.models.family import build_family
 from muralist.models.jit_family import JiTFamily
 from muralist.settings import ModelSettings, SampleSettings, TrainSettings
 from muralist.train.checkpoint import folder_name
-from muralist.train.ema import WeightAverage
+from muralist.train.ema import WeightAverage, WithWeights
 from muralist.train.samples import (
     draw,
     encode_png,
@@ -122,7 +122,8 @@ def test_samples_use_the_average_and_leave_the_network_alone() -> None:
     net, other = network(pets), network(pets, scale=-2.0)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     settings = SampleSettings(steps=2, seed=5)
-    pictures = draw(pets, net, WeightAverage(other, 1.0), ["cat", "dog"], [1, 0], settings, None)
+    average = WeightAverage(dict(other.named_parameters()), 1.0)
+    pictures = draw(pets, WithWeights(net, dict(average.items())).eval(), ["cat", "dog"], [1, 0], settings, None)
     expected = to_u8(pets.sample(other.eval(), ["dog", "cat"], [6, 5], settings))
     assert np.array_equal(pictures, expected)
     assert not np.array_equal(pictures, to_u8(pets.sample(net.eval(), ["dog", "cat"], [6, 5], settings)))
@@ -149,9 +150,9 @@ def test_files_of_two_gpus(tmp_path: Path) -> None:
     pets = family("cat", "dog", "owl")
     net = network(pets)
     net.train()
-    average, settings, shown = WeightAverage(net, 1.0), SampleSettings(steps=2, seed=5, per_gpu=2), Shown()
+    settings, shown = SampleSettings(steps=2, seed=5, per_gpu=2), Shown()
     for rank in (1, 0):
-        write_samples(tmp_path, 500, rank, 2, pets, net, average, ["cat", "dog", "owl"], settings, None, [shown])
+        write_samples(tmp_path, 500, rank, 2, pets, net, ["cat", "dog", "owl"], settings, None, [shown])
     assert net.training
     folder = tmp_path / "step_0000500"
     expected = {"gpu_0_sample": "cat", "gpu_0_sample_2": "owl", "gpu_1_sample": "dog", "gpu_1_sample_2": "cat"}

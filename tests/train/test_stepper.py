@@ -11,11 +11,12 @@ import torch
 from muralist.data.loader import held_out_batches
 from muralist.data.sources import open_source
 from muralist.errors import UserError
-from muralist.models.family import build_family
+from muralist.models.family import Encoded, build_family
 from muralist.settings import DataSettings, ModelSettings, OptimSettings, TrainSettings
 from muralist.train.distributed import Engine
 from muralist.train.schedule import Clock, learning_rate, plan_batch
 from muralist.train.stepper import LossModule, Stepper, build_optimizer
+from muralist.train.strategy import Replicated
 
 
 def make_stepper() -> Stepper:
@@ -27,14 +28,14 @@ def make_stepper() -> Stepper:
         family=family,
         network=network,
         optimizer=build_optimizer(network, settings.optim),
-        averages=[],
-        engine=Engine(),
+        strategy=Replicated(Engine()),
         plan=plan,
         rate=learning_rate(settings.optim, Clock(100, plan.total, 1)),
         seed=0,
         autocast=None,
         compiled=False,
         max_grad_norm=None,
+        half_lives=(1.0, 1.0),
     )
 
 
@@ -46,11 +47,11 @@ def test_memory_that_is_short_splits_the_batch(photo_folder: Path, monkeypatch: 
 
     forward, tried = LossModule.forward, []
 
-    def small_card(module: LossModule, encoded: tuple[torch.Tensor, ...], numbers: torch.Tensor) -> torch.Tensor:
+    def small_card(module: LossModule, encoded: Encoded, seed: int, numbers: torch.Tensor) -> torch.Tensor:
         tried.append(len(numbers))
         if len(numbers) > 2:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return forward(module, encoded, numbers)  # type: ignore[arg-type]
+        return forward(module, encoded, seed, numbers)
 
     monkeypatch.setattr(LossModule, "forward", small_card)
     split = make_stepper()

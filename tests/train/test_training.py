@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -313,17 +314,17 @@ def test_a_held_out_folder_of_another_shape(tmp_path: Path, capfd: pytest.Captur
 def test_a_gradient_that_is_no_number_is_never_saved(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from muralist.train.stepper import Stepper
+    from muralist.train.strategy import Replicated
 
-    clip, steps = Stepper._clip, []
+    update, steps = Replicated.update, []
 
-    def poisoned(stepper: Stepper) -> torch.Tensor:
+    def poisoned(strategy: Replicated, network: torch.nn.Module, *rest: Any) -> torch.Tensor:
         steps.append(1)
         if len(steps) == 3:  # a checkpoint step: the loss is still fine, the weights will not be
-            next(p for p in stepper.network.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
-        return clip(stepper)
+            next(p for p in network.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        return update(strategy, network, *rest)
 
-    monkeypatch.setattr(Stepper, "_clip", poisoned)
+    monkeypatch.setattr(Replicated, "update", poisoned)
     common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--ckpt_every", "1", "--max_steps", "6"]
     train(*common, expect=1)
     assert "The gradient's norm became nan at step 3" in capfd.readouterr().err

@@ -29,6 +29,9 @@ class Family(Protocol):
     def network(self) -> nn.Module:
         """The trainable network with keyed initial weights, on the CPU."""
 
+    def skeleton(self) -> nn.Module:
+        """The same on the meta device: whole once a state dict is assigned to it."""
+
     def encode(self, batch: Batch, keys: SampleKeys) -> Encoded:
         """Run the frozen parts."""
 

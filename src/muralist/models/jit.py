@@ -219,6 +219,8 @@ class JiT(nn.Module):
     The weights mean nothing until `initialise` or `load_state_dict` has set them.
     """
 
+    _no_split_modules = ("Block",)  # as the field names it: what is sharded and compiled as one
+
     def __init__(
         self,
         input_size: int,

@@ -80,9 +80,17 @@ class JiTFamily:
 
     def network(self) -> nn.Module:
         """The network with keyed initial weights."""
-        network = jit.build(self.name, self.img_size, self.num_classes, self.attn_dropout, self.proj_dropout)
+        network = self._build()
         network.initialise(self.seed)
         return network
+
+    def skeleton(self) -> nn.Module:
+        """The network's shapes, without memory for its weights."""
+        with torch.device("meta"):
+            return self._build()
+
+    def _build(self) -> jit.JiT:
+        return jit.build(self.name, self.img_size, self.num_classes, self.attn_dropout, self.proj_dropout)
 
     def encode(self, batch: Batch, keys: SampleKeys) -> Encoded:
         """Stored bytes to [-1, 1], mirrored or not as the sample's key says."""

@@ -4,7 +4,9 @@
     checkpoints/latest                           a text file with a name
 
 Weights are stored once, as safetensors that every tool can read; `state/` (torch.distributed.checkpoint) holds what only
-a resumed run needs, the optimizer's tensors.
+a resumed run needs, the optimizer's tensors. Where they lie in parts on several processes (FSDP2), each process writes
+its parts of the optimizer's tensors, and the main one puts the weights together; what is on disk then does not tell how
+many processes there were.
 """
 
 from __future__ import annotations
@@ -17,17 +19,19 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from muralist.errors import UserError
 from muralist.runfolder import disk_error, flush_folder, no_space, write_atomically, write_json
@@ -61,45 +65,97 @@ def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> d
 
 
 def write(
-    folder: Path, step: int, weights: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], facts: dict[str, Any]
+    folder: Path,
+    step: int,
+    weights: Mapping[str, Mapping[str, Tensor]],
+    state: dict[str, Any],
+    facts: dict[str, Any],
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write one checkpoint; the folder appears under its name only when everything in it is on disk."""
-    final = folder / folder_name(step)
-    aside = folder / f".{folder_name(step)}.{os.getpid()}.tmp"
+    """Write one checkpoint; the folder appears under its name only when everything in it is on disk.
+
+    With a group, all its processes call this, for tensors that lie in parts on them. A process that fails goes on
+    meeting the others in every collective; afterwards all fail.
+    """
+    final, aside = folder / folder_name(step), _aside(folder, step)
+    main = group is None or dist.get_rank(group) == 0
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        _require_space(folder, weights, state)
+        failure = _failure_of(lambda: _prepare(aside, weights, state)) if main else None
         for name, tensors in weights.items():
-            plain = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-            save_file(plain, aside / f"{name}.safetensors")
-            # safetensors lets only the owner read; a checkpoint is for others too, as far as the user's mask allows.
-            (aside / f"{name}.safetensors").chmod(aside.stat().st_mode & 0o666)
+            complete = {}
+            for key, value in tensors.items():
+                value = value.full_tensor() if isinstance(value, DTensor) else value
+                if main:  # the others never hold more than one whole tensor
+                    complete[key] = value.detach().cpu().contiguous()
+            if main and failure is None:
+                failure = _failure_of(lambda: _write_weights(aside / f"{name}.safetensors", complete))  # noqa: B023
+        _meet(failure, group)
         with _alone():
-            dcp.save(state, checkpoint_id=aside / "state", no_dist=True)
-        files = {str(path.relative_to(aside)): path for path in sorted(aside.rglob("*")) if path.is_file()}
-        manifest = {"format": FORMAT, "step": step, "written": time.time(), **facts}
-        manifest["files"] = {
-            name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for name, path in files.items()
-        }
-        for path in files.values():
-            _flush(path)
-        flush_folder(aside / "state")
-        write_json(aside / "manifest.json", manifest | {"sha256": _seal(manifest)})
-        # Written inside, then moved out: once the checkpoint has its name, nothing needs space any more.
-        write_atomically(aside / "latest", final.name + "\n")
-        flush_folder(aside)
-        _discard(final)
-        aside.replace(final)
-        (final / "latest").replace(folder / "latest")
-        flush_folder(folder)
+            dcp.save(state, checkpoint_id=aside / "state", process_group=group, no_dist=group is None)
+        failure = _failure_of(lambda: _complete(folder, step, facts)) if main else None
+        _meet(failure, group)
+        return final
     except (OSError, SafetensorError) as error:
         raise no_space(disk_error(error), final) from None
     except CheckpointException as error:
         first, _ = next(iter(error.failures.values()))
         raise no_space(disk_error(first), final) from None
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if main:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _failure_of(work: Callable[[], object]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
+
+
+def _meet(failure: Exception | None, group: dist.ProcessGroup | None) -> None:
+    """Raise a failure on every process of the group."""
+    failed = torch.tensor(failure is not None)
+    if group is not None:
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+    if failed:
+        raise failure or UserError("Another process could not write the checkpoint.", "Its own message says why.")
+
+
+def _prepare(aside: Path, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    _require_space(aside.parent, weights, state)
+
+
+def _aside(folder: Path, step: int) -> Path:
+    """Where a checkpoint is written before it has its name; one run has one writer, so one name will do."""
+    return folder / f".{folder_name(step)}.tmp"
+
+
+def _write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file(dict(tensors), file)
+    # safetensors lets only the owner read; a checkpoint is for others too, as far as the user's mask allows.
+    file.chmod(file.parent.stat().st_mode & 0o666)
+
+
+def _complete(folder: Path, step: int, facts: Mapping[str, Any]) -> Path:
+    """Hash and flush what lies aside, add the manifest, and give the checkpoint its name."""
+    final, aside = folder / folder_name(step), _aside(folder, step)
+    files = {str(path.relative_to(aside)): path for path in sorted(aside.rglob("*")) if path.is_file()}
+    manifest = {"format": FORMAT, "step": step, "written": time.time(), **facts}
+    manifest["files"] = {name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for name, path in files.items()}
+    for path in files.values():
+        _flush(path)
+    flush_folder(aside / "state")
+    write_json(aside / "manifest.json", manifest | {"sha256": _seal(manifest)})
+    # Written inside, then moved out: once the checkpoint has its name, nothing needs space any more.
+    write_atomically(aside / "latest", final.name + "\n")
+    flush_folder(aside)
+    _discard(final)
+    aside.replace(final)
+    (final / "latest").replace(folder / "latest")
+    flush_folder(folder)
     return final
 
 
@@ -191,10 +247,10 @@ def newest_whole(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def read_state(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Fill the given tensors from a checkpoint's `state/`, in place."""
+def read_state(checkpoint: Path, state: dict[str, Any], together: bool = False) -> None:
+    """Fill the given tensors from a checkpoint's `state/`, in place; `together` where they lie in parts on all processes."""
     with _alone():
-        dcp.load(state, checkpoint_id=checkpoint / "state", no_dist=True)
+        dcp.load(state, checkpoint_id=checkpoint / "state", no_dist=not together)
 
 
 @contextmanager

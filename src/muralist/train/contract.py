@@ -8,8 +8,7 @@ from muralist.settings import TrainSettings
 from muralist.train.schedule import BatchPlan, Clock, LearningRate
 from muralist.words import duration
 
-_BYTES_IN_MEMORY = 24  # float32 weights, gradients, two moments, two averages
-_BYTES_ON_DISK = 20  # the same without gradients
+_BYTES_ON_DISK = 20  # float32 weights, two moments, two averages
 SMALL_BATCH = 256
 
 
@@ -46,6 +45,8 @@ def lines(
     clock: Clock,
     rate: LearningRate,
     parameters: int,
+    bytes_per_parameter: float,
+    layout: str,
     held_out: int,
     floor_seconds: float,
 ) -> list[str]:
@@ -61,8 +62,8 @@ def lines(
         f"length     {clock.epochs} epochs x {steps_per_epoch:,.1f} steps/epoch = {clock.last_step:,} steps"
         + (f", stopping after {stop:,}" if stop < clock.last_step else ""),
         f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}",
-        f"memory     {_BYTES_IN_MEMORY * parameters / 1e9:.2f} GB per GPU for weights, gradients, optimizer and averages, "
-        f"plus activations; {_BYTES_ON_DISK * parameters / 1e9:.2f} GB of disk per checkpoint",
+        f"memory     {bytes_per_parameter * parameters / 1e9:.2f} GB per GPU for weights, gradients, optimizer and averages "
+        f"({layout}), plus activations; {_BYTES_ON_DISK * parameters / 1e9:.2f} GB of disk per checkpoint",
         f"time       at least {duration(floor_seconds)} (all operations at the measured matmul rate); the pace shows soon",
     ]
     if rate.reason != "as given, no scaling" and clock.total_batch < SMALL_BATCH:

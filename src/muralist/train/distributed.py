@@ -1,24 +1,49 @@
-"""The processes of a run: started by python, torchrun or accelerate alike, carried by Accelerate."""
+"""The processes of a run: started by python, torchrun, accelerate or srun alike, carried by Accelerate."""
 
 from __future__ import annotations
 
 import gc
-from contextlib import AbstractContextManager, nullcontext
+import importlib.util
+import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
-from torch import Tensor, nn
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+)
+from torch import Tensor
+
+from muralist.errors import UserError
+from muralist.settings import Strategy
+from muralist.train.heartbeat import WAITING, Heartbeat
 
 
 class Engine:
     """What the loop needs of a process group, one process included."""
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Strategy = "auto", timeout: float = 600.0, heartbeat: Heartbeat | None = None) -> None:
+        self.heartbeat = heartbeat
+        alone = "LOCAL_RANK" not in os.environ
+        self.strategy: Strategy = "ddp" if alone else _configured() if strategy == "auto" else strategy
         # Gradients live in the buckets that are exchanged: no copy.
-        replicated = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        self.accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[replicated])
+        handlers: list[KwargsHandler] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+        gpus, zero = torch.cuda.is_available(), self.strategy in ("zero2", "zero3")
+        if not alone:
+            # Small agreements between hosts go through gloo: through NCCL each would make the host wait for its GPU.
+            backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+            # A little later than the heartbeat, which can name the process that is missing.
+            handlers.append(InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=timeout + 60)))
+        self._report_waiting()
+        self.accelerator = Accelerator(
+            cpu=not gpus and not zero,  # told that there is only a CPU, Accelerate would leave DeepSpeed out
+            kwargs_handlers=handlers,
+            deepspeed_plugin=_deepspeed_plugin(int(self.strategy[-1])) if zero else None,
+        )
 
     @property
     def rank(self) -> int:
@@ -42,47 +67,43 @@ class Engine:
 
     def banner(self) -> str:
         """The proof that the launch took effect, as guide 2 prints it."""
-        kind = self.accelerator.distributed_type.value if self.size > 1 else "NO"
-        what = "GPUs" if self.device.type == "cuda" else "CPU processes"
+        gpus = self.device.type == "cuda"
+        kind = "NO" if self.size == 1 else "MULTI_GPU" if gpus else "MULTI_CPU"
+        what = "GPUs" if gpus else "CPU processes"
         return f"Distributed environment: {kind}\nNumber of processes: {self.size}\nNumber of {what}: {self.size}"
-
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """The module with gradients averaged over the processes."""
-        return self.accelerator.prepare_model(module) if self.size > 1 else module
-
-    def exchange(self, module: nn.Module, now: bool) -> AbstractContextManager[None]:
-        """Gradients are exchanged only in the last part of a step."""
-        return nullcontext() if now or self.size == 1 else self.accelerator.no_sync(module)
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of a tensor over the processes."""
-        return self._reduced(values, dist.ReduceOp.SUM) / self.size
+        return self.total(values) / self.size
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of a tensor over the processes."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        if self.size > 1:
+            self._report_waiting()
+            values = values.clone()
+            dist.all_reduce(values)
+        return values
 
     def smallest(self, value: int) -> int:
         """The smallest of the processes' values."""
-        if self.size == 1:
-            return value  # asked at every step: a tensor would make the host wait for the device
-        return int(self._reduced(torch.tensor(value, device=self.device), dist.ReduceOp.MIN))
+        return -self.largest(-value)
 
     def largest(self, value: int) -> int:
         """The largest of the processes' values: how one process's request reaches all."""
-        if self.size == 1:
-            return value
-        return int(self._reduced(torch.tensor(value, device=self.device), dist.ReduceOp.MAX))
-
-    def _reduced(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size > 1:
-            values = values.clone()
-            dist.all_reduce(values, operation)
-        return values
+            self._report_waiting()
+            agreed = torch.tensor(value)
+            dist.all_reduce(agreed, dist.ReduceOp.MAX)
+            return int(agreed)
+        return value
 
     def wait(self) -> None:
         """Meet the other processes."""
-        self.accelerator.wait_for_everyone()
+        self.largest(0)
+
+    def _report_waiting(self) -> None:
+        if self.heartbeat:
+            self.heartbeat.report(WAITING)
 
     def end(self) -> None:
         """Leave the process group; the caller has let go of model and optimizer (gloo aborts otherwise)."""
@@ -94,3 +115,27 @@ class Engine:
 def lost_contact(error: RuntimeError) -> bool:
     """Whether a collective failed because another process is gone; gloo says so only in its text."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "closed by peer" in str(error).lower()
+
+
+def _configured() -> Strategy:
+    """What `accelerate config` asked for, which `accelerate launch` passes on in the environment."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        return "zero3" if os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3" else "zero2"
+    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"
+
+
+def _deepspeed_plugin(stage: int) -> DeepSpeedPlugin:
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError(
+            f"--strategy zero{stage} needs DeepSpeed, which is not installed.",
+            fix="Install it with `pip install 'muralist[deepspeed]'`, or use --strategy fsdp2, which needs nothing more.",
+        )
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # asked for, not used: the step is ours
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)

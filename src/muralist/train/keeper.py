@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from muralist import __version__
-from muralist.data.loader import held_out_batches
+from muralist.data.loader import Batch, held_out_batches
 from muralist.errors import UserError
-from muralist.keyed_random import SampleKeys
 from muralist.models.family import Family
 from muralist.runfolder import RunFolder
 from muralist.settings import TrainSettings
-from muralist.train import checkpoint, samples
+from muralist.train import samples
 from muralist.train.data import Data
 from muralist.train.distributed import Engine
+from muralist.train.heartbeat import SAVING, WAITING, Heartbeat
 from muralist.train.monitors import Monitor
 from muralist.train.recorder import Recorder
 from muralist.train.stepper import Stepper
@@ -41,6 +42,7 @@ class Keeper:
     recorder: Recorder
     monitors: list[Monitor]
     writer: CheckpointWriter
+    heartbeat: Heartbeat
     saved_step: int = -1
 
     def checkpoint_and_samples(self, step: int) -> None:
@@ -49,7 +51,7 @@ class Keeper:
             loss, error = self.validate()
         self.save(step, {} if loss is None else {"val/loss": loss})
         if error:
-            self.writer.finish()
+            self.finish()
             raise error
         if loss is not None:
             log.info("step %d  val/loss %.4f", step, loss)
@@ -57,22 +59,28 @@ class Keeper:
             with self.recorder.paused():
                 self._write_samples(step)
 
+    def finish(self) -> None:
+        """Wait until the checkpoint under way is on disk."""
+        self.heartbeat.report(SAVING if self.stepper.strategy.writers is None else WAITING)
+        self.writer.finish()
+
     def save(self, step: int, extra: dict[str, float] | None = None) -> None:
         """Metrics first, then the checkpoint: a resumed run finds both or neither."""
         if step == self.saved_step:
             return
         self.recorder.flush(extra)
+        self.heartbeat.report(SAVING)
         with self.recorder.paused():
             for monitor in self.monitors:
                 monitor.flush()
-            if self.engine.is_main:
-                self._submit_checkpoint(step)
+            self._submit_checkpoint(step)
             self.saved_step = step
 
     def _submit_checkpoint(self, step: int) -> None:
         stepper = self.stepper
-        weights = {"model": stepper.network.state_dict()}
-        weights |= {f"ema{i}": average.state(stepper.network) for i, average in enumerate(stepper.averages, start=1)}
+        snapshot = stepper.strategy.snapshot(stepper.network, stepper.optimizer, stepper.averages)
+        if snapshot is None:
+            return
         facts = {
             "images": step * stepper.plan.total,
             "total_batch": stepper.plan.total,
@@ -82,18 +90,23 @@ class Keeper:
             "loss_scale": stepper.scaler.state_dict(),
             "versions": {"muralist": __version__, "torch": torch.__version__},
         }
-        state = checkpoint.optimizer_tensors(stepper.network, stepper.optimizer)
-        self.writer.submit(step, weights, state, facts)
+        self.writer.submit(step, snapshot.weights, snapshot.state, facts)
 
     def _write_samples(self, step: int) -> None:
+        stepper = self.stepper
+        # Outside what may fail on one process alone: where weights lie in parts, all gather them here.
+        network = stepper.strategy.drawing_network(self.family, stepper.network, stepper.averages[0])
+        if network is None:
+            log.warning("No samples at step %d: the whole network does not fit beside its training state.", step)
+            return
+        self.heartbeat.report("writing samples")
         samples.write_samples(
             self.run.samples,
             step,
             self.engine.rank,
             self.engine.size,
             self.family,
-            self.stepper.network,
-            self.stepper.averages[0],
+            network,
             self.prompts,
             self.settings.samples,
             self.stepper.autocast,
@@ -105,20 +118,31 @@ class Keeper:
         """Mean loss over the held-out images with fixed keys, None where nothing is held out; or what all ranks fail of."""
         if self.data.held_out is None:
             return None, None
-        stepper, device = self.stepper, self.engine.device
-        positions = np.arange(self.engine.rank, len(self.data.held_out_indices), self.engine.size)
+        stepper, device, count = self.stepper, self.engine.device, len(self.data.held_out_indices)
+        # Equally many on every process, the last again where they do not divide: a forward pass may need all processes.
+        rows = -(-count // self.engine.size)
+        positions = np.minimum(self.engine.rank + self.engine.size * np.arange(rows), count - 1)
+        counted = torch.arange(rows) * self.engine.size + self.engine.rank < count
+        batches = held_out_batches(self.data.held_out, self.data.held_out_indices, positions, stepper.micro)
         total = torch.zeros((), dtype=torch.float64, device=device)
-        error: UserError | None = None
         stepper.network.eval()
         try:
-            for batch in held_out_batches(self.data.held_out, self.data.held_out_indices, positions, stepper.micro):
-                batch = batch.to(device)
-                keys = SampleKeys(VALIDATION_SEED, batch.numbers)
-                with torch.autocast(device.type, stepper.autocast, enabled=stepper.autocast is not None):
-                    total += self.family.loss(stepper.network, self.family.encode(batch, keys), keys).double().sum()
-        except UserError as caught:
-            error = caught
-        stepper.network.train()
-        if self.engine.largest(error is not None):
-            return None, error or UserError("Another process could not read a held-out image.")
-        return float(self.engine.total(total)) / len(self.data.held_out_indices), None
+            for first in range(0, rows, stepper.micro):
+                self.heartbeat.report("held-out loss")
+                batch, error = _next_or_error(batches)
+                if self.engine.largest(error is not None) or batch is None:
+                    return None, error or UserError(
+                        "Another process could not read a held-out image.", self.heartbeat.diagnosis()
+                    )
+                losses = stepper.losses(batch.to(device), VALIDATION_SEED)
+                total += losses.double()[counted[first : first + stepper.micro].to(device)].sum()
+        finally:
+            stepper.network.train()
+        return float(self.engine.total(total)) / count, None
+
+
+def _next_or_error(batches: Iterator[Batch]) -> tuple[Batch | None, UserError | None]:
+    try:
+        return next(batches), None
+    except UserError as error:
+        return None, error

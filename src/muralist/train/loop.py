@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,17 +21,19 @@ from muralist.models.family import build_family
 from muralist.models.weights import read_weights
 from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
 from muralist.scale.flops import matmul_rate
+from muralist.scale.slurm import adopt_ranks
 from muralist.settings import TrainSettings
 from muralist.train import checkpoint, contract, samples, start
 from muralist.train.data import Data, open_data
 from muralist.train.distributed import Engine, lost_contact
-from muralist.train.ema import WeightAverage
+from muralist.train.heartbeat import SAVING, WAITING, Heartbeat, rank_and_size
 from muralist.train.keeper import Keeper
 from muralist.train.monitors import ProgressLine, open_monitors, start_log
 from muralist.train.recorder import EpochLoss, Recorder
 from muralist.train.schedule import Clock, learning_rate, plan_batch
 from muralist.train.stepper import Stepper, autocast_type, build_optimizer
 from muralist.train.stop import Request, Requests
+from muralist.train.strategy import build_strategy
 from muralist.train.writer import CheckpointWriter
 
 log = logging.getLogger("muralist")
@@ -41,7 +44,33 @@ def train(settings: TrainSettings, name: str) -> int:
     contract.check(settings)
     run = RunFolder.named(settings.results_dir, name)
     data = open_data(settings)  # before anything is written: a mistyped path leaves no empty run behind
-    engine = Engine()
+    adopt_ranks(os.environ)
+    rank, size = rank_and_size()
+    with Heartbeat(run.heartbeats, rank, size, settings.distributed.dist_timeout) as heartbeat:
+        try:
+            _train_together(settings, data, run, heartbeat)
+        except OSError as error:
+            raise _told(heartbeat, no_space(error, run.root) if is_full(error) else error) from None
+        except torch.cuda.OutOfMemoryError:
+            short = UserError(
+                "The GPU ran out of memory.",
+                "Another program may have taken some of it. What was saved before is whole.",
+                "Run the same command to go on; --micro_batch_size with a smaller number needs less memory, same result.",
+            )
+            raise _told(heartbeat, short) from None
+        except RuntimeError as error:
+            if size == 1 or not lost_contact(error):
+                raise
+            raise UserError(
+                f"Rank {rank} lost contact with the other processes.",
+                heartbeat.diagnosis(),
+                "The same command goes on from the last checkpoint.",
+            ) from None
+    return 0
+
+
+def _train_together(settings: TrainSettings, data: Data, run: RunFolder, heartbeat: Heartbeat) -> None:
+    engine = Engine(settings.distributed.strategy, settings.distributed.dist_timeout, heartbeat)
     try:
         with ExitStack() as stack:
             if engine.is_main:
@@ -53,32 +82,30 @@ def train(settings: TrainSettings, name: str) -> int:
             start_log(run.log, engine.rank)
             requests = Requests(run.save_request)
             stack.enter_context(requests.listening())
-            _train(settings, data, engine, run, requests, stack)
+            _train(settings, data, engine, run, heartbeat, requests, stack)
             engine.wait()
-    except OSError as error:
-        raise (no_space(error, run.root) if is_full(error) else error) from None
-    except torch.cuda.OutOfMemoryError:
-        raise UserError(
-            "The GPU ran out of memory.",
-            "Another program may have taken some of it. What was saved before is whole.",
-            "Run the same command to go on; --micro_batch_size with a smaller number needs less memory, same result.",
-        ) from None
-    except RuntimeError as error:
-        if engine.size == 1 or not lost_contact(error):
-            raise
-        raise UserError(
-            f"Rank {engine.rank} lost contact with the other processes.",
-            "One of them died; its own message says why.",
-            "The same command goes on from the last checkpoint.",
-        ) from None
+    except UserError as error:
+        raise _told(heartbeat, error) from None  # before the process group is left, where a process may wait for others
     finally:
         engine.end()
-    return 0
+
+
+def _told(heartbeat: Heartbeat, error: Exception) -> Exception:
+    """An error of which the other processes know."""
+    heartbeat.failed(str(error))
+    return error
 
 
 def _train(
-    settings: TrainSettings, data: Data, engine: Engine, run: RunFolder, requests: Requests, stack: ExitStack
+    settings: TrainSettings,
+    data: Data,
+    engine: Engine,
+    run: RunFolder,
+    heartbeat: Heartbeat,
+    requests: Requests,
+    stack: ExitStack,
 ) -> None:
+    heartbeat.report("loading the model")
     device = engine.device
     family = build_family(settings, data.source.label_names)
     prompts = samples.read_prompts(settings.samples.prompts, family)
@@ -101,35 +128,33 @@ def _train(
         network.load_state_dict(read_weights(found[0], "model"))
     elif initial:
         family.adopt(network, *initial)
-    network.to(device)
+    parameters = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    strategy = build_strategy(engine)
+    compiled = device.type == "cuda" if settings.compile == "auto" else settings.compile
+    strategy.place(network, compiled)
     optimizer = build_optimizer(network, settings.optim)
-    averages = [WeightAverage(network, half) for half in (settings.optim.ema1_half_life, settings.optim.ema2_half_life)]
     stepper = Stepper(
         family=family,
         network=network,
         optimizer=optimizer,
-        averages=averages,
-        engine=engine,
+        strategy=strategy,
         plan=plan,
         rate=rate,
         seed=settings.seed,
         autocast=autocast_type(settings.use_amp, device),
-        compiled=device.type == "cuda" if settings.compile == "auto" else settings.compile,
+        compiled=compiled,
         max_grad_norm=settings.optim.max_grad_norm,
+        half_lives=(settings.optim.ema1_half_life, settings.optim.ema2_half_life),
         micro=0 if settings.data.micro_batch_size == "auto" else settings.data.micro_batch_size,
     )
-    state = checkpoint.optimizer_tensors(network, optimizer)
     if found:
-        checkpoint.read_state(found[0], state)
-        averages[0].load(read_weights(found[0], "ema1"))
-        averages[1].load(read_weights(found[0], "ema2"))
-        stepper.scaler.load_state_dict(manifest["loss_scale"])
+        stepper.restore(found[0], manifest["loss_scale"])
 
-    parameters = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
     peak = matmul_rate(device, stepper.autocast or torch.float32)
     floor = (last_step - first_step) * plan.total * family.flops_per_image() / (peak * engine.size)
     _say_contract(settings, engine, run, found[0] if found else None, first_step,
-                  contract.lines(settings, plan, clock, rate, parameters, len(data.held_out_indices), floor))  # fmt: skip
+                  contract.lines(settings, plan, clock, rate, parameters, strategy.bytes_per_parameter(), strategy.words,
+                                 len(data.held_out_indices), floor))  # fmt: skip
     if initial:
         log.info("starting from the weights of %s", initial[1])
     if first_step >= last_step:
@@ -148,6 +173,7 @@ def _train(
         settings.data,
     )
     if engine.size > 1 or device.type == "cuda":
+        heartbeat.report("compiling" if compiled else "warming up")
         first_images = np.arange(plan.part)
         stepper.warm_up(next(held_out_batches(data.source, np.zeros_like(first_images), first_images, plan.part)))
     if found and engine.is_main and found[0].parent.resolve() == run.checkpoints.resolve():
@@ -162,9 +188,12 @@ def _train(
         engine, clock, monitors, line, settings.log.every, family.tokens_per_image(), family.flops_per_image(), peak,
         stepper.scaler.is_enabled(), EpochLoss(*manifest.get("epoch_loss", ())),
     )  # fmt: skip
-    writer = CheckpointWriter(run.checkpoints, settings.checkpoint)
+    writer = CheckpointWriter(run.checkpoints, settings.checkpoint, strategy.writers)
     stack.callback(writer.finish)  # whatever ends the run, a checkpoint under way is completed
-    keeper = Keeper(settings, engine, run, data, family, prompts, stepper, recorder, monitors, writer)
+    # Where all processes write it together, one that waits for the others must not be taken for one at work.
+    stack.callback(heartbeat.report, SAVING if strategy.writers is None else WAITING)
+    heartbeat.before_exit = writer.finish
+    keeper = Keeper(settings, engine, run, data, family, prompts, stepper, recorder, monitors, writer, heartbeat)
     _loop(settings, engine, requests, stepper, recorder, keeper, parts, range(first_step, last_step))
     engine.wait()
     if engine.is_main:
@@ -182,6 +211,7 @@ def _loop(
     steps: range,
 ) -> None:
     for step in steps:
+        keeper.heartbeat.report("reading data", step)
         before = time.perf_counter()
         batch, error = _next_batch(parts, stepper.plan.parts, keeper)
         waited = time.perf_counter() - before
@@ -192,20 +222,21 @@ def _loop(
         if request != Request.NOTHING and step > steps.start:
             keeper.save(step)
         if request == Request.FAIL:
-            raise error or UserError("Another process ran into trouble.", "Its own message says what and why.")
+            raise error or UserError("Another process ran into trouble.", keeper.heartbeat.diagnosis())
         if request == Request.STOP:
-            keeper.writer.finish()
+            keeper.finish()
             what = "saved" if step > steps.start else "before the first step, so nothing was to be saved"
             log.info("Stopped by %s at step %d: %s. The same command goes on from here.",
                      requests.signal_name or "another process", step, what)  # fmt: skip
             return
+        keeper.heartbeat.report("computing", step)
         result = stepper.step(batch, images=step * stepper.plan.total)
         recorder.add(step + 1, result, waited)
         if step + 1 == steps.stop or (step + 1) % settings.checkpoint.every == 0:
             keeper.checkpoint_and_samples(step + 1)
         else:
             recorder.flush_if_due(step + 1)
-    keeper.writer.finish()
+    keeper.finish()
     log.info("Finished at step %d.", steps.stop)
 
 

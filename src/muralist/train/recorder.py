@@ -70,6 +70,8 @@ class Recorder:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave time spent on something else (held-out loss, a checkpoint, samples) out of the speed."""
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)  # steps still under way on the GPU are not that something else
         started = time.perf_counter()
         try:
             yield

@@ -27,7 +27,6 @@ from muralist.models.family import Family
 from muralist.runfolder import write_atomically
 from muralist.settings import SampleSettings
 from muralist.train.checkpoint import all_in, folder_name, step_of
-from muralist.train.ema import WeightAverage
 from muralist.train.monitors import Monitor
 
 log = logging.getLogger("muralist")
@@ -72,30 +71,16 @@ def to_u8(images: torch.Tensor) -> np.ndarray:
 def draw(
     family: Family,
     network: nn.Module,
-    average: WeightAverage,
     prompts: Sequence[str],
     chosen: Sequence[int],
     settings: SampleSettings,
     autocast: torch.dtype | None,
 ) -> np.ndarray:
-    """The chosen prompts' pictures with averaged weights; the network itself is left as it is."""
-    device = average.values[0].device
-    view = _WithWeights(network, average)
+    """The chosen prompts' pictures."""
+    device = next(network.parameters()).device
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
-        images = family.sample(view, [prompts[i] for i in chosen], [settings.seed + i for i in chosen], settings)
+        images = family.sample(network, [prompts[i] for i in chosen], [settings.seed + i for i in chosen], settings)
     return to_u8(images)
-
-
-class _WithWeights(nn.Module):
-    """A network seen with other weights, without copying or changing it."""
-
-    def __init__(self, network: nn.Module, average: WeightAverage) -> None:
-        super().__init__()
-        self.network, self.replaced = network, dict(average.items())
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Call the network with the replaced weights."""
-        return torch.func.functional_call(self.network, self.replaced, inputs)
 
 
 def write_samples(
@@ -105,7 +90,6 @@ def write_samples(
     ranks: int,
     family: Family,
     network: nn.Module,
-    average: WeightAverage,
     prompts: Sequence[str],
     settings: SampleSettings,
     autocast: torch.dtype | None,
@@ -119,7 +103,7 @@ def write_samples(
         network.eval()
         log.info("Generating samples at step %d", step)
         target.mkdir(parents=True, exist_ok=True)
-        pictures = draw(family, network, average, prompts, chosen, settings, autocast)
+        pictures = draw(family, network, prompts, chosen, settings, autocast)
         for turn, (index, picture) in enumerate(zip(chosen, pictures, strict=True)):
             number = f"_{turn + 1}" if turn else ""
             facts = {"prompt": prompts[index], "seed": str(settings.seed + index), "step": str(step)}

@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from muralist.data.loader import Batch
 from muralist.errors import UserError
 from muralist.keyed_random import SampleKeys
 from muralist.models.family import Encoded, Family
+from muralist.models.weights import read_weights
 from muralist.settings import OptimSettings
-from muralist.train.distributed import Engine
 from muralist.train.ema import WeightAverage
 from muralist.train.schedule import BatchPlan, LearningRate
+from muralist.train.strategy import Replicated
 
 log = logging.getLogger("muralist")
 
@@ -34,14 +35,14 @@ class StepResult(NamedTuple):
 class LossModule(nn.Module):
     """A module whose forward is the loss, so that wrappers (DDP, compile) see the whole step."""
 
-    def __init__(self, family: Family, network: nn.Module, seed: int, autocast: torch.dtype | None) -> None:
+    def __init__(self, family: Family, network: nn.Module, autocast: torch.dtype | None) -> None:
         super().__init__()
-        self.family, self.network, self.seed, self.autocast = family, network, seed, autocast
+        self.family, self.network, self.autocast = family, network, autocast
 
-    def forward(self, encoded: Encoded, numbers: Tensor) -> Tensor:
+    def forward(self, encoded: Encoded, seed: int, numbers: Tensor) -> Tensor:
         """The loss of each sample, [B]."""
         with torch.autocast(numbers.device.type, self.autocast, enabled=self.autocast is not None):
-            return self.family.loss(self.network, encoded, SampleKeys(self.seed, numbers))
+            return self.family.loss(self.network, encoded, SampleKeys(seed, numbers))
 
 
 def autocast_type(use_amp: bool, device: torch.device) -> torch.dtype | None:
@@ -68,25 +69,34 @@ class Stepper:
     family: Family
     network: nn.Module
     optimizer: torch.optim.Optimizer
-    averages: list[WeightAverage]
-    engine: Engine
+    strategy: Replicated
     plan: BatchPlan
     rate: LearningRate
     seed: int
     autocast: torch.dtype | None
     compiled: bool
     max_grad_norm: float | None
+    half_lives: tuple[float, float]
     micro: int = 0
+    loss_module: LossModule = field(init=False)
     module: nn.Module = field(init=False)
     scaler: torch.amp.GradScaler = field(init=False)
+    averages: list[WeightAverage] = field(init=False)
 
     def __post_init__(self) -> None:
         self.micro = self.micro or self.plan.part
-        loss_module: nn.Module = LossModule(self.family, self.network, self.seed, self.autocast)
-        if self.compiled:
-            loss_module.compile()
-        self.module = self.engine.wrap(loss_module)
+        self.engine = self.strategy.engine
+        self.loss_module = LossModule(self.family, self.network, self.autocast)
+        self.module = self.strategy.wrap(self.loss_module, self.optimizer, self.compiled)
         self.scaler = torch.amp.GradScaler(self.engine.device.type, enabled=self.autocast is torch.float16)
+        trained = self.strategy.trained(self.network)
+        self.averages = [WeightAverage(trained, half_life) for half_life in self.half_lives]
+
+    def restore(self, path: Path, loss_scale: dict[str, Any]) -> None:
+        """Go on from a checkpoint whose weights the network already has."""
+        self.strategy.load_averages(self.averages, [read_weights(path, "ema1"), read_weights(path, "ema2")])
+        self.strategy.load_optimizer(path, self.network, self.optimizer)
+        self.scaler.load_state_dict(loss_scale)
 
     def step(self, parts: Iterable[Batch], images: int) -> StepResult:
         """Train on the rank's parts of the global batch that starts at sample number `images`."""
@@ -94,13 +104,10 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         loss = self._gradients(parts)
-        self.scaler.unscale_(self.optimizer)
-        grad_norm = self._clip()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        grad_norm = self.strategy.update(self.network, self.optimizer, self.scaler, self.max_grad_norm)
+        trained = self.strategy.trained(self.network)
         for average in self.averages:
-            average.update(self.network, images, self.plan.total)
+            average.update(trained, images, self.plan.total)
         return StepResult(loss, grad_norm, learning_rate)
 
     def _gradients(self, parts: Iterable[Batch], exchange: bool = True) -> Tensor:
@@ -112,22 +119,26 @@ class Stepper:
             for start in pieces:
                 piece = slice(start, start + self.micro)
                 last = number == self.plan.parts and start == pieces[-1]
-                with self.engine.exchange(self.module, now=exchange and last):
-                    losses = self.module(Encoded(*(tensor[piece] for tensor in encoded)), batch.numbers[piece])
-                    self.scaler.scale(losses.sum() / self.plan.share).backward()
+                with self.strategy.part(last=exchange and last):
+                    cut = Encoded(*(tensor[piece] for tensor in encoded))
+                    losses = self.module(cut, self.seed, batch.numbers[piece])
+                    self.strategy.backward(self.scaler.scale(losses.sum() / self.plan.share))
                 loss += losses.detach().sum() / self.plan.share
         return loss
 
-    def _clip(self) -> Tensor:
-        parameters = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
-        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], foreach=True)
-        if self.max_grad_norm is not None:
-            clip_grads_with_norm_(parameters, self.max_grad_norm, norm, foreach=True)
-        return norm
+    @torch.no_grad()
+    def losses(self, batch: Batch, seed: int) -> Tensor:
+        """The loss of each sample with weights as they are; where weights lie in parts, all processes call this."""
+        encoded = self.family.encode(batch, SampleKeys(seed, batch.numbers))
+        # Where a process can do it alone it does, past DDP and past another compilation.
+        forward = self.module if self.strategy.in_parts else self.loss_module.forward
+        return forward(encoded, seed, batch.numbers)
 
     def warm_up(self, batch: Batch) -> None:
         """One throw-away backward: finds a micro batch that fits, and lets DDP settle its buckets, whose order of sums
         would otherwise differ between a fresh start and a resumed one. Nothing is left behind."""
+        if self.strategy.in_parts:
+            return  # a rank that ran out of memory in the middle of a forward pass would leave the others waiting
         while True:
             try:
                 # Without the exchange: a rank that runs out of memory must not leave the others waiting in it.

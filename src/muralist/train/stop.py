@@ -30,8 +30,9 @@ class Requests:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """SIGTERM and SIGINT ask for a stop; a second SIGINT does not wait."""
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        """SIGTERM, SIGINT and SIGUSR1 (SLURM, ahead of a time limit) ask for a stop; a second SIGINT does not wait."""
+        asking = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        before = {number: signal.signal(number, self._note) for number in asking}
         try:
             yield
         finally:

@@ -1,0 +1,49 @@
+"""What SLURM tells a process about its place: the ranks of a plain `srun`, the first node, a port for the run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, MutableMapping
+
+_FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports the kernel hands out by itself
+
+
+def adopt_ranks(environment: MutableMapping[str, str]) -> None:
+    """Make the tasks of a plain `srun` the ranks of one run; elsewhere, and under another launcher, nothing changes.
+
+    A batch script and the shell of `salloc` have variables of SLURM too, but only `srun` counts the tasks of a step.
+    """
+    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+    if tasks < 2 or "RANK" in environment or "SLURM_PROCID" not in environment:
+        return
+    local = int(environment["SLURM_LOCALID"])
+    visible = [device for device in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    environment["RANK"] = environment["SLURM_PROCID"]
+    environment["WORLD_SIZE"] = str(tasks)
+    # Where SLURM shows each task its own GPU only (--gpus-per-task, --gpu-bind), that one has number 0 in every task.
+    environment["LOCAL_RANK"] = str(local % len(visible) if visible else local)
+    environment["LOCAL_WORLD_SIZE"] = str(_tasks_of_node(environment))
+    environment.setdefault("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
+    environment.setdefault("MASTER_PORT", str(port(environment)))
+
+
+def first_host(node_list: str) -> str:
+    """The first name of a node list as SLURM writes it: `gpu[07-09,12]` begins with gpu07."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", node_list)
+    assert first is not None  # it also matches nothing
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def port(environment: Mapping[str, str]) -> int:
+    """Where the ranks of this step meet: other jobs, and other steps of this one, meet elsewhere."""
+    job, step = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", "0"))
+    return _FIRST_PORT + (31 * job + step) % _PORTS
+
+
+def _tasks_of_node(environment: Mapping[str, str]) -> int:
+    """`4(x2),3` are two nodes with four tasks and one with three."""
+    counts: list[int] = []
+    for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        number, _, times = part.rstrip(")").partition("(x")
+        counts += [int(number)] * int(times or 1)
+    return counts[int(environment["SLURM_NODEID"])]
