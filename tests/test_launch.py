@@ -65,6 +65,27 @@ def test_a_command_is_needed(capfd: pytest.CaptureFixture[str]) -> None:
     assert "needs a command to start" in capfd.readouterr().err
 
 
+def test_jobs_of_slurm_are_asked_for_in_full(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from muralist.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    train = ["train", "--data_path", "driving_world"]
+    for words, told in (
+        (["--nodes", "2", *train], "--nodes is for a job of SLURM"),
+        (["--nproc", "2", "--gpus-per-node", "4", *train], "--gpus-per-node is for a job of SLURM"),
+        (["--slurm", *train], "How many processes is a node to run?"),
+        (["--slurm", "--gpus-per-node", "4", "--nproc", "4", *train], "but not both"),
+        (["--slurm", "--gpus-per-node", "4", *train, "--modle", "JiT-B/4"], "Unknown setting --modle"),
+        (["--slurm", "--gpus-per-node", "4", "--partition", "demo", *train, "--debug"], "There is no `sbatch` here"),
+    ):
+        assert main(["launch", *words]) == 1
+        assert told in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_one_of_four_ranks_is_killed_and_the_next_start_goes_on(photo_folder: Path, tmp_path: Path) -> None:
     words = ["muralist", "launch", "--nproc", "4", "train", *TINY, "--data_path", photo_folder, "--results_dir", tmp_path,

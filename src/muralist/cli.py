@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 USAGE = """muralist: train diffusion transformers, watch them learn, look at what they make.
 
   muralist train    --data_path ./data/train --img_size 64 --model JiT-B/4 --batch_size 64 --epochs 100
+  muralist hydit    --ckpt-every 500 ...       HunyuanDiT fine-tuning, with the official script's flags
   muralist pack     SRC DST --img_size 64      crop images once, ahead of training
   muralist export   SRC DST                    weights as a diffusers-style folder
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
@@ -41,6 +42,12 @@ def _checked_run(arguments: Sequence[str]) -> tuple[TrainSettings, str]:
     settings = load(TrainSettings, arguments, TRAIN_FLAT_NAMES)
     check(settings)
     return settings, run_name(settings, config_path(arguments))
+
+
+def _hydit(arguments: Sequence[str]) -> int:
+    from muralist.hydit import train_words
+
+    return _train(train_words(arguments))
 
 
 def _pack(arguments: Sequence[str]) -> int:
@@ -121,6 +128,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(_train, "TrainSettings"),
+    "hydit": Command(_hydit, "TrainSettings"),
     "pack": Command(_pack, "PackSettings", SOURCE_AND_DESTINATION),
     "export": Command(_export, "ExportSettings", SOURCE_AND_DESTINATION),
     "launch": Command(_launch, "LaunchSettings"),

@@ -121,12 +121,14 @@ def _read_flags(
             value = [inline] if _is_list(field) else inline
         elif _is_bool(field):
             value = queue.pop(0) if queue and queue[0].lower() in _TRUE | _FALSE | {"auto"} else True
-        elif _is_list(field):
+        elif _is_list(field) or _may_be_list(field):
             value = []
             while queue and not queue[0].startswith("--"):
                 value.append(queue.pop(0))
             if not value:
                 raise UserError(f"{token} needs at least one value.")
+            if len(value) == 1 and not _is_list(field):
+                (value,) = value
         else:
             value = _take(queue, token)
         given[path] = Given(value, f"--{written}")
@@ -222,6 +224,10 @@ def _is_list(field: FieldInfo | None) -> bool:
     return field is not None and get_origin(field.annotation) in (list, tuple)
 
 
+def _may_be_list(field: FieldInfo) -> bool:
+    return any(get_origin(part) in (list, tuple) for part in get_args(field.annotation))
+
+
 def _is_bool(field: FieldInfo | None) -> bool:
     return field is not None and (field.annotation is bool or bool in get_args(field.annotation))
 
@@ -275,10 +281,13 @@ def flatten(settings: Section) -> dict[str, Any]:
 
 
 def identity(settings: TrainSettings) -> dict[str, Any]:
-    """The settings that shape the result: two runs with equal identities are the same run."""
-    fields, values = dict(leaves(type(settings))), flatten(settings)
+    """The settings that shape the result, where they are not the default: two runs with equal identities are the same run.
+
+    Defaults are left out so that a setting added in a later version does not make every earlier run another one.
+    """
+    fields, values, usual = dict(leaves(type(settings))), flatten(settings), flatten(type(settings)())
     apart = {path for path, field in fields.items() if any(isinstance(mark, _Apart) for mark in field.metadata)}
-    shaping = {path: value for path, value in values.items() if path not in apart}
+    shaping = {path: value for path, value in values.items() if path not in apart and value != usual[path]}
     if settings.optim.lr_schedule == "cosine":
         shaping["epochs"] = settings.epochs
     if settings.data.path:
@@ -291,7 +300,9 @@ def run_name(settings: TrainSettings, config: str | None) -> str:
     if settings.run_name:
         return settings.run_name
     condition = "-cond" if settings.model.enable_condition else ""
-    model = f"{settings.model.name.replace('/', '-')}-{settings.model.img_size}{condition}"
+    height, width = settings.model.size
+    size = height if height == width else f"{height}x{width}"
+    model = f"{settings.model.name.replace('/', '-')}-{size}{condition}"
     digest = hashlib.sha256(json.dumps(identity(settings), sort_keys=True).encode()).hexdigest()
     return f"{safe_name(Path(config).stem) if config else model}-{digest[:6]}"
 

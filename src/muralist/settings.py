@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
 
 class _Apart:
@@ -60,9 +60,11 @@ class ModelSettings(Section):
     """The network."""
 
     name: str = "JiT-B/4"
-    """JiT-{B,L,H,G,S,T}/{patch}: any patch that divides img_size."""
-    img_size: PositiveInt = 64
-    """Side of the square images in pixels."""
+    """JiT-{B,L,H,G,S,T}/{patch}, any patch that divides img_size; or HunyuanDiT."""
+    path: str | None = None
+    """HunyuanDiT: a folder in diffusers layout to fine-tune; none: a small model is built and trained."""
+    img_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 64
+    """Side of the square images in pixels, or height and width (HunyuanDiT)."""
     enable_condition: bool = False
     """Train with class labels (folder names); starts from the newest unconditional run unless --init_from says
     otherwise."""
@@ -70,6 +72,22 @@ class ModelSettings(Section):
     """Dropout on attention weights, middle half of the blocks."""
     proj_dropout: FractionBelowOne = 0.0
     """Dropout on attention output and MLP hidden units, middle half of the blocks (0.2 for H and G in the paper)."""
+    uncond_p: Fraction = 0.1
+    """HunyuanDiT: probability of training a sample without its caption for the first text encoder (guidance needs it)."""
+    uncond_p_t5: Fraction = 0.1
+    """HunyuanDiT: the same for the second text encoder, drawn apart."""
+    gradient_checkpointing: Annotated[bool, Apart] = False
+    """HunyuanDiT: compute activations again in the backward pass instead of keeping them; less memory, same result."""
+
+    @field_validator("img_size")
+    @classmethod
+    def _one_number_for_a_square(cls, size: int | tuple[int, int]) -> int | tuple[int, int]:
+        return size[0] if isinstance(size, tuple) and size[0] == size[1] else size
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the images."""
+        return self.img_size if isinstance(self.img_size, tuple) else (self.img_size, self.img_size)
 
 
 Kind = Literal["x", "v", "eps"]
@@ -133,6 +151,10 @@ class CheckpointSettings(Section):
 
     every: Annotated[PositiveInt, Apart] = 1000
     """Optimizer steps between checkpoints; the last step always has one."""
+    latest_every: Annotated[PositiveInt | None, Apart] = None
+    """Optimizer steps between further checkpoints, so that less is lost; keep_last and keep_every say what stays."""
+    at_epoch_end: Annotated[bool, Apart] = False
+    """A checkpoint at the end of every epoch too."""
     keep_last: Annotated[PositiveInt, Apart] = 3
     """How many of the newest checkpoints stay on disk."""
     keep_every: Annotated[PositiveInt | None, Apart] = None
@@ -154,12 +176,12 @@ class SampleSettings(Section):
     """Pictures per GPU and checkpoint; 0: none."""
     steps: Annotated[PositiveInt, Apart] = 10
     """Solver steps."""
-    guidance: Annotated[float, Field(ge=0), Apart] = 2.9
-    """Classifier-free guidance scale (conditional models only)."""
+    guidance: Annotated[Annotated[float, Field(ge=0)] | Literal["auto"], Apart] = "auto"
+    """Classifier-free guidance scale (conditional models only); auto: 2.9 for JiT, 5 for HunyuanDiT."""
     interval: Annotated[tuple[Fraction, Fraction], Apart] = (0.1, 1.0)
-    """Times between which guidance is on."""
-    solver: Annotated[Literal["heun", "euler"], Apart] = "heun"
-    """Heun is second order (two passes a step), Euler first."""
+    """Times between which guidance is on (JiT)."""
+    solver: Annotated[Literal["auto", "heun", "euler", "dpm++", "ddim"], Apart] = "auto"
+    """JiT: heun (auto; second order, two passes a step) or euler. HunyuanDiT: dpm++ (auto; second order) or ddim."""
     official_last_step: Annotated[bool, Apart] = False
     """Reproduce the official sampler, whose clamp of 1 - t leaves noise in the last step."""
     seed: Annotated[int, Field(ge=0, lt=2**62), Apart] = 0
@@ -221,9 +243,12 @@ class TrainSettings(Section):
 TRAIN_FLAT_NAMES = {
     "data_path": "data.path",
     "model": "model.name",
+    "img_size": "model.img_size",
+    "image_size": "model.img_size",
     "learning_rate": "optim.learning_rate",
     "lr": "optim.learning_rate",
     "ckpt_every": "checkpoint.every",
+    "ckpt_latest_every": "checkpoint.latest_every",
     "log_every": "log.every",
     "sample_prompts": "samples.prompts",
     "sample_steps": "samples.steps",

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, ImageOps
 
-from muralist.data.images import BrokenImage, centre_crop, decode, read_square
+from muralist.data.images import BrokenImage, centre_crop, decode, read_cropped
 from muralist.errors import UserError
 from tests.support.pictures import encoded, noise
 
@@ -169,7 +169,7 @@ def test_decompression_bombs_are_refused() -> None:
 def test_strips_are_refused_before_they_are_scaled_up() -> None:
     strip = encoded(Image.new("RGB", (100_000, 1)))
     with pytest.raises(BrokenImage, match="strip of 100000 x 1"):
-        read_square(strip, 64, "strip.png")
+        read_cropped(strip, 64, "strip.png")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from muralist.data.item import Item
 from muralist.data.packed import pack
 from muralist.data.sources import Source, open_held_out, open_source, read_batch
 from muralist.errors import UserError
+from tests.data.driving_files import write_arrow, write_captioned_folder, write_index
 from tests.support.pictures import (
     Picture,
     noise,
@@ -43,6 +44,8 @@ def write_shards(folder: Path, chosen: list[Picture], suffix: str) -> Path:
         path = folder / f"data-{number:04}.{suffix}"
         if suffix == "tar":
             write_tar(path, part, first=number * half, text="json" if number else "txt")
+        elif suffix == "arrow":
+            write_arrow(path, part, labelled=True)
         else:
             write_parquet(path, part, hub=False)
     return folder
@@ -51,6 +54,16 @@ def write_shards(folder: Path, chosen: list[Picture], suffix: str) -> Path:
 def write_packed(folder: Path, chosen: list[Picture]) -> Path:
     pack(str(write_csv(folder / "list.csv", chosen)), folder / "packed", SIZE, workers=1)
     return folder / "packed"
+
+
+def write_indexed(folder: Path, chosen: list[Picture]) -> Path:
+    """The last picture lies first in its file, and pictures that are not chosen lie between."""
+    others = pictures(2, first=90)
+    write_arrow(folder / "arrows" / "a.arrow", [chosen[-1], *others, *chosen[:4]], labelled=True)
+    write_arrow(folder / "arrows" / "b.arrow", [*chosen[4:-1], *others], labelled=True)
+    rows = [3, 4, 5, 6, *range(7, 7 + len(chosen) - 5), 0]
+    sizes = [7, len(chosen) - 3]
+    return write_index(folder / "jsons" / "x.json", ["./arrows/a.arrow", "./arrows/b.arrow"], sizes, rows)
 
 
 # Each writes the same pictures; the labels are 0, 1, 2 in order.
@@ -64,6 +77,11 @@ WRITERS: dict[str, Callable[[Path, list[Picture]], Path]] = {
     "tar pattern": lambda place, chosen: write_shards(place / "tars", chosen, "tar") / "data-{0000..0001}.tar",
     "parquet": lambda place, chosen: write_parquet(place / "all.parquet", chosen),
     "folder of parquets": lambda place, chosen: write_shards(place / "parquets", chosen, "parquet"),
+    "arrow": lambda place, chosen: write_arrow(place / "all.arrow", chosen, labelled=True),
+    "folder of arrows": lambda place, chosen: write_shards(place / "arrows", chosen, "arrow"),
+    "index": write_indexed,
+    "folder with texts": lambda place, chosen: write_captioned_folder(place / "images", chosen, metadata=False),
+    "folder with metadata": lambda place, chosen: write_captioned_folder(place / "images", chosen, metadata=True),
     "packed": write_packed,
 }
 

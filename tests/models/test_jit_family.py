@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from muralist.data.loader import Batch
 from muralist.errors import UserError
 from muralist.keyed_random import Purpose, SampleKeys
-from muralist.models.family import Encoded, build_family
-from muralist.models.jit_family import JiTFamily
+from muralist.models.family import build_family
+from muralist.models.jit_family import JiTEncoded, JiTFamily
 from muralist.settings import DataSettings, ModelSettings, ObjectiveSettings, SampleSettings, TrainSettings
 
 PETS = ["cat", "Dog", "great horned owl", "7"]
@@ -121,7 +121,7 @@ def test_the_loss_is_the_formula(prediction: str, compared: str) -> None:
     x = torch.from_numpy(noise_images(400, 4)).permute(0, 3, 1, 2).float() / 127.5 - 1
     labels, keys = torch.arange(400) % 4, SampleKeys(11, torch.arange(1000, 1400))
     stub = Stub()
-    loss = built.loss(stub, Encoded(x, labels), keys)
+    loss = built.loss(stub, JiTEncoded(x, labels), keys)
 
     n = keys.normal(Purpose.TIME).double()
     t = (1 / (1 + torch.exp(-(0.4 + 1.7 * n)))).view(-1, 1, 1, 1)

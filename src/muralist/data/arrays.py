@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from muralist.data.captions import Caption
 from muralist.data.fields import pick, settle_labels, short_hash
-from muralist.data.images import centre_crop
+from muralist.data.images import Size, centre_crop
 from muralist.data.item import Item
 from muralist.data.recent import Recent
 from muralist.errors import UserError
@@ -29,7 +30,14 @@ def has_held_out(path: Path) -> bool:
 class ArraySource:
     """The images of an `.npz` file: train_x and train_y (or images and labels), or its test_x and test_y if `held_out`."""
 
-    def __init__(self, path: Path, img_size: int, known: list[str] | None = None, held_out: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        img_size: Size,
+        known: list[str] | None = None,
+        caption: str | None = None,
+        held_out: bool = False,
+    ) -> None:
         self.path, self.img_size, self.held_out = path, img_size, held_out
         # Every process loads the array itself: to pickle it for each loader process would cost more.
         self._arrays: Recent[np.ndarray] = Recent(1)
@@ -54,6 +62,7 @@ class ArraySource:
                 fix="Give one whole number per image.",
             )
         self._labels, self.label_names = settle_labels(labels, known, f"{path}, array {label_key},")
+        self._caption = Caption.settle_own(caption, self.label_names, str(path))
 
     def __len__(self) -> int:
         return self._count
@@ -61,13 +70,15 @@ class ArraySource:
     def read(self, index: int) -> Item:
         """Crop and scale image `index` to the size asked for."""
         image = centre_crop(Image.fromarray(self._images()[index]), self.img_size)
-        return Item(image, 0 if self._labels is None else int(self._labels[index]), "")
+        label = 0 if self._labels is None else int(self._labels[index])
+        caption = self._caption.own_text("", self.label_names, label, f"image {index} of {self.path}")
+        return Item(image, label, caption)
 
     def fingerprint(self) -> str:
         """Hash the checksums that the archive keeps of its arrays."""
         with zipfile.ZipFile(self.path) as archive:
             members = [f"{member.filename} {member.file_size} {member.CRC}" for member in archive.infolist()]
-        return short_hash("array", self._key, *members)
+        return short_hash("array", self._key, *members, *self._caption.hashed)
 
     def _images(self) -> np.ndarray:
         return self._arrays.get(0, self._load_images)
@@ -87,19 +98,20 @@ class ArraySource:
 
 
 @contextmanager
-def _archive(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
+def open_archive(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
+    """Open an .npz file."""
     try:
         with np.load(path, allow_pickle=False) as archive:
             yield archive
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"The file {path} could not be read as an .npz archive: {error}.") from error
 
 
 def _keys(path: Path) -> list[str]:
-    with _archive(path) as archive:
+    with open_archive(path) as archive:
         return list(archive.files)
 
 
 def _array(path: Path, key: str) -> np.ndarray:
-    with _archive(path) as archive:
+    with open_archive(path) as archive:
         return archive[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from muralist.data.images import Size, height_width
 from muralist.data.item import Item
 from muralist.data.sources import Source
 
@@ -29,8 +30,9 @@ class CachedSource:
         return self.source.fingerprint()
 
 
-def cached(source: Source, samples: int, img_size: int, workers: int) -> Source:
+def cached(source: Source, samples: int, img_size: Size, workers: int) -> Source:
     """The source, remembered if it is small and this process reads it itself; loader processes would each keep a copy."""
-    if workers or samples * img_size * img_size * 3 > _MOST_BYTES or hasattr(source, "read_batch"):
+    height, width = height_width(img_size)
+    if workers or samples * height * width * 3 > _MOST_BYTES or hasattr(source, "read_batch"):
         return source
     return CachedSource(source)

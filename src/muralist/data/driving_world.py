@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from muralist.data.captions import Caption
 from muralist.data.driving_props import Canvas, Daylight, Dice
 from muralist.data.driving_scenes import SCENES
+from muralist.data.fields import short_hash
+from muralist.data.images import Size, height_width, size_words
 from muralist.data.item import Item
 from muralist.errors import UserError
 
@@ -54,26 +57,41 @@ class DrivingWorld:
     """A source of driving scenes; item n is of kind n mod 8, so every run of eight holds each kind once."""
 
     # 29,500 is the size of the data set in the multi-GPU guide: its table of steps per epoch holds here as it stands.
-    def __init__(self, img_size: int, samples: int = 29_500, seed: int = 0, first: int = 0) -> None:
-        if not SMALLEST <= img_size <= LARGEST:
+    def __init__(
+        self,
+        img_size: Size,
+        samples: int = 29_500,
+        seed: int = 0,
+        first: int = 0,
+        caption: str | None = None,
+    ) -> None:
+        if not SMALLEST <= min(height_width(img_size)) <= max(height_width(img_size)) <= LARGEST:
             raise UserError(
-                f"driving_world cannot draw pictures of {img_size} pixels.",
+                f"driving_world cannot draw pictures of {size_words(img_size)} pixels.",
                 f"Its scenes are drawn at {SMALLEST} to {LARGEST} pixels a side.",
                 "Choose an --img_size in that range.",
             )
         self.img_size, self.samples, self.seed, self.first = img_size, samples, seed, first
         self.label_names = list(PROMPTS)
+        self._caption = Caption.settle_own(caption, self.label_names, "driving_world")
 
     def __len__(self) -> int:
         return self.samples
 
     def read(self, index: int) -> Item:
-        """Draw item `index`, counted from `first`."""
+        """Draw item `index`, counted from `first`; of a rectangle, the middle of the square of its longer side."""
         if not 0 <= index < self.samples:
             raise IndexError(f"item {index} of a driving_world of {self.samples}")
         number, kind = divmod(self.first + index, len(PROMPTS))
-        return Item(draw_scene(kind, number, self.img_size, self.seed), kind, caption(kind, number, self.seed))
+        height, width = height_width(self.img_size)
+        side = max(height, width)
+        top, left = (side - height) // 2, (side - width) // 2
+        image = draw_scene(kind, number, side, self.seed)[top : top + height, left : left + width]
+        words = self._caption.own_text(caption(kind, number, self.seed), self.label_names, kind, f"scene {index}")
+        return Item(np.ascontiguousarray(image), kind, words)
 
     def fingerprint(self) -> str:
         """Name what the items depend on."""
-        return f"driving_world-v{DRAWING_VERSION}-{self.img_size}px-{self.samples}-seed{self.seed}-first{self.first}"
+        size = size_words(self.img_size).replace(" ", "")
+        name = f"driving_world-v{DRAWING_VERSION}-{size}px-{self.samples}-seed{self.seed}-first{self.first}"
+        return f"{name}-{short_hash(*self._caption.hashed)}" if self._caption.hashed else name

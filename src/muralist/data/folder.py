@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from muralist.data import waymo
 from muralist.data.fields import sample_files, short_hash
-from muralist.data.images import EXTENSIONS, read_square
+from muralist.data.folder_captions import METADATA_NAMES, TEXT_SUFFIX, FolderCaptions
+from muralist.data.images import EXTENSIONS, Size, read_cropped
 from muralist.data.item import Item
 from muralist.errors import UserError, nearest
 
@@ -19,7 +21,7 @@ HELD_OUT_NAMES = ("val", "validation", "test")  # of a folder beside one called 
 class FolderSource:
     """The images below a folder, sorted by class and name; `known` fixes the classes of a held-out folder."""
 
-    def __init__(self, path: Path, img_size: int, known: list[str] | None = None) -> None:
+    def __init__(self, path: Path, img_size: Size, known: list[str] | None = None, caption: str | None = None) -> None:
         import pyarrow
 
         self.path, self.img_size = path, img_size
@@ -38,6 +40,7 @@ class FolderSource:
             )
         number = {name: label for label, name in enumerate(self.label_names)}
         self._labels = np.array([number.get(name.split(os.sep, 1)[0], 0) for name in names], dtype=np.int64)
+        self._captions = FolderCaptions(path, names, listing.texts, listing.tables, bool(class_names), caption)
         # Arrow keeps a million names in one block, which loader processes share; a list they would each copy.
         self._names = pyarrow.array([os.fsencode(name) for name in names], pyarrow.large_binary())
 
@@ -45,22 +48,32 @@ class FolderSource:
         return len(self._labels)
 
     def read(self, index: int) -> Item:
-        """Decode image `index`."""
-        return Item(read_square(self._path_of(index), self.img_size), int(self._labels[index]), "")
+        """Decode image `index`, and read its caption."""
+        label = int(self._labels[index])
+        caption = self._captions.text(index, self._name(index), self.label_names[label] if self.label_names else None)
+        return Item(read_cropped(self._path_of(index), self.img_size), label, caption)
 
     def fingerprint(self) -> str:
-        """Hash all names, and samples of the files."""
-        return short_hash("folder", self._names, sample_files(len(self), self._path_of))
+        """Hash all names, and samples of the files and of the captions."""
+        captions = self._captions.hashed(self._name)
+        return short_hash("folder", self._names, sample_files(len(self), self._path_of), *captions)
+
+    def _name(self, index: int) -> str:
+        return os.fsdecode(self._names[index].as_py())
 
     def _path_of(self, index: int) -> Path:
-        return self.path / os.fsdecode(self._names[index].as_py())
+        return self.path / self._name(index)
 
 
 class _Listing:
-    """What lies below a folder: image paths relative to it, how many other files of each kind, and empty sub-folders."""
+    """What lies below a folder: images, texts and metadata tables by their paths relative to it, how many other files of
+    each kind, and empty sub-folders.
+    """
 
     def __init__(self) -> None:
         self.images: list[str] = []
+        self.texts: set[str] = set()
+        self.tables: list[str] = []
         self.others: Counter[str] = Counter()
         self.without_images: list[str] = []
 
@@ -89,8 +102,13 @@ def _walk(folder: Path, prefix: str, listing: _Listing, parents: frozenset[tuple
             _walk(folder, name, listing, parents | {identity})
         elif entry.name.lower().endswith(EXTENSIONS):
             listing.images.append(name)
+        elif entry.name.endswith(TEXT_SUFFIX):
+            listing.others[TEXT_SUFFIX] += 1
+            listing.texts.add(name)
         else:
             listing.others[Path(entry.name).suffix or entry.name] += 1
+            if entry.name in METADATA_NAMES:
+                listing.tables.append(name)
     if len(listing.images) == before:
         listing.without_images.append(prefix)
 
@@ -98,11 +116,12 @@ def _walk(folder: Path, prefix: str, listing: _Listing, parents: frozenset[tuple
 def _check_layout(path: Path, listing: _Listing, class_names: list[str]) -> None:
     if not listing.images:
         found = ", ".join(f"{count} x {kind}" for kind, count in listing.others.most_common(5)) or "no files at all"
-        raise UserError(
-            f"There are no images in {path}.",
-            f"Looked for {' '.join(EXTENSIONS)} and found {found}.",
-            "Give a folder of images, a CSV/TSV/JSONL table, .tar, .parquet or .npz files, or a packed folder.",
+        fix = (
+            "Give a folder of images, a CSV/TSV/JSONL table, .tar, .parquet, .arrow or .npz files, or a packed folder."
         )
+        if (path / waymo.COMPONENT).is_dir():
+            fix = f"Give {path / waymo.COMPONENT}, which holds the pictures of the Waymo Open Dataset."
+        raise UserError(f"There are no images in {path}.", f"Looked for {' '.join(EXTENSIONS)} and found {found}.", fix)
     loose = next((name for name in listing.images if os.sep not in name), None)
     if loose and class_names:
         raise UserError(

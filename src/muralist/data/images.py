@@ -1,4 +1,4 @@
-"""From the bytes of an image file to the square RGB array that training sees, or a sentence about why not."""
+"""From the bytes of an image file to the RGB array that training sees, all of one size, or a sentence about why not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import numpy as np
 from PIL import Image, ImageFile
 
 from muralist.errors import UserError
+
+Size = int | tuple[int, int]
+"""How large pictures are made: the side of a square, or height and width, in pixels."""
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -72,24 +75,40 @@ def decode(data: bytes | Path, name: str = "") -> Image.Image:
         raise BrokenImage(name, str(error).rstrip(".") or type(error).__name__) from error
 
 
-def centre_crop(image: Image.Image, size: int) -> np.ndarray:
-    """Scale the shorter side to `size` and cut out the middle: uint8 [size, size, 3], exactly as ADM and official JiT do.
+def height_width(size: Size) -> tuple[int, int]:
+    """Return height and width; one number stands for both."""
+    return (size, size) if isinstance(size, int) else size
+
+
+def size_words(size: Size) -> str:
+    """Write a size for people: `64`, or `512 x 768` (height first)."""
+    height, width = height_width(size)
+    return str(height) if height == width else f"{height} x {width}"
+
+
+def centre_crop(image: Image.Image, size: Size) -> np.ndarray:
+    """Scale a picture until it just covers `size` and cut out the middle: uint8 [H, W, 3], as ADM and official JiT do.
 
     Box filters halve large pictures first, because that is how the published models saw theirs.
     """
-    while min(image.size) >= 2 * size:
+    height, width = height_width(size)
+    while image.width >= 2 * width and image.height >= 2 * height:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    scale = size / min(image.size)
+    scale = max(width / image.width, height / image.height)
     image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-    left, top = (image.width - size) // 2, (image.height - size) // 2
-    return np.array(image.crop((left, top, left + size, top + size)))
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return np.array(image.crop((left, top, left + width, top + height)))
 
 
-def read_square(data: bytes | Path, size: int, name: str = "") -> np.ndarray:
-    """Decode an image file and centre-crop it to uint8 [size, size, 3]; all sources of encoded images go through here."""
+def read_cropped(data: bytes | Path, size: Size, name: str = "") -> np.ndarray:
+    """Decode an image file and centre-crop it to uint8 [H, W, 3]; all sources of encoded images go through here."""
     image = decode(data, name)
-    shorter, longer = sorted(image.size)
-    if size * size * longer // shorter > _MOST_PIXELS:
+    height, width = height_width(size)
+    if height * image.width <= width * image.height:
+        pixels = width * width * image.height // image.width
+    else:
+        pixels = height * height * image.width // image.height
+    if pixels > _MOST_PIXELS:
         raise BrokenImage(name or str(data), f"it is a strip of {image.width} x {image.height} pixels, not a picture")
     return centre_crop(image, size)
 

@@ -1,4 +1,4 @@
-"""What a data source hands out: one picture, already square, with its label and caption."""
+"""What a data source hands out: one picture, already of the size asked for, with its label and caption."""
 
 from __future__ import annotations
 

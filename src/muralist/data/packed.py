@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from muralist.data.images import BrokenImage
+from muralist.data.images import BrokenImage, Size, height_width, size_words
 from muralist.data.packed_source import HELD_OUT_FOLDER, Manifest, PackedFile, PackedSource, is_packed
 from muralist.data.sources import Source, open_held_out, open_source
 from muralist.errors import UserError
@@ -70,18 +70,25 @@ class _Chunk(NamedTuple):
 
 
 def pack(
-    source_path: str, destination: str | Path, img_size: int, workers: int | None = None, progress: bool = True
+    source_path: str,
+    destination: str | Path,
+    img_size: Size,
+    workers: int | None = None,
+    progress: bool = True,
+    caption: str | None = None,
 ) -> PackReport:
     """Pack a data set, and the part it holds out, into a folder; the bytes do not depend on the number of workers.
 
     The folder appears under its name when it is complete. Broken images are left out and named in broken.txt.
     """
     started = time.monotonic()
+    height, width = height_width(img_size)
+    img_size = height if height == width else (height, width)
     destination = Path(destination).expanduser().resolve()
     if destination.is_relative_to(Path(source_path).expanduser().resolve()):
         raise UserError(f"{destination} lies inside the data set {source_path} itself.", fix="Choose another place.")
-    parts = {"": open_source(source_path, img_size)}
-    if held_out := open_held_out(source_path, img_size):
+    parts = {"": open_source(source_path, img_size, caption)}
+    if held_out := open_held_out(source_path, img_size, caption=caption):
         parts[HELD_OUT_FOLDER] = held_out
     finished_before = _is_finished(destination, parts, img_size)
     if not finished_before:
@@ -105,7 +112,7 @@ def pack(
 
 
 def _pack_part(
-    source: Source, source_path: str, folder: Path, img_size: int, workers: int, advance: Callable[[int], None]
+    source: Source, source_path: str, folder: Path, img_size: Size, workers: int, advance: Callable[[int], None]
 ) -> None:
     folder.mkdir(exist_ok=True)
     writer = _Writer(folder, img_size)
@@ -128,10 +135,10 @@ def _pack_part(
     )
 
 
-def _chunks(source: Source, img_size: int, workers: int) -> Iterator[_Chunk]:
+def _chunks(source: Source, img_size: Size, workers: int) -> Iterator[_Chunk]:
     """Read a whole source in order, decoding in several processes."""
     count = len(source)
-    rows = min(_MOST_CHUNK_ROWS, max(1, _CHUNK_BYTES // (img_size * img_size * 3)), -(-count // workers))
+    rows = min(_MOST_CHUNK_ROWS, max(1, _CHUNK_BYTES // _row_bytes(img_size)), -(-count // workers))
     spans = [range(first, min(first + rows, count)) for first in range(0, count, rows)]
     if workers == 1 or len(spans) == 1:
         yield from (_read(source, span) for span in spans)
@@ -183,11 +190,11 @@ def _read_in_worker(span: range) -> _Chunk:
 class _Writer:
     """Writes rows to Arrow files in batches of one size, whatever the sizes they come in."""
 
-    def __init__(self, folder: Path, img_size: int) -> None:
+    def __init__(self, folder: Path, img_size: Size) -> None:
         import pyarrow
 
         self._folder = folder
-        width = img_size * img_size * 3
+        width = _row_bytes(img_size)
         self.rows_per_batch = min(max(1, _BATCH_BYTES // width), 2**16)
         self._schema = pyarrow.schema(
             {"image": pyarrow.binary(width), "label": pyarrow.int32(), "caption": pyarrow.string()}
@@ -288,7 +295,7 @@ def _take(lock: int, folder: Path, destination: Path) -> None:
         raise UserError(f"Another process is packing into {destination}.", fix="Wait for it, or choose another place.")
 
 
-def _is_finished(destination: Path, parts: dict[str, Source], img_size: int) -> bool:
+def _is_finished(destination: Path, parts: dict[str, Source], img_size: Size) -> bool:
     """Say whether the destination holds this very pack; anything else there is refused."""
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
         return False
@@ -297,19 +304,20 @@ def _is_finished(destination: Path, parts: dict[str, Source], img_size: int) -> 
     manifest = Manifest.read(destination)
     for name, source in parts.items():
         packed = Manifest.read(destination / name).source_fingerprint if is_packed(destination / name) else None
-        if manifest.img_size != img_size or packed != source.fingerprint():
+        same_size = height_width(manifest.img_size) == height_width(img_size)
+        if not same_size or packed != source.fingerprint():
             raise UserError(
-                f"{destination} holds another pack: of {manifest.source} at {manifest.img_size} pixels.",
-                "The images have changed since, or are others." if manifest.img_size == img_size else "",
+                f"{destination} holds another pack: of {manifest.source} at {size_words(manifest.img_size)} pixels.",
+                "The images have changed since, or are others." if same_size else "",
                 "Choose another place, or remove it.",
             )
         PackedSource(destination / name, img_size)  # its files must all be there
     return True
 
 
-def _check_space(destination: Path, images: int, img_size: int) -> None:
+def _check_space(destination: Path, images: int, img_size: Size) -> None:
     place = next(parent for parent in destination.parents if parent.is_dir())
-    needed, free = images * (img_size * img_size * 3 + 64), shutil.disk_usage(place).free
+    needed, free = images * (_row_bytes(img_size) + 64), shutil.disk_usage(place).free
     if needed > free:
         raise UserError(
             f"The packed images need {needed / 1e9:,.1f} GB, but {place} has {free / 1e9:,.1f} GB free.",
@@ -330,6 +338,11 @@ def _bar(label: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(label, total=total)
         yield lambda images: progress.advance(task, images)
+
+
+def _row_bytes(img_size: Size) -> int:
+    height, width = height_width(img_size)
+    return height * width * 3
 
 
 def _one_line(text: str) -> str:

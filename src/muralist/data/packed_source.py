@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from muralist.data.captions import Caption
 from muralist.data.fields import short_hash
+from muralist.data.images import Size, height_width, size_words
 from muralist.data.item import Item
 from muralist.data.recent import Recent
 from muralist.errors import UserError
@@ -42,7 +45,7 @@ class PackedFile:
 class Manifest:
     """What a packed folder says about itself; written last, so that only a finished pack has one."""
 
-    img_size: int
+    img_size: Size
     rows_per_batch: int  # of every record batch but the last, so that the place of a row is arithmetic
     label_names: list[str]
     files: list[PackedFile]
@@ -57,7 +60,10 @@ class Manifest:
             content = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             version = content.pop("version")
             if content.pop("format") == _FORMAT and version == _VERSION:
-                return cls(**{**content, "files": [PackedFile(**file) for file in content["files"]]})
+                content["files"] = [PackedFile(**file) for file in content["files"]]
+                if isinstance(content["img_size"], list):
+                    content["img_size"] = tuple(content["img_size"])
+                return cls(**content)
         except FileNotFoundError as error:
             raise UserError(
                 f"{folder} holds Arrow files but no {_MANIFEST}.",
@@ -83,8 +89,23 @@ def is_packed(folder: Path) -> bool:
     """Say whether a folder is a packed data set."""
     try:
         return json.loads((folder / _MANIFEST).read_text(encoding="utf-8")).get("format") == _FORMAT
+    except FileNotFoundError:
+        return any(
+            map(_holds_pixels, sorted(folder.glob("[0-9]*.arrow"))[:1])
+        )  # a packed folder that lost its manifest
     except (OSError, ValueError, AttributeError):
         return bool(list(folder.glob("[0-9]*.arrow")))  # a damaged manifest is not "a folder without images"
+
+
+def _holds_pixels(path: Path) -> bool:
+    """Say whether an Arrow file holds pixels, as packed ones do, and not encoded images."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as memory, pyarrow.ipc.open_file(memory) as reader:
+            return pyarrow.types.is_fixed_size_binary(reader.schema.field("image").type)
+    except (OSError, KeyError, pyarrow.ArrowException):
+        return False
 
 
 class _Mapped(NamedTuple):
@@ -98,13 +119,15 @@ class _Mapped(NamedTuple):
 class PackedSource:
     """The images of a packed folder."""
 
-    def __init__(self, folder: Path, img_size: int) -> None:
+    def __init__(self, folder: Path, img_size: Size, caption: str | None = None) -> None:
         self.folder, self.img_size = folder, img_size
         self.manifest = Manifest.read(folder)
-        if self.manifest.img_size != img_size:
+        self._shape = (*height_width(img_size), 3)
+        if height_width(self.manifest.img_size) != height_width(img_size):
+            packed, asked = size_words(self.manifest.img_size), size_words(img_size)
             raise UserError(
-                f"{folder} was packed at {self.manifest.img_size} pixels, but {img_size} are asked for.",
-                fix=f"Train with --img_size {self.manifest.img_size}, or pack the data set again at {img_size}.",
+                f"{folder} was packed at {packed} pixels, but {asked} are asked for.",
+                fix=f"Train at {packed} pixels (--img_size), or pack the data set again at {asked}.",
             )
         for file in self.manifest.files:
             path = folder / file.name
@@ -113,6 +136,7 @@ class PackedSource:
                 found = "is missing" if size is None else f"has {size:,} bytes instead of {file.bytes:,}"
                 raise UserError(f"The packed file {path} {found}.", "The copy may be incomplete.", _PACK_AGAIN)
         self.label_names = self.manifest.label_names
+        self._caption = Caption.settle_own(caption, self.label_names, str(folder))
         self._starts = np.cumsum([0, *(file.rows for file in self.manifest.files)])
         self._mapped: Recent[_Mapped] = Recent(_MOST_MAPPED_FILES)
 
@@ -128,7 +152,7 @@ class PackedSource:
         """Gather images by number: uint8 [B, H, W, 3], labels int64 [B], captions."""
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"there are {len(self)} images, but {indices.min()} to {indices.max()} were asked for")
-        images = np.empty((len(indices), self.img_size, self.img_size, 3), dtype=np.uint8)
+        images = np.empty((len(indices), *self._shape), dtype=np.uint8)
         labels = np.empty(len(indices), dtype=np.int64)
         captions: list[str] = []
         files = np.searchsorted(self._starts, indices, side="right") - 1
@@ -137,12 +161,14 @@ class PackedSource:
             mapped = self._mapped.get(file, self._map)
             images[slot] = mapped.images[batch][row]
             labels[slot] = mapped.labels[batch][row]
-            captions.append(mapped.captions[batch][row].as_py())
+            caption, where = mapped.captions[batch][row].as_py(), f"image {indices[slot]} of {self.folder}"
+            captions.append(self._caption.own_text(caption, self.label_names, int(labels[slot]), where))
         return images, labels, captions
 
     def fingerprint(self) -> str:
         """Hash the hashes of the files."""
-        return short_hash("packed", *(file.sha256 for file in self.manifest.files), *self.label_names)
+        hashes = [file.sha256 for file in self.manifest.files]
+        return short_hash("packed", *hashes, *self.label_names, *self._caption.hashed)
 
     def verify(self) -> None:
         """Read every file and compare its hash with the manifest."""
@@ -161,9 +187,9 @@ class PackedSource:
             with pyarrow.memory_map(str(path)) as memory, pyarrow.ipc.open_file(memory) as reader:
                 for batch in (reader.get_batch(number) for number in range(reader.num_record_batches)):
                     pixels, labels, captions = batch.columns
-                    size = batch.num_rows * self.img_size * self.img_size * 3
+                    size = batch.num_rows * math.prod(self._shape)
                     flat = np.frombuffer(pixels.buffers()[1], dtype=np.uint8, count=size)
-                    mapped.images.append(flat.reshape(batch.num_rows, self.img_size, self.img_size, 3))
+                    mapped.images.append(flat.reshape(batch.num_rows, *self._shape))
                     mapped.labels.append(labels.to_numpy())
                     mapped.captions.append(captions)
         except (OSError, ValueError, pyarrow.ArrowException) as error:

@@ -8,9 +8,13 @@ from typing import Protocol
 
 import numpy as np
 
+from muralist.data import waymo
 from muralist.data.arrays import ArraySource, has_held_out
+from muralist.data.arrow import ArrowSource
 from muralist.data.folder import HELD_OUT_NAMES, FolderSource
+from muralist.data.hydit_index import open_index
 from muralist.data.images import EXTENSIONS as IMAGE_EXTENSIONS
+from muralist.data.images import Size
 from muralist.data.item import Item
 from muralist.data.packed_source import HELD_OUT_FOLDER, PackedSource, is_packed
 from muralist.data.parquet import ParquetSource
@@ -20,7 +24,7 @@ from muralist.errors import UserError, nearest
 
 
 class Source(Protocol):
-    """A data set: pictures by number, every one already square and of the size asked for."""
+    """A data set: pictures by number, every one already of the size asked for."""
 
     label_names: list[str]  # empty when the source has no classes
 
@@ -38,53 +42,62 @@ class Source(Protocol):
 Known = list[str] | None  # the classes of the training part, when a held-out part is opened
 
 _DRIVING_WORLD = "driving_world"
-_FILES: dict[str, Callable[[Path, int, Known], Source]] = {
+_FILES: dict[str, Callable[[Path, Size, Known, str | None], Source]] = {
     ".csv": TableSource,
     ".tsv": TableSource,
     ".jsonl": TableSource,
     ".npz": ArraySource,
+    ".json": open_index,
 }
 # Several such files make one data set. Tar files first: img2dataset writes a .parquet of mere metadata beside each.
-_SHARDS: dict[str, Callable[[list[Path], int, Known], Source]] = {".tar": TarSource, ".parquet": ParquetSource}
+_SHARDS: dict[str, Callable[[list[Path], Size, Known, str | None], Source]] = {
+    ".tar": TarSource,
+    ".parquet": ParquetSource,
+    ".arrow": ArrowSource,
+}
 
 
-def open_source(path: str, img_size: int) -> Source:
-    """Open the data set at a path, or the embedded one by its name."""
+def open_source(path: str, img_size: Size, caption: str | None = None) -> Source:
+    """Open the data set at a path, or the embedded one by its name; `caption` is a column or a template (captions.py)."""
     if path == _DRIVING_WORLD:
         from muralist.data.driving_world import DrivingWorld
 
-        return DrivingWorld(img_size)
-    return _open(Path(path).expanduser(), img_size, None)
+        return DrivingWorld(img_size, caption=caption)
+    return _open(Path(path).expanduser(), img_size, None, caption)
 
 
-def open_held_out(path: str, img_size: int, same_classes: bool = True) -> Source | None:
+def open_held_out(path: str, img_size: Size, same_classes: bool = True, caption: str | None = None) -> Source | None:
     """Open the part that the data set itself holds out from training, with the same classes; None if there is none.
 
     That is the test_x of an .npz file, the val... or test... files beside train... files in a folder, the folder val,
-    validation or test beside a folder train, and what a packed folder holds out.
+    validation or test beside a folder train, Waymo's validation part, and what a packed folder holds out.
     """
     if path == _DRIVING_WORLD:
         from muralist.data.driving_world import DrivingWorld
 
-        return DrivingWorld(img_size, samples=512, first=1_000_000)  # far behind the scenes that are trained on
+        # Far behind the scenes that are trained on.
+        return DrivingWorld(img_size, samples=512, first=1_000_000, caption=caption)
 
     def known() -> Known:
         return open_source(path, img_size).label_names if same_classes else None
 
     place = Path(path).expanduser()
     if is_packed(place):
-        return PackedSource(place / HELD_OUT_FOLDER, img_size) if is_packed(place / HELD_OUT_FOLDER) else None
+        held_out = place / HELD_OUT_FOLDER
+        return PackedSource(held_out, img_size, caption) if is_packed(held_out) else None
     if place.suffix.lower() == ".npz":
-        return ArraySource(place, img_size, known(), held_out=True) if has_held_out(place) else None
+        return ArraySource(place, img_size, known(), caption, held_out=True) if has_held_out(place) else None
     if not place.is_dir():
         return None
     for suffix, kind in _SHARDS.items():
         if shards := _shards(place, suffix, held_out=True):
-            return kind(shards, img_size, known())
+            return kind(shards, img_size, known(), caption)
+    if sibling := waymo.validation_folder(place.absolute()):
+        return _open(sibling, img_size, known(), caption)
     if place.absolute().name == "train":
         for name in HELD_OUT_NAMES:
             if (sibling := place.absolute().parent / name).is_dir():
-                return _open(sibling, img_size, known())
+                return _open(sibling, img_size, known(), caption)
     return None
 
 
@@ -97,26 +110,26 @@ def read_batch(source: Source, indices: np.ndarray) -> tuple[np.ndarray, np.ndar
     return np.stack([item.image for item in items]), labels, [item.caption for item in items]
 
 
-def _open(path: Path, img_size: int, known: Known) -> Source:
+def _open(path: Path, img_size: Size, known: Known, caption: str | None) -> Source:
     shards = expand_ranges(str(path))
     for shard in shards:
         _check_exists(shard)
     if path.is_dir():
-        return _open_folder(path, img_size, known)
+        return _open_folder(path, img_size, known, caption)
     suffix = shards[0].suffix.lower()
     if suffix in _SHARDS:
-        return _SHARDS[suffix](shards, img_size, known)
+        return _SHARDS[suffix](shards, img_size, known, caption)
     if suffix in _FILES and len(shards) == 1:
-        return _FILES[suffix](path, img_size, known)
+        return _FILES[suffix](path, img_size, known, caption)
     raise UserError(
         f"{path} is not a kind of file that holds a data set.",
         fix=f"Give a folder of images or a file that ends in {' '.join([*_FILES, *_SHARDS])}.",
     )
 
 
-def _open_folder(folder: Path, img_size: int, known: Known) -> Source:
+def _open_folder(folder: Path, img_size: Size, known: Known, caption: str | None) -> Source:
     if is_packed(folder):
-        return PackedSource(folder, img_size)
+        return PackedSource(folder, img_size, caption)
     for suffix, kind in _SHARDS.items():
         if not (shards := _shards(folder, suffix, held_out=False)):
             continue
@@ -127,8 +140,8 @@ def _open_folder(folder: Path, img_size: int, known: Known) -> Source:
                     f"Either could be the data set: the {suffix} files, or the images and class folders.",
                     "Move one of them elsewhere.",
                 )
-        return kind(shards, img_size, known)
-    return FolderSource(folder, img_size, known)
+        return kind(shards, img_size, known, caption)
+    return FolderSource(folder, img_size, known, caption)
 
 
 def _shards(folder: Path, suffix: str, held_out: bool) -> list[Path]:

@@ -11,18 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from muralist.data.fields import (
-    CAPTION_FIELDS,
-    LABEL_FIELDS,
-    caption_text,
-    label_number,
-    pick,
-    sample_files,
-    settle_labels,
-    short_hash,
-)
-from muralist.data.images import read_square
+from muralist.data.captions import Caption
+from muralist.data.fields import LABEL_FIELDS, label_number, pick, sample_files, settle_labels, short_hash
+from muralist.data.images import Size, read_cropped
 from muralist.data.item import Item
+from muralist.data.paths import start_of_paths
 from muralist.errors import UserError
 
 _IMAGE_FIELDS = ("image", "image_path", "img_path", "path", "file_name")
@@ -33,25 +26,27 @@ _Row = tuple[int, dict[str, object]]
 
 
 class TableSource:
-    """The rows of a table; image paths are relative to its folder and may lead out of it."""
+    """The rows of a table; image paths start from its folder, or as HunyuanDiT writes them, and may lead out of it."""
 
-    def __init__(self, path: Path, img_size: int, known: list[str] | None = None) -> None:
+    def __init__(self, path: Path, img_size: Size, known: list[str] | None = None, caption: str | None = None) -> None:
         import pyarrow
 
         self.path, self.img_size = path, img_size
+        rule: Caption | None = None
         images: list[str] = []
         captions: list[str] = []
         labels: list[int] = []
         lines: list[int] = []
-        for line, row in _rows(path):
+        for line, row in table_rows(path):
             where = f"line {line} of {path}"
             images.append(_image(row, where))
-            if caption_field := pick(row, CAPTION_FIELDS):
-                captions.append(caption_text(row[caption_field], where))
-            else:
-                captions.append("")
             if label_field := pick(row, LABEL_FIELDS):
                 labels.append(label_number(row[label_field], where))
+                row.setdefault("label", labels[-1])
+            # Rows of JSON may differ in their columns: without a rule, each has the caption that it names so itself.
+            if rule is None or caption is None:
+                rule = Caption.settle(caption, row, str(path))
+            captions.append(rule.text(row, where))
             lines.append(line)
             if len(labels) not in (0, len(images)):
                 raise UserError(
@@ -59,7 +54,8 @@ class TableSource:
                 )
         if not images:
             raise UserError(f"The table {path} has no rows.")
-        _check_files(path, images, lines)
+        self._start = start_of_paths(path, images[0])
+        _check_files(path, self._start, images, lines)
         self._labels, self.label_names = settle_labels(np.array(labels, dtype=np.int64), known, str(path))
         self._images = pyarrow.array([os.fsencode(image) for image in images], pyarrow.large_binary())
         self._captions = pyarrow.array(captions, pyarrow.large_string())
@@ -70,7 +66,7 @@ class TableSource:
     def read(self, index: int) -> Item:
         """Decode the image of row `index`."""
         label = 0 if self._labels is None else int(self._labels[index])
-        return Item(read_square(self._path_of(index), self.img_size), label, self._captions[index].as_py())
+        return Item(read_cropped(self._path_of(index), self.img_size), label, self._captions[index].as_py())
 
     def fingerprint(self) -> str:
         """Hash what the rows say, and samples of the files they name."""
@@ -78,11 +74,11 @@ class TableSource:
         return short_hash("table", self._images, self._captions, labels, sample_files(len(self), self._path_of))
 
     def _path_of(self, index: int) -> Path:
-        return self.path.parent / os.fsdecode(self._images[index].as_py())
+        return self._start / os.fsdecode(self._images[index].as_py())
 
 
-def _rows(path: Path) -> Iterator[_Row]:
-    """Yield the rows with their line numbers, as an editor counts them."""
+def table_rows(path: Path) -> Iterator[_Row]:
+    """Yield the rows of a table, their columns in small letters, with their line numbers, as an editor counts them."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             if path.suffix.lower() == ".jsonl":
@@ -136,16 +132,16 @@ def _image(row: dict[str, object], where: str) -> str:
     return image.strip()
 
 
-def _check_files(table: Path, images: list[str], lines: list[int]) -> None:
+def _check_files(table: Path, start: Path, images: list[str], lines: list[int]) -> None:
     """Find the first row whose file is missing; large folders are listed once, not asked a million times."""
     rows_of_folder: dict[str, list[int]] = defaultdict(list)
     for row, image in enumerate(images):
         rows_of_folder[image[: image.rfind("/") + 1]].append(row)
     missing: list[int] = []
     for folder, rows in rows_of_folder.items():
-        where = table.parent / folder
+        where = start / folder
         if len(rows) < _LIST_FOLDER_FROM or not where.is_dir():
-            missing += [row for row in rows if not (table.parent / images[row]).is_file()]
+            missing += [row for row in rows if not (start / images[row]).is_file()]
         else:
             present = set(os.listdir(where))  # noqa: PTH208  (names are wanted, not Path objects)
             missing += [row for row in rows if images[row].rpartition("/")[2] not in present]
@@ -154,5 +150,5 @@ def _check_files(table: Path, images: list[str], lines: list[int]) -> None:
         raise UserError(
             f"Line {lines[first]} of {table} names {images[first]}, but there is no such file.",
             f"{len(missing):,} of {len(images):,} rows name missing files.",
-            f"Image paths are relative to {table.parent}.",
+            f"Image paths are relative to {start}.",
         )

@@ -12,6 +12,7 @@ from typing import IO
 
 import numpy as np
 
+from muralist.data.captions import Caption
 from muralist.data.fields import (
     CAPTION_FIELDS,
     LABEL_FIELDS,
@@ -23,7 +24,7 @@ from muralist.data.fields import (
     short_hash,
 )
 from muralist.data.images import EXTENSIONS as IMAGE_EXTENSIONS
-from muralist.data.images import read_square
+from muralist.data.images import Size, read_cropped
 from muralist.data.item import Item
 from muralist.data.recent import Recent
 from muralist.errors import UserError
@@ -50,7 +51,9 @@ def expand_ranges(pattern: str) -> list[Path]:
 class TarSource:
     """The samples of tar files, read in place: members are found once, at opening, and then read by position."""
 
-    def __init__(self, paths: list[Path], img_size: int, known: list[str] | None = None) -> None:
+    def __init__(
+        self, paths: list[Path], img_size: Size, known: list[str] | None = None, caption: str | None = None
+    ) -> None:
         import pyarrow
 
         self.paths, self.img_size = paths, img_size
@@ -75,6 +78,7 @@ class TarSource:
                 f"There are no images in {_range_of(paths)}.", f"Looked for members {' '.join(IMAGE_EXTENSIONS)}."
             )
         self._labels, self.label_names = settle_labels(np.array(labels, dtype=np.int64), known, _range_of(paths))
+        self._caption = Caption.settle_own(caption, self.label_names, _range_of(paths))
         self._places = np.array(places, dtype=np.int64)
         self._names = pyarrow.array(names, pyarrow.large_binary())
         self._captions = pyarrow.array(captions, pyarrow.large_string())
@@ -91,13 +95,14 @@ class TarSource:
         if len(data) < size:
             raise UserError(f"The image {name} could not be read: the file has become shorter since it was opened.")
         label = 0 if self._labels is None else int(self._labels[index])
-        return Item(read_square(data, self.img_size, name), label, self._captions[index].as_py())
+        caption = self._caption.own_text(self._captions[index].as_py(), self.label_names, label, name)
+        return Item(read_cropped(data, self.img_size, name), label, caption)
 
     def fingerprint(self) -> str:
         """Hash the names and places of all images, what is said of them, and samples of the files."""
         labels = b"" if self._labels is None else self._labels
         samples = sample_files(len(self.paths), self.paths.__getitem__)
-        return short_hash("tar", self._names, self._places, self._captions, labels, samples)
+        return short_hash("tar", self._names, self._places, self._captions, labels, samples, *self._caption.hashed)
 
     def _open(self, tar: int) -> IO[bytes]:
         try:

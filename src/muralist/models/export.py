@@ -16,6 +16,11 @@ def export(settings: ExportSettings) -> str:
     source = Path(settings.source)
     weights = read_weights(source, settings.weights)
     description = _description(source)
+    if description.get("family") == "hunyuandit":
+        from muralist.models.hunyuan_export import write_pipeline
+
+        write_pipeline(Path(settings.destination), weights, Path(description["folder"]))
+        return f"{settings.destination}: {settings.weights} weights of {source}, for HunyuanDiTPipeline.from_pretrained"
     config = infer_jit_config(weights)
     config |= {key: description[key] for key in ("label_names", "objective") if key in description}
     write_jit_folder(settings.destination, weights, config)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from muralist.data.loader import Batch
-from muralist.keyed_random import SampleKeys
+from muralist.keyed_random import Purpose, SampleKeys
+from muralist.models.variants import is_hunyuan
 from muralist.settings import SampleSettings, TrainSettings
 
+Encoded = tuple[Tensor, ...]
+"""What the network is trained on, after the frozen parts: a named tuple of the family's own."""
 
-class Encoded(NamedTuple):
-    """What the network is trained on, after the frozen parts."""
 
-    images: Tensor  # [B, C, H, W]
-    labels: Tensor  # [B] int64
+def to_unit(images_u8: Tensor, flips: SampleKeys | None) -> Tensor:
+    """Stored bytes [B, H, W, 3] to [-1, 1], [B, 3, H, W]; with keys, each mirrored or not as its key says."""
+    images = images_u8.permute(0, 3, 1, 2).float() / 127.5 - 1.0
+    if flips is None:
+        return images
+    mirrored = flips.uniform(Purpose.FLIP) < 0.5
+    return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
 
 
 class Family(Protocol):
@@ -32,10 +39,13 @@ class Family(Protocol):
     def skeleton(self) -> nn.Module:
         """The same on the meta device: whole once a state dict is assigned to it."""
 
-    def encode(self, batch: Batch, keys: SampleKeys) -> Encoded:
-        """Run the frozen parts."""
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Bring the frozen parts to a device."""
 
-    def loss(self, network: nn.Module, encoded: Encoded, keys: SampleKeys) -> Tensor:
+    def encode(self, batch: Batch, keys: SampleKeys) -> Encoded:
+        """Run the frozen parts: a named tuple of tensors, each of as many rows as the batch."""
+
+    def loss(self, network: nn.Module, encoded: Any, keys: SampleKeys) -> Tensor:
         """The loss of each sample, [B]; pure and compilable."""
 
     def default_prompts(self) -> list[str]:
@@ -58,12 +68,19 @@ class Family(Protocol):
     def tokens_per_image(self) -> int:
         """Image tokens per picture."""
 
+    def summary(self) -> str:
+        """The model in a few words, for people."""
+
     def describe(self) -> dict[str, Any]:
         """What a checkpoint must say so that the model can be rebuilt without the run's settings."""
 
 
 def build_family(settings: TrainSettings, label_names: list[str]) -> Family:
     """The family that a model name belongs to."""
+    if is_hunyuan(settings.model.name):
+        from muralist.models.hunyuan_family import HunyuanFamily
+
+        return HunyuanFamily.from_settings(settings)
     from muralist.models.jit_family import JiTFamily
 
     return JiTFamily.from_settings(settings, label_names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,20 @@ from muralist.diffusion import flow, solvers
 from muralist.errors import UserError, nearest
 from muralist.keyed_random import Purpose, SampleKeys
 from muralist.models import jit, variants
-from muralist.models.family import Encoded
+from muralist.models.family import to_unit
 from muralist.settings import SampleSettings, TrainSettings
 
 LABEL_TABLE = "y_embedder."
 UNCONDITIONAL = "unconditional"
 _MOST_DEFAULT_PROMPTS = 8
+_GUIDANCE = 2.9
+
+
+class JiTEncoded(NamedTuple):
+    """Pictures and their classes."""
+
+    images: Tensor  # [B, 3, H, W]
+    labels: Tensor  # [B] int64
 
 
 @dataclass(frozen=True)
@@ -53,13 +61,14 @@ class JiTFamily:
     def from_settings(cls, settings: TrainSettings, label_names: list[str]) -> JiTFamily:
         """The family a training run asks for; `label_names` are the classes of its data."""
         model, objective = settings.model, settings.objective
+        img_size = variants.square(model.img_size)
         scale = objective.noise_scale
-        plain = objective.model_dump() | {"noise_scale": max(1.0, model.img_size / 256) if scale == "auto" else scale}
+        plain = objective.model_dump() | {"noise_scale": max(1.0, img_size / 256) if scale == "auto" else scale}
         if not model.enable_condition:
             plain["label_drop_prob"] = 0.0
         return cls(
             name=model.name,
-            img_size=model.img_size,
+            img_size=img_size,
             label_names=list(label_names) if model.enable_condition else [],
             objective=Objective(**plain),
             random_flip=settings.data.random_flip,
@@ -92,16 +101,15 @@ class JiTFamily:
     def _build(self) -> jit.JiT:
         return jit.build(self.name, self.img_size, self.num_classes, self.attn_dropout, self.proj_dropout)
 
-    def encode(self, batch: Batch, keys: SampleKeys) -> Encoded:
-        """Stored bytes to [-1, 1], mirrored or not as the sample's key says."""
-        images = batch.images_u8.permute(0, 3, 1, 2).float() / 127.5 - 1.0
-        if self.random_flip:
-            mirrored = keys.uniform(Purpose.FLIP) < 0.5
-            images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
-        labels = batch.labels if self.label_names else torch.zeros_like(batch.labels)
-        return Encoded(images, labels)
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Nothing is frozen here."""
 
-    def loss(self, network: nn.Module, encoded: Encoded, keys: SampleKeys) -> Tensor:
+    def encode(self, batch: Batch, keys: SampleKeys) -> JiTEncoded:
+        """Stored bytes to [-1, 1], mirrored or not as the sample's key says."""
+        labels = batch.labels if self.label_names else torch.zeros_like(batch.labels)
+        return JiTEncoded(to_unit(batch.images_u8, keys if self.random_flip else None), labels)
+
+    def loss(self, network: nn.Module, encoded: JiTEncoded, keys: SampleKeys) -> Tensor:
         """The flow objective of each sample."""
         goal, x = self.objective, encoded.images
         t = flow.draw_time(keys, goal.p_mean, goal.p_std)
@@ -148,9 +156,9 @@ class JiTFamily:
         noise = keyed_random.normal(0, Purpose.SAMPLE_NOISE, numbers, (3, self.img_size, self.img_size))
         labels = torch.tensor([self.label_of(prompt) for prompt in prompts], device=device)
         solver = solvers.SolverSettings(
-            solver=settings.solver,
+            solver="heun" if settings.solver == "auto" else settings.solver,  # type: ignore[arg-type]
             steps=settings.steps,
-            guidance=settings.guidance if self.label_names else 1.0,
+            guidance=(_GUIDANCE if settings.guidance == "auto" else settings.guidance) if self.label_names else 1.0,
             interval=settings.interval,
             t_eps=self.objective.t_eps,
             official_last_step=settings.official_last_step,
@@ -183,6 +191,11 @@ class JiTFamily:
     def tokens_per_image(self) -> int:
         """Patches per picture."""
         return variants.tokens_per_image(variants.parse_name(self.name)[1], self.img_size)
+
+    def summary(self) -> str:
+        """Name, size and objective."""
+        goal = self.objective
+        return f"{self.name} at {self.img_size} px, {goal.prediction}-prediction with {goal.loss}-loss"
 
     def describe(self) -> dict[str, Any]:
         """Name, size, classes and objective."""

@@ -49,7 +49,7 @@ def parse_name(name: str) -> tuple[str, int]:
         guess = nearest(name.upper().replace("JIT", "JiT"), [f"JiT-{v}/{p}" for v in VARIANTS for p in COMMON_PATCHES])
         raise UserError(
             f"There is no model named {name}.",
-            f"A name is JiT-<variant>/<patch size>, with a variant out of {', '.join(VARIANTS)}.",
+            f"A name is JiT-<variant>/<patch size>, with a variant out of {', '.join(VARIANTS)}; or HunyuanDiT.",
             guess or "An example is JiT-B/16.",
         )
     return match[1], int(match[2])
@@ -114,3 +114,17 @@ def forward_flops(variant: str, patch: int, img_size: int) -> int:
         + tokens * d * patch_dim
     )
     return 2 * multiply_adds
+
+
+def is_hunyuan(name: str) -> bool:
+    """Whether a model name is of the other family."""
+    return name.casefold() == "hunyuandit"
+
+
+def square(img_size: int | tuple[int, int]) -> int:
+    """The side of a square picture; JiT knows no other."""
+    if isinstance(img_size, tuple):
+        raise UserError(
+            f"JiT makes square pictures, not {img_size[0]} x {img_size[1]}.", fix="Give one number as --img_size."
+        )
+    return img_size

@@ -14,8 +14,9 @@ SMALL_BATCH = 256
 
 def check(settings: TrainSettings) -> None:
     """Refuse what cannot work, in one sentence."""
-    _, patch = variants.parse_name(settings.model.name)
-    variants.check_image_size(patch, settings.model.img_size)
+    if not variants.is_hunyuan(settings.model.name):
+        _, patch = variants.parse_name(settings.model.name)
+        variants.check_image_size(patch, variants.square(settings.model.img_size))
     if not settings.data.path:
         raise UserError(
             "No data was named.", fix="Give --data_path FOLDER, or --data_path driving_world for the embedded set."
@@ -44,6 +45,7 @@ def lines(
     plan: BatchPlan,
     clock: Clock,
     rate: LearningRate,
+    model: str,
     parameters: int,
     bytes_per_parameter: float,
     layout: str,
@@ -55,8 +57,7 @@ def lines(
     steps_per_epoch = clock.samples / clock.total_batch
     stop = min(clock.last_step, settings.max_steps or clock.last_step)
     text = [
-        f"model      {settings.model.name} at {settings.model.img_size} px, {parameters / 1e6:.1f}M parameters, "
-        f"{settings.objective.prediction}-prediction with {settings.objective.loss}-loss",
+        f"model      {model}, {parameters / 1e6:.1f}M parameters",
         f"data       {settings.data.path}: {clock.samples:,} images to train on, {held_out:,} held out",
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {steps_per_epoch:,.1f} steps/epoch = {clock.last_step:,} steps"

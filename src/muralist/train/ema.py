@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,6 @@ class WithWeights(nn.Module):
         super().__init__()
         self.network, self.weights = network, weights
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the network with the replaced weights."""
-        return torch.func.functional_call(self.network, self.weights, inputs)
+        return torch.func.functional_call(self.network, self.weights, inputs, named)

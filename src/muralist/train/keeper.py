@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from muralist import __version__
 from muralist.data.loader import Batch, held_out_batches
 from muralist.errors import UserError
+from muralist.models import variants
 from muralist.models.family import Family
 from muralist.runfolder import RunFolder
 from muralist.settings import TrainSettings
@@ -45,7 +48,7 @@ class Keeper:
     heartbeat: Heartbeat
     saved_step: int = -1
 
-    def checkpoint_and_samples(self, step: int) -> None:
+    def save_checkpoint(self, step: int) -> None:
         """What happens at every checkpoint: held-out loss, checkpoint, pictures."""
         with self.recorder.paused():
             loss, error = self.validate()
@@ -100,6 +103,9 @@ class Keeper:
             log.warning("No samples at step %d: the whole network does not fit beside its training state.", step)
             return
         self.heartbeat.report("writing samples")
+        if variants.is_hunyuan(self.settings.model.name):
+            self._write_hunyuan_samples(step, network)
+            return
         samples.write_samples(
             self.run.samples,
             step,
@@ -111,6 +117,38 @@ class Keeper:
             self.settings.samples,
             self.stepper.autocast,
             self.monitors,
+        )
+
+    def _write_hunyuan_samples(self, step: int, network: nn.Module) -> None:
+        from muralist.models.hunyuan_family import HunyuanFamily
+        from muralist.train.hunyuan_samples import sample_images_multi_gpu
+
+        assert isinstance(self.family, HunyuanFamily)
+        parts, wanted = self.family.parts, self.settings.samples
+        sample_images_multi_gpu(
+            network,
+            self.family.schedule,
+            parts.vae,
+            parts.bert,
+            parts.bert_tokenizer,
+            parts.t5,
+            parts.t5_tokenizer,
+            self.engine.rank,
+            self.engine.size,
+            Namespace(
+                samples_dir=self.run.samples,
+                image_size=self.family.size,
+                sample_prompts=self.prompts,
+                sample_steps=wanted.steps,
+                sample_guidance=wanted.guidance,
+                sample_seed=wanted.seed,
+                sample_solver=wanted.solver,
+                samples_per_gpu=wanted.per_gpu,
+                autocast=self.stepper.autocast,
+                monitors=self.monitors,
+            ),
+            log,
+            step,
         )
 
     @torch.no_grad()

@@ -22,7 +22,7 @@ from muralist.models.weights import read_weights
 from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
 from muralist.scale.flops import matmul_rate
 from muralist.scale.slurm import adopt_ranks
-from muralist.settings import TrainSettings
+from muralist.settings import CheckpointSettings, TrainSettings
 from muralist.train import checkpoint, contract, samples, start
 from muralist.train.data import Data, open_data
 from muralist.train.distributed import Engine, lost_contact
@@ -122,6 +122,8 @@ def _train(
     first_step = int(manifest.get("step", 0))
     last_step = min(clock.last_step, settings.max_steps or clock.last_step)
 
+    autocast = autocast_type(settings.use_amp, device)
+    family.place(device, autocast or torch.float32)
     network = family.network()
     initial = None if found else start.find_initial_weights(settings, settings.results_dir)
     if found:
@@ -141,7 +143,7 @@ def _train(
         plan=plan,
         rate=rate,
         seed=settings.seed,
-        autocast=autocast_type(settings.use_amp, device),
+        autocast=autocast,
         compiled=compiled,
         max_grad_norm=settings.optim.max_grad_norm,
         half_lives=(settings.optim.ema1_half_life, settings.optim.ema2_half_life),
@@ -153,7 +155,8 @@ def _train(
     peak = matmul_rate(device, stepper.autocast or torch.float32)
     floor = (last_step - first_step) * plan.total * family.flops_per_image() / (peak * engine.size)
     _say_contract(settings, engine, run, found[0] if found else None, first_step,
-                  contract.lines(settings, plan, clock, rate, parameters, strategy.bytes_per_parameter(), strategy.words,
+                  contract.lines(settings, plan, clock, rate, family.summary(), parameters,
+                                 strategy.bytes_per_parameter(), strategy.words,
                                  len(data.held_out_indices), floor))  # fmt: skip
     if initial:
         log.info("starting from the weights of %s", initial[1])
@@ -232,12 +235,17 @@ def _loop(
         keeper.heartbeat.report("computing", step)
         result = stepper.step(batch, images=step * stepper.plan.total)
         recorder.add(step + 1, result, waited)
-        if step + 1 == steps.stop or (step + 1) % settings.checkpoint.every == 0:
-            keeper.checkpoint_and_samples(step + 1)
+        if step + 1 == steps.stop or _checkpoint_is_due(settings.checkpoint, recorder.clock, step + 1):
+            keeper.save_checkpoint(step + 1)
         else:
             recorder.flush_if_due(step + 1)
     keeper.finish()
     log.info("Finished at step %d.", steps.stop)
+
+
+def _checkpoint_is_due(settings: CheckpointSettings, clock: Clock, step: int) -> bool:
+    regular = step % settings.every == 0 or (settings.latest_every and step % settings.latest_every == 0)
+    return bool(regular or (settings.at_epoch_end and clock.ends_epoch(step)))
 
 
 def _next_batch(parts: Iterator[Batch], count: int, keeper: Keeper) -> tuple[list[Batch], UserError | None]:

@@ -94,6 +94,7 @@ def write_samples(
     settings: SampleSettings,
     autocast: torch.dtype | None,
     monitors: Sequence[Monitor],
+    logger: logging.Logger = log,
 ) -> None:
     """Make and store this rank's pictures of a step; whatever goes wrong is written down and training goes on."""
     target = folder / folder_name(step)
@@ -101,7 +102,7 @@ def write_samples(
     was_training = network.training
     try:
         network.eval()
-        log.info("Generating samples at step %d", step)
+        logger.info("Generating samples at step %d", step)
         target.mkdir(parents=True, exist_ok=True)
         pictures = draw(family, network, prompts, chosen, settings, autocast)
         for turn, (index, picture) in enumerate(zip(chosen, pictures, strict=True)):
@@ -115,7 +116,7 @@ def write_samples(
             write_sheet(folder, prompts)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        log.error("Error during sampling on GPU %d: %s", rank, reason)
+        logger.error("Error during sampling on GPU %d: %s", rank, reason)
         try:
             write_atomically(target / f"gpu_{rank}_error.txt", reason + "\n")
         except OSError:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from muralist.config import from_yaml, identity, to_yaml
+from muralist.config import flatten, from_yaml, identity, to_yaml
 from muralist.errors import UserError
 from muralist.models.weights import read_weights
 from muralist.runfolder import RunFolder, write_atomically
@@ -26,9 +26,11 @@ class OtherSettings(UserError):
 def claim(run: RunFolder, settings: TrainSettings) -> None:
     """Write the run's settings; a folder that holds a run with other settings is refused with the difference shown."""
     if run.config.exists() and checkpoint.all_in(run.checkpoints):
-        there, here = identity(from_yaml(TrainSettings, run.config)), identity(settings)
+        before = from_yaml(TrainSettings, run.config)
+        there, here = identity(before), identity(settings)
+        was, now = flatten(before), flatten(settings)
         differing = [
-            f"{path}: {there.get(path)!r} there, {here.get(path)!r} here"
+            f"{path}: {was[path]!r} there, {now[path]!r} here"
             for path in sorted(there | here)
             if there.get(path) != here.get(path)
         ]

@@ -120,7 +120,7 @@ class Stepper:
                 piece = slice(start, start + self.micro)
                 last = number == self.plan.parts and start == pieces[-1]
                 with self.strategy.part(last=exchange and last):
-                    cut = Encoded(*(tensor[piece] for tensor in encoded))
+                    cut = type(encoded)(*(tensor[piece] for tensor in encoded))
                     losses = self.module(cut, self.seed, batch.numbers[piece])
                     self.strategy.backward(self.scaler.scale(losses.sum() / self.plan.share))
                 loss += losses.detach().sum() / self.plan.share

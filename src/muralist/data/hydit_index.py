@@ -1,0 +1,128 @@
+"""HunyuanDiT's index files (Index V2 of its IndexKits): a JSON file that picks rows of Arrow files.
+
+    arrow_files    paths of Arrow files, in order
+    cum_length     rows of these files, counted up to the end of each
+    indices        the rows to take, counted through all files; some may be taken several times
+    indices_file   an .npz file beside the index that holds them instead, where they are many (as the array x)
+    group_length   for its own shuffling only; in a multi-resolution index it and the indices are divided by size ("512x768")
+
+All rows of a multi-resolution index are read, cropped to the one size that is asked for, in the order of the shapes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muralist.data.arrays import open_archive
+from muralist.data.arrow import ArrowSource
+from muralist.data.images import Size
+from muralist.data.paths import start_of_paths
+from muralist.errors import UserError
+
+_MAKE_AGAIN = "Make the index again with `idk`."
+
+
+def open_index(path: Path, img_size: Size, known: list[str] | None = None, caption: str | None = None) -> ArrowSource:
+    """Open the rows that an index file picks."""
+    index = _read(path)
+    files = _arrow_files(path, index["arrow_files"])
+    lengths = _whole_numbers(index["cum_length"], "cum_length", path)
+    if len(lengths) != len(files):
+        raise UserError(
+            f"The index {path} names {len(files):,} Arrow files, but counts the rows of {len(lengths):,}.",
+            fix=_MAKE_AGAIN,
+        )
+    rows = _rows(path, index)
+    if not len(rows):
+        raise UserError(f"The index {path} picks no rows.", "Its filters may have left none.", _MAKE_AGAIN)
+    if (outside := rows[(rows < 0) | (rows >= lengths[-1])]).size:
+        raise UserError(
+            f"The index {path} points past the end: to row {outside[0]:,}, but its files have {lengths[-1]:,} rows.",
+            f"{outside.size:,} of its {len(rows):,} rows do so.",
+            _MAKE_AGAIN,
+        )
+    source = ArrowSource(files, img_size, known, caption, rows)
+    for file, found, counted in zip(files, source.file_rows, np.diff(lengths, prepend=0).tolist(), strict=True):
+        if found != counted:
+            raise UserError(
+                f"The Arrow file {file} has {found:,} rows, but the index {path} counts {counted:,}.",
+                "The file has changed since the index was made.",
+                _MAKE_AGAIN,
+            )
+    return source
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"The index {path} could not be read: {error}.") from error
+    wanted = ("arrow_files", "cum_length", "indices")
+    fields = index if isinstance(index, dict) else {}
+    if missing := [name for name in wanted if name not in fields]:
+        raise UserError(
+            f"{path} is not an index of HunyuanDiT: it has no {missing[0]}.",
+            f"Its fields are {', '.join(fields) or 'none'}.",
+            "Other data sets in JSON are read as .jsonl, one object per line.",
+        )
+    return fields
+
+
+def _arrow_files(path: Path, names: Any) -> list[Path]:
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise UserError(f"The index {path} names no Arrow files.", fix=_MAKE_AGAIN)
+    start = start_of_paths(path, names[0])
+    files = [start / name for name in names]
+    if missing := [file for file in files if not file.is_file()]:
+        raise UserError(
+            f"The index {path} names {missing[0]}, but there is no such file.",
+            f"{len(missing):,} of its {len(files):,} Arrow files are missing.",
+            "Start from the folder in which the index was made, or make it again.",
+        )
+    return files
+
+
+def _rows(path: Path, index: dict[str, Any]) -> np.ndarray:
+    """Return the rows that are picked: from the index, or from the file beside it."""
+    indices = index["indices"]
+    if name := index.get("indices_file"):
+        beside = path.parent / str(name)
+        if not beside.is_file():
+            raise UserError(
+                f"The index {path} keeps its rows in {name}, which is missing.", fix=f"Put it into {path.parent}."
+            )
+        with open_archive(beside) as archive:
+            indices = {key: archive[key] for key in archive.files}
+        if not isinstance(index.get("group_length"), dict):
+            if "x" not in indices:
+                raise UserError(f"{beside} has no array x, which holds the rows of {path}.", fix=_MAKE_AGAIN)
+            indices = indices["x"]
+    if not isinstance(indices, dict):
+        return _whole_numbers(indices, "indices", path)
+    groups = [
+        _whole_numbers(indices[key], "indices", path) for key in sorted(indices, key=lambda key: _shape(key, path))
+    ]
+    return np.concatenate(groups) if groups else np.empty(0, dtype=np.int64)
+
+
+def _shape(group: str, path: Path) -> tuple[float, str]:
+    """Return what groups are sorted by: how much higher than wide their pictures are."""
+    try:
+        height, width = map(int, group.split("x"))
+        return height / width, group
+    except (ValueError, ZeroDivisionError) as error:
+        raise UserError(f"The index {path} has a group {group!r:.60}, which is no size.", fix=_MAKE_AGAIN) from error
+
+
+def _whole_numbers(values: Any, name: str, path: Path) -> np.ndarray:
+    try:
+        numbers = np.asarray(values)
+        if numbers.ndim == 1 and (numbers.size == 0 or np.issubdtype(numbers.dtype, np.integer)):
+            return numbers.astype(np.int64)
+    except (ValueError, OverflowError):
+        pass
+    raise UserError(f"The {name} of the index {path} are not whole numbers.", fix=_MAKE_AGAIN)

@@ -1,0 +1,56 @@
+"""The Waymo Open Dataset, version 2: its columns, its cameras and its folders.
+
+Every part of it is a folder of Parquet files, one per drive: {training,validation,testing}/{component}/{segment}.parquet.
+Pictures are in the component camera_image, in the column `[CameraImageComponent].image`, as JPEG files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from muralist.errors import UserError
+
+COMPONENT = "camera_image"
+IMAGE_COLUMN = "[CameraImageComponent].image"
+CAMERA_COLUMN = "key.camera_name"
+DEFAULT_CAPTION = "A driving scene seen by the {camera} camera"
+
+_SEGMENT_COLUMN = "key.segment_context_name"  # in every component
+_CAMERAS = {1: "front", 2: "front left", 3: "front right", 4: "side left", 5: "side right"}
+
+
+def is_waymo(columns: list[str]) -> bool:
+    """Say whether a file with these columns is of this data set."""
+    return _SEGMENT_COLUMN in columns or IMAGE_COLUMN in columns
+
+
+def image_column(path: Path, columns: list[str]) -> str:
+    """Return the column of pictures; other components of the data set have none, or only masks."""
+    if IMAGE_COLUMN not in columns:
+        raise UserError(
+            f"The file {path} is of the Waymo Open Dataset, but holds no camera images.",
+            f"Its columns are {', '.join(columns)}.",
+            f"Give the files of the component {COMPONENT}, whose pictures are in {IMAGE_COLUMN}.",
+        )
+    if CAMERA_COLUMN not in columns:
+        raise UserError(f"The file {path} has no column {CAMERA_COLUMN}.", f"Its columns are {', '.join(columns)}.")
+    return IMAGE_COLUMN
+
+
+def camera_words(camera: object, where: str) -> str:
+    """Name a camera of the vehicle in words."""
+    # The published schema says int8; a file of keypoints in Waymo's own repository has the number as text.
+    words = _CAMERAS.get(int(str(camera))) if str(camera).isdecimal() else None
+    if words is None:
+        raise UserError(
+            f"The {CAMERA_COLUMN} in {where} is {camera!r:.60}.",
+            f"Known are {', '.join(f'{number} ({name})' for number, name in _CAMERAS.items())}.",
+        )
+    return words
+
+
+def validation_folder(folder: Path) -> Path | None:
+    """Return the folder of the same component in the validation part, for a folder of the training part."""
+    sibling = folder.parent.parent / "validation" / folder.name
+    is_training = folder.name == COMPONENT and folder.parent.name == "training"
+    return sibling if is_training and sibling.is_dir() else None

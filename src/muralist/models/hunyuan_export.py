@@ -1,0 +1,43 @@
+"""A trained HunyuanDiT as a folder that diffusers' HunyuanDiTPipeline.from_pretrained loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from diffusers import HunyuanDiT2DModel
+from safetensors import SafetensorError
+from torch import Tensor
+
+from muralist.errors import UserError
+from muralist.runfolder import disk_error, flush_folder, no_space
+
+
+def write_pipeline(folder: Path, weights: Mapping[str, Tensor], base: Path) -> None:
+    """Write the trained transformer with the other parts of the model it came from; the folder appears whole."""
+    final = folder.absolute()
+    if final.exists() and (not final.is_dir() or any(final.iterdir())):
+        raise UserError(f"{final} exists.", fix="Name a folder that does not exist yet.")
+    if not (base / "transformer" / "config.json").is_file():
+        raise UserError(
+            f"The model that this run fine-tuned is not at {base} any more.",
+            "An export needs its VAE, text encoders and tokenizers.",
+            "Put it back where it was.",
+        )
+    aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    try:
+        shutil.copytree(base, aside, ignore=shutil.ignore_patterns("transformer", ".*"))
+        network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
+        network.load_state_dict(weights)
+        network.save_pretrained(aside / "transformer")
+        flush_folder(aside)
+        if final.exists():
+            final.rmdir()
+        aside.replace(final)
+        flush_folder(final.parent)
+    except (OSError, SafetensorError) as error:
+        raise no_space(disk_error(error), final) from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

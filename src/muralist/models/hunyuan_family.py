@@ -1,0 +1,360 @@
+"""HunyuanDiT as a family: pictures through a VAE, captions through two text encoders, v-prediction on latents.
+
+The network, the VAE and the encoders are diffusers' and transformers'; a model is a folder in diffusers layout. Two things
+differ from diffusers by intent: rotary positions of pictures that are not square are those of the official code, and a
+picture's noise is keyed, so it is the same in every precision and batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, DPMSolverMultistepScheduler, HunyuanDiT2DModel
+from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
+from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_region_for_grid
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoTokenizer, BertModel, T5EncoderModel
+from transformers.utils import logging as transformers_logging
+
+from muralist import keyed_random
+from muralist.data.driving_world import PROMPTS
+from muralist.data.loader import Batch
+from muralist.diffusion import ddpm, flow
+from muralist.errors import UserError
+from muralist.keyed_random import Purpose, SampleKeys
+from muralist.models.family import to_unit
+from muralist.settings import SampleSettings, TrainSettings
+
+transformers_logging.disable_progress_bar()
+NAME = "HunyuanDiT"
+_PIXELS_PER_TOKEN = 16  # the VAE's factor of 8, and patches of 2
+_BASE_GRID = 32  # tokens along a side of 512 pixels, for which rotary positions were trained
+_BERT_TOKENS, _T5_TOKENS = 77, 256
+_GUIDANCE = 5.0
+_T5_DROP = 1  # CAPTION_DROP is a block of two numbers: the first for BERT, the second for T5
+
+
+class HunyuanEncoded(NamedTuple):
+    """Latents and both embeddings of the caption with their masks."""
+
+    latents: Tensor  # [B, 4, H / 8, W / 8]
+    bert: Tensor  # [B, 77, C]
+    bert_mask: Tensor  # [B, 77]
+    t5: Tensor  # [B, 256, D]
+    t5_mask: Tensor  # [B, 256]
+
+
+class Text(NamedTuple):
+    """Embeddings of captions."""
+
+    bert: Tensor
+    bert_mask: Tensor
+    t5: Tensor
+    t5_mask: Tensor
+
+
+@dataclass
+class FrozenParts:
+    """What is not trained: VAE, text encoders and tokenizers, loaded from a diffusers folder."""
+
+    vae: Any
+    bert: Any
+    bert_tokenizer: Any
+    t5: Any
+    t5_tokenizer: Any
+
+    @classmethod
+    def load(cls, folder: Path) -> FrozenParts:
+        """Read them, in float32 on the CPU."""
+        vae = AutoencoderKL.from_pretrained(folder, subfolder="vae", local_files_only=True)
+        bert = BertModel.from_pretrained(folder, subfolder="text_encoder", local_files_only=True)
+        t5 = T5EncoderModel.from_pretrained(folder, subfolder="text_encoder_2", local_files_only=True)
+        for part in (vae, bert, t5):
+            part.eval().requires_grad_(False)
+        tokenizers = [
+            AutoTokenizer.from_pretrained(folder, subfolder=name, local_files_only=True)
+            for name in ("tokenizer", "tokenizer_2")
+        ]
+        return cls(vae, bert, tokenizers[0], t5, tokenizers[1])
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move them to where training happens."""
+        for part in (self.vae, self.bert, self.t5):
+            nn.Module.to(part, device, dtype)  # diffusers' own warns of nothing
+
+    @torch.no_grad()
+    def embed(self, captions: Sequence[str]) -> Text:
+        """Both embeddings of captions, as diffusers' pipeline makes them."""
+        outputs: list[Tensor] = []
+        pairs = ((self.bert_tokenizer, self.bert, _BERT_TOKENS), (self.t5_tokenizer, self.t5, _T5_TOKENS))
+        for tokenizer, encoder, length in pairs:
+            tokens = tokenizer(
+                list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+            )
+            device = next(encoder.parameters()).device
+            mask = tokens.attention_mask.to(device)
+            outputs += [encoder(tokens.input_ids.to(device), attention_mask=mask)[0].float(), mask]
+        return Text(*outputs)
+
+    @torch.no_grad()
+    def encode(self, images: Tensor, noise: Tensor) -> Tensor:
+        """Images in [-1, 1] to scaled latents, drawn from the VAE's posterior with the given noise."""
+        posterior = self.vae.encode(images.to(self.vae.dtype)).latent_dist
+        return (posterior.mean + posterior.std * noise).float() * self.vae.config.scaling_factor
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Scaled latents to images in [-1, 1]."""
+        latents = (latents / self.vae.config.scaling_factor).to(self.vae.dtype)
+        return self.vae.decode(latents, return_dict=False)[0].float().clamp(-1, 1)
+
+
+@dataclass(frozen=True)
+class HunyuanFamily:
+    """One HunyuanDiT: its parts, picture size and how captions are dropped."""
+
+    parts: FrozenParts
+    config: dict[str, Any]  # of the transformer
+    schedule: dict[str, Any]  # of the noise: version 1.2 and the ones before it differ in beta_end
+    size: tuple[int, int]  # height, width
+    folder: Path | None = None  # None: put together by hand, to draw with
+    uncond_p: float = 0.0
+    uncond_p_t5: float = 0.0
+    random_flip: bool = False
+    gradient_checkpointing: bool = False
+    label_names: list[str] = field(default_factory=list)  # it has captions, no classes
+
+    @classmethod
+    def load(cls, folder: Path, size: tuple[int, int], **settings: Any) -> HunyuanFamily:
+        """The model in a folder of diffusers layout."""
+        height, width = size
+        if height % _PIXELS_PER_TOKEN or width % _PIXELS_PER_TOKEN:
+            raise UserError(
+                f"{NAME} cannot make pictures of {height} x {width} pixels.",
+                f"Both sides must be multiples of {_PIXELS_PER_TOKEN}.",
+            )
+        try:
+            config = json.loads((folder / "transformer" / "config.json").read_text())
+            schedule = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{folder} is not a {NAME} in diffusers layout.",
+                f"The reason: {error}.",
+                "Give the folder of a HunyuanDiTPipeline as --model.path, or leave it out to train a small one.",
+            ) from None
+        kind = (schedule.get("prediction_type"), schedule.get("beta_schedule"))
+        if kind != ("v_prediction", "scaled_linear"):
+            raise UserError(f"{folder} has another noise schedule than {NAME}: {kind[1]} with {kind[0]}.")
+        return cls(FrozenParts.load(folder), config, schedule, size, folder, **settings)
+
+    @classmethod
+    def from_settings(cls, settings: TrainSettings) -> HunyuanFamily:
+        """The family a training run asks for; without a folder a small model is built beside the runs."""
+        model = settings.model
+        folder = Path(model.path) if model.path else Path(settings.results_dir) / "models" / "small-hunyuandit"
+        if model.path is None:
+            from muralist.models.small_hunyuan import build_small_hunyuan
+
+            build_small_hunyuan(folder)
+        return cls.load(
+            folder,
+            model.size,
+            uncond_p=model.uncond_p,
+            uncond_p_t5=model.uncond_p_t5,
+            random_flip=settings.data.random_flip,
+            gradient_checkpointing=model.gradient_checkpointing,
+        )
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Bring what is not trained to a device."""
+        self.parts.to(device, dtype)
+
+    def network(self) -> nn.Module:
+        """The transformer as the folder has it, in float32."""
+        network = HunyuanDiT2DModel.from_pretrained(self.folder, subfolder="transformer", local_files_only=True)
+        return self._prepared(network.float().train())
+
+    def skeleton(self) -> nn.Module:
+        """The transformer's shapes, without memory for its weights."""
+        with torch.device("meta"):
+            return self._prepared(HunyuanDiT2DModel.from_config(self.config))
+
+    def _prepared(self, network: nn.Module) -> nn.Module:
+        network._no_split_modules = ("HunyuanDiTBlock",)  # type: ignore[assignment]
+        if self.gradient_checkpointing:  # diffusers has none for this network
+            for block in network.blocks:  # type: ignore[union-attr]
+                block.forward = _recomputed(block.forward)
+        return network
+
+    def encode(self, batch: Batch, keys: SampleKeys) -> HunyuanEncoded:
+        """Picture to latents and caption to embeddings; dropped captions become the empty one, for each encoder apart."""
+        images = to_unit(batch.images_u8, keys if self.random_flip else None)
+        noise = keys.normal(Purpose.LATENT, (4, self.size[0] // 8, self.size[1] // 8))
+        text, empty = self.parts.embed(batch.captions), self._empty
+        dropped = keys.uniform(Purpose.CAPTION_DROP, (2,)) < torch.tensor(
+            [self.uncond_p, self.uncond_p_t5], device=noise.device
+        )
+        bert, t5 = dropped[:, 0, None], dropped[:, _T5_DROP, None]
+        return HunyuanEncoded(
+            self.parts.encode(images, noise),
+            torch.where(bert[..., None], empty.bert, text.bert),
+            torch.where(bert, empty.bert_mask, text.bert_mask),
+            torch.where(t5[..., None], empty.t5, text.t5),
+            torch.where(t5, empty.t5_mask, text.t5_mask),
+        )
+
+    @cached_property
+    def _empty(self) -> Text:
+        return self.parts.embed([""])
+
+    def loss(self, network: nn.Module, encoded: HunyuanEncoded, keys: SampleKeys) -> Tensor:
+        """Squared error of the predicted velocity, for each sample."""
+        x = encoded.latents
+        step = ddpm.draw_step(keys)
+        e = flow.draw_noise(keys, tuple(x.shape[1:]))
+        a = self._signal_left.to(x.device)[step]
+        output = self._predict(network, ddpm.add_noise(x, e, a), step.float(), Text(*encoded[1:]))
+        return (output.float() - ddpm.velocity(x, e, a)).square().mean(dim=(1, 2, 3))
+
+    @cached_property
+    def _signal_left(self) -> Tensor:
+        return ddpm.signal_left(self.schedule["beta_start"], self.schedule["beta_end"])
+
+    def _predict(self, network: nn.Module, latents: Tensor, step: Tensor, text: Text) -> Tensor:
+        conditions: dict[str, Tensor | None] = {"image_meta_size": None, "style": None}
+        if self.config["use_style_cond_and_image_meta_size"]:  # version 1.1 and before
+            meta = torch.tensor([*self.size, *self.size, 0, 0], dtype=torch.float32, device=latents.device)
+            conditions["image_meta_size"] = meta.expand(len(latents), -1)
+            conditions["style"] = torch.zeros(len(latents), dtype=torch.int64, device=latents.device)
+        output = network(
+            latents,
+            step,
+            encoder_hidden_states=text.bert,
+            text_embedding_mask=text.bert_mask,
+            encoder_hidden_states_t5=text.t5,
+            text_embedding_mask_t5=text.t5_mask,
+            image_rotary_emb=self._rotation(latents.device),
+            return_dict=False,
+            **conditions,
+        )[0]
+        return output.chunk(2, dim=1)[0]  # the other half is a variance that nothing samples with
+
+    def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return rotary_table(self.config["attention_head_dim"], self.size, device)
+
+    def default_prompts(self) -> list[str]:
+        """The eight of guide 3."""
+        return list(PROMPTS)
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Any text will do."""
+
+    @torch.no_grad()
+    def sample(
+        self, network: nn.Module, prompts: Sequence[str], seeds: Sequence[int], settings: SampleSettings
+    ) -> Tensor:
+        """Pictures by a few steps of DPM-Solver++ or DDIM with guidance."""
+        device = next(network.parameters()).device
+        kind = DDIMScheduler if settings.solver == "ddim" else DPMSolverMultistepScheduler
+        solver = kind.from_config(self.schedule)
+        solver.set_timesteps(settings.steps, device=device)
+        shape = (4, self.size[0] // 8, self.size[1] // 8)
+        numbers = torch.tensor(list(seeds), dtype=torch.int64)
+        # Drawn on the CPU: the same seed is the same noise whatever the card.
+        latents = keyed_random.normal(0, Purpose.SAMPLE_NOISE, numbers, shape).to(device) * solver.init_noise_sigma
+        text = self.parts.embed(prompts)
+        empty = Text(*(part.repeat(len(prompts), *[1] * (part.ndim - 1)) for part in self._empty))
+        guidance = _GUIDANCE if settings.guidance == "auto" else settings.guidance
+        for step in solver.timesteps:
+            noisy = solver.scale_model_input(latents, step)
+            at = step.float().expand(len(prompts))
+            output = self._predict(network, noisy, at, text).float()
+            if guidance != 1:
+                without = self._predict(network, noisy, at, empty).float()
+                output = without + guidance * (output - without)
+            latents = solver.step(output, step, latents, return_dict=False)[0]
+        return self.parts.decode(latents)
+
+    @torch.no_grad()
+    def adopt(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
+        """Start from weights of another run of the same network."""
+        own = network.state_dict()
+        if {name: value.shape for name, value in own.items()} != {name: v.shape for name, v in weights.items()}:
+            raise UserError(
+                f"The weights of {origin} do not fit this {NAME}.", fix="Give the weights of the same network."
+            )
+        network.load_state_dict(weights)
+
+    def flops_per_image(self) -> int:
+        """Forward, counted once on shapes alone, and twice as much backward; VAE and text encoders come on top."""
+        return 3 * self._forward_flops
+
+    @cached_property
+    def _forward_flops(self) -> int:
+        config = self.config
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+            text = Text(
+                torch.zeros(1, _BERT_TOKENS, config["cross_attention_dim"]),
+                torch.ones(1, _BERT_TOKENS),
+                torch.zeros(1, _T5_TOKENS, config["cross_attention_dim_t5"]),
+                torch.ones(1, _T5_TOKENS),
+            )
+            latents = torch.zeros(1, 4, self.size[0] // 8, self.size[1] // 8)
+            self._predict(self.skeleton(), latents, torch.zeros(1), text)
+        return int(counter.get_total_flops())
+
+    def tokens_per_image(self) -> int:
+        """Patches of latents per picture."""
+        return self.size[0] * self.size[1] // _PIXELS_PER_TOKEN**2
+
+    def summary(self) -> str:
+        """Folder, size and objective."""
+        return f"{NAME} of {self.folder} at {self.size[0]} x {self.size[1]} px, v-prediction"
+
+    def describe(self) -> dict[str, Any]:
+        """The folder and what shapes the training."""
+        return {
+            "family": "hunyuandit",
+            "model": NAME,
+            "img_size": self.size[0] if self.size[0] == self.size[1] else list(self.size),
+            "label_names": [],
+            "folder": str(self.folder),
+            "beta_end": self.schedule["beta_end"],
+            "uncond_p": self.uncond_p,
+            "uncond_p_t5": self.uncond_p_t5,
+        }
+
+
+def _recomputed(forward: Any) -> Any:
+    """A forward whose activations are computed again in the backward pass instead of kept."""
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        return recompute(forward, *inputs, use_reentrant=False, **named)
+
+    return run
+
+
+def rotary_table(head_dim: int, size: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the tokens' places in a square of 32 x 32, into which a picture's longer side fits.
+
+    n places divide the way from start to stop without its end; diffusers takes start to stop * (n - 1) / n, which is the
+    same for squares only.
+    """
+    grid = (size[0] // _PIXELS_PER_TOKEN, size[1] // _PIXELS_PER_TOKEN)
+    start, stop = get_resize_crop_region_for_grid(grid, _BASE_GRID)
+    rows, columns = (
+        first + (last - first) * torch.arange(count, dtype=torch.float32, device=device) / count
+        for first, last, count in zip(start, stop, grid, strict=True)
+    )
+    places = torch.stack(torch.meshgrid(columns, rows, indexing="xy")).unsqueeze(1)
+    return get_2d_rotary_pos_embed_from_grid(head_dim, places, use_real=True)

@@ -1,0 +1,274 @@
+"""Captions from text files, metadata tables, columns and templates."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from muralist.data.captions import Caption
+from muralist.data.packed import pack
+from muralist.data.sources import Source, open_held_out, open_source, read_batch
+from muralist.errors import UserError
+from tests.data.driving_files import write_arrow
+from tests.support.pictures import noise, pictures, write_csv, write_files, write_folder, write_parquet, write_tar
+
+SIZE = 16
+
+
+def captions(source: Source) -> list[str]:
+    return read_batch(source, np.arange(len(source)))[2]
+
+
+def flat_folder(folder: Path, **texts: str | None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (name, text) in enumerate(texts.items()):
+        noise(number, 9, 9).save(folder / f"{name}.png")
+        if text is not None:
+            (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    return folder
+
+
+# -- the rule itself
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("text", "a red car"),
+        ("TEXT", "a red car"),
+        ("hour of day", "noon"),
+        ("{text}, {hour of day}", "a red car, noon"),
+        ("{key.camera_name}: {text}", "3: a red car"),
+        ("{[Part].speed} m/s", "1.5 m/s"),
+        ("a driving scene", "a driving scene"),
+        ("{text}", "a red car"),
+        ("{count}", "7"),
+        ("{gone} {nothing}!", " !"),
+    ],
+)
+def test_a_word_is_a_column_and_several_are_a_template(rule: str, expected: str) -> None:
+    row = {
+        "text": "a red car",
+        "hour of day": "noon",
+        "key.camera_name": 3,
+        "[Part].speed": 1.5,
+        "count": 7,
+        "gone": None,
+        "nothing": float("nan"),
+    }
+    assert Caption.settle(rule, row, "here").text(row, "row 0") == expected
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ("caption", r"no column 'caption' in here.*one word.*columns are text, label\."),
+        ("txt", r"Did you mean text\?"),
+        ("a photo of {lable}", r"no column 'lable' in here.*columns are text, label\. Did you mean label\?"),
+        ("a photo of {}", "no column ''"),
+        ("a photo of {label", "brace without its partner, near 'a photo of {label'"),
+        ("label}", "brace without its partner"),
+        ("{{label}}", "brace without its partner"),
+        (" ", "caption is empty"),
+    ],
+)
+def test_mistakes_in_a_rule(rule: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Caption.settle(rule, ["text", "label"], "here")
+
+
+def test_lists_are_no_captions() -> None:
+    with pytest.raises(UserError, match=r"caption in row 4 is not text but \['a'\]"):
+        Caption.settle("a {tags}", ["tags"], "here").text({"tags": ["a"]}, "row 4")
+
+
+# -- text files in folders
+
+
+def test_texts_beside_pictures(tmp_path: Path) -> None:
+    folder = flat_folder(tmp_path / "flat", a="a red car\n", b=None, c="", d="\ufeffein grünes Haus 图")
+    (folder / "notes.txt").write_text("not a caption")
+    source = open_source(str(folder), SIZE)
+    assert captions(source) == ["a red car", "", "", "ein grünes Haus 图"]
+    assert captions(pickle.loads(pickle.dumps(source))) == captions(source)
+    for name in ("street", "road"):
+        flat_folder(tmp_path / "classes" / name, x=f"one {name}", y=None)
+    assert captions(open_source(str(tmp_path / "classes"), SIZE)) == ["one road", "", "one street", ""]
+
+
+def test_texts_are_not_opened_before_their_pictures(tmp_path: Path) -> None:
+    folder = flat_folder(tmp_path, a="first", b="second")
+    source = open_source(str(folder), SIZE)
+    (folder / "b.txt").write_text("changed since")
+    assert source.read(1).caption == "changed since"
+    (folder / "b.txt").unlink()
+    with pytest.raises(UserError, match=r"caption .*b\.txt could not be read: No such file"):
+        source.read(1)
+    (folder / "a.txt").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"caption .*a\.txt is not UTF-8"):
+        source.read(0)
+
+
+def test_the_fingerprint_of_a_folder_notices_its_captions(tmp_path: Path) -> None:
+    folder = flat_folder(tmp_path, a="first one", b="other one", c=None)
+    (folder / "notes.txt").write_text("no caption")
+
+    def fingerprint(**options: str) -> str:
+        return open_source(str(folder), SIZE, **options).fingerprint()
+
+    seen = [
+        fingerprint(),
+        fingerprint(caption="a car"),
+        fingerprint(caption="a bus"),
+        fingerprint(caption="a {caption}"),
+    ]
+    assert seen[0] == fingerprint()
+    (folder / "a.txt").write_text("worst one")  # as long as before
+    seen.append(fingerprint())
+    (folder / "c.txt").write_text("")
+    seen.append(fingerprint())
+    (folder / "a.txt").rename(folder / "kept")
+    seen.append(fingerprint())
+    assert len(set(seen)) == len(seen)
+    assert fingerprint(caption="a car") == seen[1]  # whose captions do not come from texts
+    for text in ("b.txt", "c.txt", "notes.txt"):
+        (folder / text).unlink()
+    (folder / "kept").unlink()
+    plain = fingerprint()
+    (folder / "notes.txt").write_text("no caption")
+    assert fingerprint() == plain and plain not in seen
+
+
+def test_a_changed_caption_is_noticed_among_many(tmp_path: Path) -> None:
+    flat_folder(tmp_path, **{f"{number:03}": f"caption number {number}" for number in range(200)})
+    before = open_source(str(tmp_path), SIZE).fingerprint()
+    (tmp_path / "117.txt").write_text("Caption number 117")
+    assert open_source(str(tmp_path), SIZE).fingerprint() != before
+
+
+# -- metadata tables in folders
+
+
+def test_metadata_of_a_folder(tmp_path: Path) -> None:
+    folder = flat_folder(tmp_path / "train", a=None, b="from the text file", c=None, d=None)
+    flat_folder(tmp_path / "val", x=None)
+    table = "file_name,Text,weather\n./c.png,a house,fog\na.png,a car,rain\nb.png,overruled,sun\n"
+    (folder / "metadata.csv").write_text(table)
+    (tmp_path / "val" / "metadata.csv").write_text("file_name,text,weather\nx.png,held out,snow\n")
+    assert captions(open_source(str(folder), SIZE)) == ["a car", "from the text file", "a house", ""]
+    assert captions(open_source(str(folder), SIZE, "weather")) == ["rain", "sun", "fog", ""]
+    held_out = open_held_out(str(folder), SIZE, caption="{caption} in {weather}")
+    assert held_out is not None and captions(held_out) == ["held out in snow"]
+    expected = ["a car in rain", "from the text file in sun", "a house in fog", " in "]
+    assert captions(open_source(str(folder), SIZE, "{caption} in {weather}")) == expected
+
+    before = open_source(str(folder), SIZE).fingerprint()
+    (folder / "metadata.csv").write_text(table.replace("fog", "ice"))
+    assert open_source(str(folder), SIZE).fingerprint() == before
+    (folder / "metadata.csv").write_text(table.replace("a house", "a mouse"))
+    assert open_source(str(folder), SIZE).fingerprint() != before
+
+
+def test_metadata_above_and_inside_class_folders(tmp_path: Path) -> None:
+    for name in ("road", "street"):
+        flat_folder(tmp_path / name, a=None, b=None)
+    rows = [{"file_name": f"{name}/a.png", "caption": f"above {name}", "tags": ["x"]} for name in ("road", "street")]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "street" / "metadata.csv").write_text("file_name,prompt,lane\nb.png,inside,2\na.png,wins,1\n")
+    source = open_source(str(tmp_path), SIZE)
+    assert source.label_names == ["road", "street"]
+    assert captions(source) == ["above road", "", "wins", "inside"]
+    template = open_source(str(tmp_path), SIZE, "{caption} of a {label}, lane {lane}")
+    expected = [
+        "above road of a road, lane ",
+        " of a road, lane ",
+        "wins of a street, lane 1",
+        "inside of a street, lane 2",
+    ]
+    assert captions(template) == expected
+    with pytest.raises(UserError, match=r"columns are caption, tags, prompt, lane, label"):
+        open_source(str(tmp_path), SIZE, "weather")
+    with pytest.raises(UserError, match=r"road/a\.png is not text but \['x'\]"):
+        open_source(str(tmp_path), SIZE, "tags")
+
+
+# -- templates for every kind of source
+
+
+def test_class_names_make_captions(tmp_path: Path) -> None:
+    chosen = pictures(6)
+    folder = write_folder(tmp_path / "train", chosen)
+    write_folder(tmp_path / "val", chosen[:2])
+    rule = "A photo of {label}"
+    expected = [f"A photo of class_{picture.label}" for picture in chosen]
+    assert captions(open_source(str(folder), SIZE, rule)) == expected
+    held_out = open_held_out(str(folder), SIZE, caption=rule)
+    assert held_out is not None and captions(held_out) == expected[:2]
+    assert captions(open_source(str(write_parquet(tmp_path / "a.parquet", chosen)), SIZE, rule)) == expected
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "tar", "npz", "packed"])
+def test_labels_and_captions_fill_templates_everywhere(kind: str, tmp_path: Path) -> None:
+    chosen = [picture._replace(caption="" if kind == "npz" else picture.caption) for picture in pictures(6)]
+    path, field = tmp_path / f"a.{kind}", "caption"
+    if kind == "csv":
+        write_csv(path, chosen)
+    elif kind == "parquet":
+        write_parquet(path, chosen, hub=False)
+        field = "text"
+    elif kind == "arrow":
+        write_arrow(path, chosen, labelled=True)
+        field = "text_zh"
+    elif kind == "tar":
+        write_tar(path, chosen)
+    elif kind == "npz":
+        np.savez(path, x=np.zeros((6, 9, 8, 3), np.uint8), y=np.array([picture.label for picture in chosen]))
+    else:
+        pack(str(write_csv(tmp_path / "list.csv", chosen)), path, SIZE, workers=1)
+    plain, filled = open_source(str(path), SIZE), open_source(str(path), SIZE, "kind {label}: {%s}" % field)
+    assert captions(plain) == [picture.caption for picture in chosen]
+    assert captions(filled) == [f"kind {picture.label}: {picture.caption}" for picture in chosen]
+    assert [item.caption for item in map(filled.read, range(6))] == captions(filled)
+    assert captions(pickle.loads(pickle.dumps(filled))) == captions(filled)
+    assert captions(open_source(str(path), SIZE, "one caption for all")) == ["one caption for all"] * 6
+    assert filled.fingerprint() not in (plain.fingerprint(), open_source(str(path), SIZE, "kind {label}").fingerprint())
+    with pytest.raises(UserError, match=rf"no column 'colour' in .*{field}.*label"):
+        open_source(str(path), SIZE, "a {colour} car")
+
+
+def test_labels_called_class_fill_templates_too(tmp_path: Path) -> None:
+    names = write_files(tmp_path, pictures(2))
+    (tmp_path / "a.csv").write_text(f"path,class\n{names[0]},1\n{names[1]},0\n")
+    assert captions(open_source(str(tmp_path / "a.csv"), SIZE, "{label} or {class}")) == ["1 or 1", "0 or 0"]
+
+
+def test_the_embedded_data_set_takes_templates() -> None:
+    source, held_out = (opener("driving_world", SIZE, caption="{label}!") for opener in (open_source, open_held_out))
+    assert held_out is not None
+    assert source.read(1).caption == "An urban intersection with traffic lights and multiple vehicles!"
+    assert held_out.read(2).caption == "A highway scene with clear lane markings and distant cars!"
+    plain = open_source("driving_world", SIZE)
+    assert source.fingerprint().startswith(f"{plain.fingerprint()}-")
+
+
+def test_parquet_takes_any_column_of_text_or_numbers(tmp_path: Path) -> None:
+    path = str(write_parquet(tmp_path / "a.parquet", pictures(3)))
+    assert captions(open_source(path, SIZE, "Text")) == [picture.caption for picture in pictures(3)]
+    with pytest.raises(UserError, match=r"no column 'image' .*columns are label, text\."):
+        open_source(path, SIZE, "image")
+
+
+def test_captions_are_packed_as_the_rule_makes_them(tmp_path: Path) -> None:
+    train = write_folder(tmp_path / "train", pictures(3))
+    write_folder(tmp_path / "val", pictures(3))
+    pack(str(train), tmp_path / "packed", SIZE, workers=1, caption="A photo of {label}")
+    for source in (open_source(str(tmp_path / "packed"), SIZE), open_held_out(str(tmp_path / "packed"), SIZE)):
+        assert source is not None
+        assert captions(source) == ["A photo of class_0", "A photo of class_1", "A photo of class_2"]
+    assert pack(str(train), tmp_path / "packed", SIZE, workers=1, caption="A photo of {label}").finished_before
+    with pytest.raises(UserError, match="another pack"):
+        pack(str(train), tmp_path / "packed", SIZE, workers=1)

@@ -1,0 +1,34 @@
+"""The cluster of these tests, and a folder to submit from that looks like the repository."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.slurm.cluster import Cluster, missing, two_nodes
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes; skipped with the reason where SLURM cannot run, except on a build machine, which installs it."""
+    if reason := missing():
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with two_nodes(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """The files the guide's steps need; what jobs write stays out of the repository."""
+    for name in ("train.py", "configs", "scripts", "accelerate_config_multi_node.yaml"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    return tmp_path
