@@ -57,7 +57,9 @@ def _pack(arguments: Sequence[str]) -> int:
     settings = load(PackSettings, arguments, {}, positional=SOURCE_AND_DESTINATION)
     from muralist.data.packed import pack
 
-    report = pack(settings.source, settings.destination, settings.img_size, settings.num_workers)
+    report = pack(
+        settings.source, settings.destination, settings.img_size, settings.num_workers, caption=settings.caption
+    )
     print(report)
     return 0
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+STATUS_LOST_OTHERS = 75
+"""Exit status of a process that ended because another one is missing (EX_TEMPFAIL: the same command again goes on)."""
+
 
 class UserError(Exception):
     """Something the user can put right; shown without a traceback, and the program exits with a non-zero status."""

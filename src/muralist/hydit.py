@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from muralist.errors import UserError
@@ -26,6 +27,7 @@ _RENAMED = {
     "task-flag": "--run_name",
     "use-fp16": "--use_amp",
     "no-fp16": "--no_use_amp",
+    "rank": "--lora_rank",
 }
 _SWITCHES = ("qk-norm", "rope-real", "use-flash-attn", "extra-fp16", "deepspeed", "save-optimizer-state", "learn-sigma")
 """What is always so here, or has its own way: attention and precision of the frozen parts follow the hardware."""
@@ -37,6 +39,16 @@ _FIXED = {
     "mse-loss-weight-type": ("constant",),
 }
 """Flags with one value that is true here; the noise schedule's betas are those of the model's folder."""
+
+
+_TARGETS = {
+    "Wqkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "q_proj": ("attn2.to_q",),
+    "kv_proj": ("attn2.to_k", "attn2.to_v"),
+    "out_proj": ("to_out.0",),
+}
+"""Layers for LoRA as the official network names them; diffusers' has one for each of queries, keys and values."""
+_ALL_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 
 def train_words(arguments: Sequence[str]) -> list[str]:
@@ -72,12 +84,24 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], str | None]:
                     continue
                 raise UserError(f"--{flag} is {value}: here it is {' or '.join(_FIXED[flag])}.")
             continue
+        if flag == "target-modules":
+            queue = [inline, *queue] if equals else queue
+            names = list(takewhile(lambda name: not name.startswith("--"), queue))
+            queue = queue[len(names) :]
+            words += ["--lora_targets", *_targets(names)]
+            continue
         if flag == "ckpt-every":  # there, every one of these stays
             queue = [inline, *queue] if equals else queue
             words += ["--ckpt_every", queue[0] if queue else "", "--keep_every"]
             continue
         words.append(_RENAMED.get(flag, word) + (f"={inline}" if equals and flag in _RENAMED else ""))
     return words, strategy
+
+
+def _targets(names: Sequence[str]) -> Sequence[str]:
+    if set(names) == set(_TARGETS):
+        return _ALL_ATTENTION  # the same layers, in the words of the default: it is the same run
+    return [layer for name in names for layer in _TARGETS.get(name, (name,))]
 
 
 def _strategy_of(stage: str) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from muralist.errors import UserError
+from muralist.errors import STATUS_LOST_OTHERS, UserError
 
 _GRACE = 30.0  # seconds the others have to save and leave once one has failed
 
@@ -78,13 +78,17 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
         running = [child for child in children if child.poll() is None]
         failed = [(rank, child) for rank, child in enumerate(children) if child.returncode]
         if failed and not status:
-            rank, child = failed[0]
+            # One that ended because another is missing is not the one to be named, if there is any other.
+            rank, child = min(failed, key=lambda pair: pair[1].returncode == STATUS_LOST_OTHERS)
             # As a shell does it: 128 and the number of the signal.
             status = child.returncode if child.returncode > 0 else 128 - child.returncode
             told, deadline = _obituary(rank, child), time.monotonic() + _GRACE
             for other in running:
                 other.terminate()
         if not running or time.monotonic() > deadline:
+            if running and status == STATUS_LOST_OTHERS:
+                silent = [rank for rank, child in enumerate(children) if child.poll() is None]
+                told = f"Rank {', '.join(map(str, silent))} did not answer and was killed. The same command goes on."
             break
         time.sleep(0.05)
     if told:  # last, so that it is not buried under what the others say about losing it

@@ -41,6 +41,9 @@ class DataSettings(Section):
     """Total batch of an optimizer step; gradient accumulation is then derived from it."""
     micro_batch_size: Annotated[PositiveInt | Literal["auto"], Apart] = "auto"
     """Images per forward pass; auto tries batch_size and halves it while memory is short: same result."""
+    caption: str | None = None
+    """Where captions come from: a column's name, or a text with {column} fields such as "A photo of {label}"; default:
+    the column or file that is named like one."""
     max_samples: PositiveInt | None = None
     """Use only the first this many images of the source."""
     random_flip: bool = True
@@ -76,6 +79,12 @@ class ModelSettings(Section):
     """HunyuanDiT: probability of training a sample without its caption for the first text encoder (guidance needs it)."""
     uncond_p_t5: Fraction = 0.1
     """HunyuanDiT: the same for the second text encoder, drawn apart."""
+    training_parts: Literal["all", "lora"] = "all"
+    """HunyuanDiT: train the whole network, or LoRA: narrow layers beside its own, which stay as they are."""
+    lora_rank: PositiveInt = 64
+    """Width of these layers."""
+    lora_targets: Annotated[list[str], Field(min_length=1)] = ["to_q", "to_k", "to_v", "to_out.0"]
+    """Beside which layers of the blocks: ends of their names, such as to_q (all attention), attn2.to_q or ff.net.0.proj."""
     gradient_checkpointing: Annotated[bool, Apart] = False
     """HunyuanDiT: compute activations again in the backward pass instead of keeping them; less memory, same result."""
 
@@ -268,8 +277,10 @@ class PackSettings(Section):
     """What to read: anything train reads."""
     destination: str
     """Folder to write; must not exist or be empty."""
-    img_size: PositiveInt = 64
-    """Side of the square images in pixels."""
+    img_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 64
+    """Side of the square images in pixels, or height and width."""
+    caption: str | None = None
+    """Where captions come from, as in training: a column's name, or a text with {column} fields."""
     num_workers: PositiveInt | None = None
     """Decoding processes; default: one per core."""
 

@@ -49,16 +49,26 @@ def write_waymo(path: Path, chosen: Sequence[Picture], cameras: Sequence[int], r
     return path
 
 
-def write_arrow(path: Path, chosen: Sequence[Picture], labelled: bool = False, batch: int = 4) -> Path:
-    """Write what HunyuanDiT's csv2arrow does; from no pictures, columns of no type, as pandas makes them."""
+def write_arrow(
+    path: Path,
+    chosen: Sequence[Picture],
+    labelled: bool = False,
+    batch: int = 4,
+    images: dict[int, bytes] | None = None,
+) -> Path:
+    """Write what HunyuanDiT's csv2arrow does; from no pictures, columns of no type, as pandas makes them.
+
+    `images` are put in place of those of some rows.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    stored = [(images or {}).get(row, picture.png) for row, picture in enumerate(chosen)]
     table = pyarrow.table(
         {
             "text_zh": pyarrow.array([picture.caption for picture in chosen] or pyarrow.nulls(0)),
             "md5": pyarrow.array([hashlib.md5(picture.png).hexdigest() for picture in chosen] or pyarrow.nulls(0)),
             "width": pyarrow.array([picture.image.width for picture in chosen] or pyarrow.nulls(0)),
             "height": pyarrow.array([picture.image.height for picture in chosen] or pyarrow.nulls(0)),
-            "image": pyarrow.array([picture.png for picture in chosen] or pyarrow.nulls(0)),
+            "image": pyarrow.array(stored or pyarrow.nulls(0)),
             **({"label": pyarrow.array([picture.label for picture in chosen])} if labelled else {}),
         }
     )

@@ -229,7 +229,7 @@ def test_labels_and_captions_fill_templates_everywhere(kind: str, tmp_path: Path
         np.savez(path, x=np.zeros((6, 9, 8, 3), np.uint8), y=np.array([picture.label for picture in chosen]))
     else:
         pack(str(write_csv(tmp_path / "list.csv", chosen)), path, SIZE, workers=1)
-    plain, filled = open_source(str(path), SIZE), open_source(str(path), SIZE, "kind {label}: {%s}" % field)
+    plain, filled = open_source(str(path), SIZE), open_source(str(path), SIZE, f"kind {{label}}: {{{field}}}")
     assert captions(plain) == [picture.caption for picture in chosen]
     assert captions(filled) == [f"kind {picture.label}: {picture.caption}" for picture in chosen]
     assert [item.caption for item in map(filled.read, range(6))] == captions(filled)

@@ -70,6 +70,17 @@ def short_tar(place: Path) -> str:
     return str(path)
 
 
+def metadata(csv: str = "", jsonl: str = "") -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        folder = folder_with("a.png")(place)
+        for name, text in {"metadata.csv": csv, "metadata.jsonl": jsonl}.items():
+            if text:
+                (place / "data" / name).write_text(text)
+        return folder
+
+    return write
+
+
 PNG = pictures(1)[0].png
 MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "misspelt": (lambda place: folder_with("train/a.png")(place) + "/trian", r"no trian in .*Did you mean train\?"),
@@ -120,6 +131,20 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "label count": (arrays_with(x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(3, int)), r"shape \(3,\).* 2 images"),
     "float labels": (arrays_with(x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(2)), "not whole numbers"),
     "no parquet": (file_with("a.parquet", "text"), "Parquet file .* could not be read"),
+    "no arrow": (file_with("a.arrow", "text"), "Arrow file .* could not be read"),
+    "arrows and images": (folder_with("a.arrow", "b.png"), r"both \.arrow files \(a\.arrow\) and b\.png"),
+    "no index": (file_with("a.json", "{"), r"index \S*a\.json could not be read"),
+    "another JSON file": (file_with("a.json", '{"images": []}'), "no arrow_files.* fields are images"),
+    "a JSON list": (file_with("a.json", "[1]"), "no arrow_files.* fields are none"),
+    "metadata without names": (metadata("picture,text\na.png,x\n"), r"no file_name in line 2 of \S*csv.*picture, text"),
+    "metadata of a missing file": (metadata("file_name,text\na.png,x\nb.png,y\n"), r"Line 3 of .* names b\.png, but"),
+    "metadata out of the folder": (metadata("file_name,text\n../a.png,x\n"), r"Line 2 of .* names \.\./a\.png, but"),
+    "metadata with a comma": (metadata("file_name,text\na.png,x, y\n"), "Line 2 .* 3 fields.* header has 2"),
+    "metadata in two tables": (
+        metadata("file_name\na.png\n", '{"file_name": "a.png"}'),
+        "both metadata.csv and metadata",
+    ),
+    "metadata with lists": (metadata(jsonl='{"file_name": "a.png", "text": ["x"]}'), r"a\.png is not text but \['x'\]"),
 }
 
 

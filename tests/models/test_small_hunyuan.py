@@ -160,7 +160,6 @@ def test_every_word_of_a_caption_is_one_token_and_any_other_text_is_spelt(
     for tokenizer in tokenizers:
         for text in captions:
             words = text.replace(",", " ,").split()
-            # T5 marks the beginning of a word, and has no other way to say that a comma does not begin one.
             assert len(tokenizer.tokenize(text)) == len(words), text
         for text in (*captions, "A zebra, 42 km from Oslo!", small_hunyuan.EMPTY_CAPTION):
             assert tokenizer.unk_token_id not in tokenizer(text).input_ids, text

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from muralist.train.heartbeat import SAVING, STATUS_LOST_OTHERS, WAITING, Heartbeat, Pace, Record, _overwrite, _read
+from muralist.errors import STATUS_LOST_OTHERS
+from muralist.train.heartbeat import SAVING, WAITING, Heartbeat, Pace, Record, _overwrite, _read
 from tests.support.disks import leave_free, small_disk
 from tests.support.runs import environment
 

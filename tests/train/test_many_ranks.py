@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from muralist.errors import STATUS_LOST_OTHERS
 from tests.conftest import REPOSITORY
 from tests.support.runs import TINY, finish, last_checkpoint, losses, metrics, only_run, start
 
@@ -86,3 +90,40 @@ def test_accelerate_launch_and_the_script_run_the_configured_processes(photo_fol
     script = start("bash", "scripts/train_multi_gpu.sh", *shrink, "--run_name", "one", cwd=tmp_path, PATH=path,
                    CUDA_VISIBLE_DEVICES="2")  # fmt: skip
     assert "Number of processes: 1" in finish(script)
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_ends_the_job_and_is_named(photo_folder: Path, tmp_path: Path) -> None:
+    words = ["muralist", "launch", "--nproc", "3", "train", *TINY, "--data_path", photo_folder, "--results_dir", tmp_path,
+             "--epochs", "100000", "--ckpt_every", "5", "--samples_per_gpu", "0", "--run_name", "run"]  # fmt: skip
+    process = start(*words)
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "run" / "checkpoints" / "latest").is_file() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    frozen = json.loads((tmp_path / "run" / "heartbeats" / "rank_1.json").read_text())["process"]
+    os.kill(frozen, signal.SIGSTOP)
+    began = time.monotonic()
+    output = finish(process, expect=STATUS_LOST_OTHERS, timeout=150)
+    assert time.monotonic() - began < 100  # 40 s of silence, and 30 for the others to leave in good order
+    assert f"Rank 1 on {socket.gethostname()} (process {frozen}) is silent" in output
+    assert "Rank 1 did not answer and was killed" in output.splitlines()[-1]
+    assert "Traceback" not in output
+
+
+def test_a_rank_that_never_comes_is_named(photo_folder: Path, tmp_path: Path) -> None:
+    alone = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    words = ["python", "train.py", *TINY, "--data_path", photo_folder, "--results_dir", tmp_path, "--dist_timeout", "5"]
+    output = finish(start(*words, **alone), expect=STATUS_LOST_OTHERS, timeout=60)
+    assert "rank 1 never reported" in output.lower() and "Traceback" not in output
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

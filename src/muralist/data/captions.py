@@ -29,7 +29,7 @@ class Caption:
         columns = list(columns)
         if rule is None:
             found = pick(columns, CAPTION_FIELDS)
-            return cls(("", found, "")) if found else cls(_split(default))
+            return cls(("", found, "")) if found else cls(_split(default), default or None)
         if not rule.strip():
             raise UserError("The caption is empty.", fix="Give the name of a column or a template, or leave it out.")
         if rule in columns or not re.search(r"[{}\s]", rule):

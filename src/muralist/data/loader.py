@@ -97,8 +97,9 @@ def _checked(batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
     while True:
         try:
             batch = next(batches, None)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            # A process that dies while it hands over a batch breaks the connection; else torch finds it gone.
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             raise UserError(
                 "A loader process died.",

@@ -17,10 +17,14 @@ def export(settings: ExportSettings) -> str:
     weights = read_weights(source, settings.weights)
     description = _description(source)
     if description.get("family") == "hunyuandit":
-        from muralist.models.hunyuan_export import write_pipeline
+        from muralist.models.hunyuan_export import ADAPTER_FOLDER, write_pipeline
 
-        write_pipeline(Path(settings.destination), weights, Path(description["folder"]))
-        return f"{settings.destination}: {settings.weights} weights of {source}, for HunyuanDiTPipeline.from_pretrained"
+        write_pipeline(Path(settings.destination), weights, Path(description["folder"]), description.get("lora"))
+        alone = f"; its LoRA alone, for PEFT, in {ADAPTER_FOLDER}/" if description.get("lora") else ""
+        return (
+            f"{settings.destination}: {settings.weights} weights of {source}, for HunyuanDiTPipeline.from_pretrained"
+            + alone
+        )
     config = infer_jit_config(weights)
     config |= {key: description[key] for key in ("label_names", "objective") if key in description}
     write_jit_folder(settings.destination, weights, config)

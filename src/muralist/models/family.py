@@ -59,6 +59,9 @@ class Family(Protocol):
     ) -> Tensor:
         """Pictures in [-1, 1], [B, 3, H, W]; a picture depends on its prompt and seed alone."""
 
+    def stores(self, name: str) -> bool:
+        """Whether a checkpoint holds this weight; one that is not trained and comes with network() need not be there."""
+
     def adopt(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
         """Start from weights of another run."""
 

@@ -6,17 +6,27 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from diffusers import HunyuanDiT2DModel
 from safetensors import SafetensorError
 from torch import Tensor
 
 from muralist.errors import UserError
+from muralist.models.lora import Lora, fingerprint
 from muralist.runfolder import disk_error, flush_folder, no_space
 
+ADAPTER_FOLDER = "lora"
 
-def write_pipeline(folder: Path, weights: Mapping[str, Tensor], base: Path) -> None:
-    """Write the trained transformer with the other parts of the model it came from; the folder appears whole."""
+
+def write_pipeline(
+    folder: Path, weights: Mapping[str, Tensor], base: Path, lora: Mapping[str, Any] | None = None
+) -> None:
+    """Write the trained transformer with the other parts of the model it came from; the folder appears whole.
+
+    LoRA is added to the transformer's own weights, and is also there alone, as PEFT reads it; `lora` is what the checkpoint
+    says of it.
+    """
     final = folder.absolute()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise UserError(f"{final} exists.", fix="Name a folder that does not exist yet.")
@@ -26,11 +36,23 @@ def write_pipeline(folder: Path, weights: Mapping[str, Tensor], base: Path) -> N
             "An export needs its VAE, text encoders and tokenizers.",
             "Put it back where it was.",
         )
+    if lora and fingerprint(base / "transformer") != lora["base"]:
+        raise UserError(
+            f"The transformer in {base} is not the one that LoRA was trained on.",
+            "Together they would draw something else than in training.",
+            "Put back the model that was there.",
+        )
     aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     try:
         shutil.copytree(base, aside, ignore=shutil.ignore_patterns("transformer", ".*"))
-        network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
-        network.load_state_dict(weights)
+        network: Any
+        if lora:
+            network = HunyuanDiT2DModel.from_pretrained(base, subfolder="transformer", local_files_only=True).float()
+            (aside / ADAPTER_FOLDER).mkdir()
+            network = Lora(lora["rank"], tuple(lora["targets"])).merge(network, weights, aside / ADAPTER_FOLDER)
+        else:
+            network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
+            network.load_state_dict(weights)
         network.save_pretrained(aside / "transformer")
         flush_folder(aside)
         if final.exists():

@@ -31,6 +31,7 @@ from muralist.diffusion import ddpm, flow
 from muralist.errors import UserError
 from muralist.keyed_random import Purpose, SampleKeys
 from muralist.models.family import to_unit
+from muralist.models.lora import Lora, fingerprint, is_adapter
 from muralist.settings import SampleSettings, TrainSettings
 
 transformers_logging.disable_progress_bar()
@@ -130,6 +131,8 @@ class HunyuanFamily:
     uncond_p_t5: float = 0.0
     random_flip: bool = False
     gradient_checkpointing: bool = False
+    lora: Lora | None = None  # None: the whole transformer is trained
+    seed: int = 0
     label_names: list[str] = field(default_factory=list)  # it has captions, no classes
 
     @classmethod
@@ -171,6 +174,8 @@ class HunyuanFamily:
             uncond_p_t5=model.uncond_p_t5,
             random_flip=settings.data.random_flip,
             gradient_checkpointing=model.gradient_checkpointing,
+            lora=Lora(model.lora_rank, tuple(model.lora_targets)) if model.training_parts == "lora" else None,
+            seed=settings.seed,
         )
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -178,9 +183,12 @@ class HunyuanFamily:
         self.parts.to(device, dtype)
 
     def network(self) -> nn.Module:
-        """The transformer as the folder has it, in float32."""
+        """The transformer as the folder has it, in float32; LoRA on it changes nothing yet."""
         network = HunyuanDiT2DModel.from_pretrained(self.folder, subfolder="transformer", local_files_only=True)
-        return self._prepared(network.float().train())
+        network = self._prepared(network.float().train())
+        if self.lora:
+            self.lora.initialise(network, self.seed)
+        return network
 
     def skeleton(self) -> nn.Module:
         """The transformer's shapes, without memory for its weights."""
@@ -189,6 +197,8 @@ class HunyuanFamily:
 
     def _prepared(self, network: nn.Module) -> nn.Module:
         network._no_split_modules = ("HunyuanDiTBlock",)  # type: ignore[assignment]
+        if self.lora:
+            self.lora.insert(network)
         if self.gradient_checkpointing:  # diffusers has none for this network
             for block in network.blocks:  # type: ignore[union-attr]
                 block.forward = _recomputed(block.forward)
@@ -231,8 +241,9 @@ class HunyuanFamily:
     def _predict(self, network: nn.Module, latents: Tensor, step: Tensor, text: Text) -> Tensor:
         conditions: dict[str, Tensor | None] = {"image_meta_size": None, "style": None}
         if self.config["use_style_cond_and_image_meta_size"]:  # version 1.1 and before
-            meta = torch.tensor([*self.size, *self.size, 0, 0], dtype=torch.float32, device=latents.device)
-            conditions["image_meta_size"] = meta.expand(len(latents), -1)
+            height, width = self.size
+            meta = torch.tensor([[width, height, width, height, 0, 0]], dtype=torch.float32, device=latents.device)
+            conditions["image_meta_size"] = meta.repeat(len(latents), 1)
             conditions["style"] = torch.zeros(len(latents), dtype=torch.int64, device=latents.device)
         output = network(
             latents,
@@ -285,17 +296,31 @@ class HunyuanFamily:
 
     @torch.no_grad()
     def adopt(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
-        """Start from weights of another run of the same network."""
-        own = network.state_dict()
-        if {name: value.shape for name, value in own.items()} != {name: v.shape for name, v in weights.items()}:
+        """Start from weights of another run that trains the same."""
+        own = {name: value.shape for name, value in network.state_dict().items() if self.stores(name)}
+        if own == {name: value.shape for name, value in weights.items()}:
+            network.load_state_dict(weights, strict=False)
+            return
+        whole, theirs_whole = self.lora is None, not any(map(is_adapter, weights))
+        if whole != theirs_whole:
+            here, there = "the whole network" if whole else "LoRA", "a whole network" if theirs_whole else "LoRA alone"
             raise UserError(
-                f"The weights of {origin} do not fit this {NAME}.", fix="Give the weights of the same network."
+                f"The weights of {origin} do not fit: here {here} is trained, and they are {there}.",
+                fix=f"Make a model of them with `muralist export {origin} FOLDER`, and train it with --model.path FOLDER.",
             )
-        network.load_state_dict(weights)
+        fix = "Give the weights of the same network." if whole else "Give the same --lora_rank and --lora_targets."
+        raise UserError(f"The weights of {origin} do not fit this {NAME}.", fix=fix)
+
+    def stores(self, name: str) -> bool:
+        """Everything; of LoRA, that alone: the rest is in the model's folder."""
+        return self.lora is None or is_adapter(name)
 
     def flops_per_image(self) -> int:
-        """Forward, counted once on shapes alone, and twice as much backward; VAE and text encoders come on top."""
-        return 3 * self._forward_flops
+        """Forward, counted once on shapes alone, and twice as much backward; VAE and text encoders come on top.
+
+        Frozen weights have no gradients of their own: then backward takes about what forward does.
+        """
+        return (2 if self.lora else 3) * self._forward_flops
 
     @cached_property
     def _forward_flops(self) -> int:
@@ -316,8 +341,9 @@ class HunyuanFamily:
         return self.size[0] * self.size[1] // _PIXELS_PER_TOKEN**2
 
     def summary(self) -> str:
-        """Folder, size and objective."""
-        return f"{NAME} of {self.folder} at {self.size[0]} x {self.size[1]} px, v-prediction"
+        """Folder, size, objective and LoRA."""
+        lora = f", LoRA of rank {self.lora.rank} on {' '.join(self.lora.targets)}" if self.lora else ""
+        return f"{NAME} of {self.folder} at {self.size[0]} x {self.size[1]} px, v-prediction{lora}"
 
     def describe(self) -> dict[str, Any]:
         """The folder and what shapes the training."""
@@ -330,7 +356,16 @@ class HunyuanFamily:
             "beta_end": self.schedule["beta_end"],
             "uncond_p": self.uncond_p,
             "uncond_p_t5": self.uncond_p_t5,
+            "lora": self._lora_facts,
         }
+
+    @cached_property
+    def _lora_facts(self) -> dict[str, Any] | None:
+        if self.lora is None or self.folder is None:
+            return None
+        # The transformer beside it is not in a checkpoint, so it must be the same when the checkpoint is read.
+        base = fingerprint(self.folder / "transformer")
+        return {"rank": self.lora.rank, "targets": list(self.lora.targets), "base": base}
 
 
 def _recomputed(forward: Any) -> Any:

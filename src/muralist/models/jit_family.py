@@ -167,6 +167,10 @@ class JiTFamily:
         images = solvers.sample(network, start, labels, self.null_label, solver, self.objective.prediction)
         return images.clamp(-1, 1)
 
+    def stores(self, name: str) -> bool:
+        """Everything, the fixed position table too: a checkpoint is a whole network."""
+        return True
+
     @torch.no_grad()
     def adopt(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
         """Copy everything but the label table, whose rows mean other classes."""

@@ -34,6 +34,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from muralist.errors import UserError
+from muralist.models.family import Family
+from muralist.models.weights import Which, read_weights
 from muralist.runfolder import disk_error, flush_folder, no_space, write_atomically, write_json
 
 FORMAT = 1
@@ -245,6 +247,19 @@ def newest_whole(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             fix="Nothing was deleted. Restore one from a copy, or start anew with another --run_name.",
         )
     return None
+
+
+def read_stored(checkpoint: Path, which: Which, network: nn.Module, family: Family) -> dict[str, Tensor]:
+    """One set of a checkpoint's weights: all that the family stores of the network, and nothing else."""
+    weights = read_weights(checkpoint, which)
+    wanted = {name for name in network.state_dict() if family.stores(name)}
+    if wanted != weights.keys():
+        odd = sorted(wanted ^ weights.keys())
+        raise UserError(
+            f"The {which} weights of {checkpoint} do not fit the network: {len(odd)} are missing or unknown.",
+            f"The first is {odd[0]}.",
+        )
+    return weights
 
 
 def read_state(checkpoint: Path, state: dict[str, Any], together: bool = False) -> None:

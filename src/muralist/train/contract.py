@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from muralist.errors import UserError
 from muralist.models import variants
-from muralist.settings import TrainSettings
+from muralist.settings import ModelSettings, TrainSettings
 from muralist.train.schedule import BatchPlan, Clock, LearningRate
 from muralist.words import duration
 
@@ -17,6 +17,8 @@ def check(settings: TrainSettings) -> None:
     if not variants.is_hunyuan(settings.model.name):
         _, patch = variants.parse_name(settings.model.name)
         variants.check_image_size(patch, variants.square(settings.model.img_size))
+    if settings.model.training_parts == "lora":
+        _check_lora(settings.model)
     if not settings.data.path:
         raise UserError(
             "No data was named.", fix="Give --data_path FOLDER, or --data_path driving_world for the embedded set."
@@ -29,6 +31,16 @@ def check(settings: TrainSettings) -> None:
     low, high = settings.samples.interval
     if low >= high:
         raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
+
+
+def _check_lora(model: ModelSettings) -> None:
+    if not variants.is_hunyuan(model.name):
+        raise UserError(
+            f"{model.name} cannot be trained by LoRA.", "It is there for HunyuanDiT.", "Leave --training_parts out."
+        )
+    from muralist.models.lora import require_peft
+
+    require_peft()
 
 
 def check_length(clock: Clock) -> None:
@@ -46,25 +58,27 @@ def lines(
     clock: Clock,
     rate: LearningRate,
     model: str,
-    parameters: int,
-    bytes_per_parameter: float,
+    trained: int,
+    beside: int,
+    memory: float,
     layout: str,
     held_out: int,
     floor_seconds: float,
 ) -> list[str]:
-    """What is about to happen, for a person to check."""
+    """What is about to happen, for a person to check; `beside` counts frozen parameters that checkpoints leave out."""
     optim = settings.optim
     steps_per_epoch = clock.samples / clock.total_batch
     stop = min(clock.last_step, settings.max_steps or clock.last_step)
     text = [
-        f"model      {model}, {parameters / 1e6:.1f}M parameters",
+        f"model      {model}, {trained / 1e6:.1f}M "
+        + (f"of {(trained + beside) / 1e6:.1f}M parameters trained" if beside else "parameters"),
         f"data       {settings.data.path}: {clock.samples:,} images to train on, {held_out:,} held out",
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {steps_per_epoch:,.1f} steps/epoch = {clock.last_step:,} steps"
         + (f", stopping after {stop:,}" if stop < clock.last_step else ""),
         f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}",
-        f"memory     {bytes_per_parameter * parameters / 1e9:.2f} GB per GPU for weights, gradients, optimizer and averages "
-        f"({layout}), plus activations; {_BYTES_ON_DISK * parameters / 1e9:.2f} GB of disk per checkpoint",
+        f"memory     {memory / 1e9:.2f} GB per GPU for weights, gradients, optimizer and averages "
+        f"({layout}), plus activations; {_BYTES_ON_DISK * trained / 1e9:.2f} GB of disk per checkpoint",
         f"time       at least {duration(floor_seconds)} (all operations at the measured matmul rate); the pace shows soon",
     ]
     if rate.reason != "as given, no scaling" and clock.total_batch < SMALL_BATCH:

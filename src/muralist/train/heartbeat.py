@@ -24,12 +24,12 @@ from enum import Enum
 from pathlib import Path
 from types import TracebackType
 
+from muralist.errors import STATUS_LOST_OTHERS
 from muralist.words import duration
 
 log = logging.getLogger("muralist")
 WAITING = "waiting for the other processes"
 SAVING = "saving"  # while it does this, a process is not ended because another one died: it needs nobody for it
-STATUS_LOST_OTHERS = 75  # EX_TEMPFAIL: the same command, given again, goes on
 _BLOCK = 512  # a record fills whole blocks, so that its length stays the same and a write never leaves a rest behind
 _LONGEST_MESSAGE = 600  # characters; keeps a record below 4 KB, which one write puts down whole
 _MOST_LINES = 8

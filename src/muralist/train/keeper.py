@@ -81,7 +81,7 @@ class Keeper:
 
     def _submit_checkpoint(self, step: int) -> None:
         stepper = self.stepper
-        snapshot = stepper.strategy.snapshot(stepper.network, stepper.optimizer, stepper.averages)
+        snapshot = stepper.strategy.snapshot(self.family, stepper.network, stepper.optimizer, stepper.averages)
         if snapshot is None:
             return
         facts = {

@@ -18,7 +18,6 @@ from muralist.data.loader import Batch, held_out_batches, training_batches
 from muralist.data.stream import Stream
 from muralist.errors import UserError
 from muralist.models.family import build_family
-from muralist.models.weights import read_weights
 from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
 from muralist.scale.flops import matmul_rate
 from muralist.scale.slurm import adopt_ranks
@@ -127,10 +126,11 @@ def _train(
     network = family.network()
     initial = None if found else start.find_initial_weights(settings, settings.results_dir)
     if found:
-        network.load_state_dict(read_weights(found[0], "model"))
+        network.load_state_dict(checkpoint.read_stored(found[0], "model", network, family), strict=False)
     elif initial:
         family.adopt(network, *initial)
-    parameters = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    beside = sum(parameter.numel() for name, parameter in network.named_parameters() if not family.stores(name))
     strategy = build_strategy(engine)
     compiled = device.type == "cuda" if settings.compile == "auto" else settings.compile
     strategy.place(network, compiled)
@@ -155,8 +155,8 @@ def _train(
     peak = matmul_rate(device, stepper.autocast or torch.float32)
     floor = (last_step - first_step) * plan.total * family.flops_per_image() / (peak * engine.size)
     _say_contract(settings, engine, run, found[0] if found else None, first_step,
-                  contract.lines(settings, plan, clock, rate, family.summary(), parameters,
-                                 strategy.bytes_per_parameter(), strategy.words,
+                  contract.lines(settings, plan, clock, rate, family.summary(), trained, beside,
+                                 strategy.memory(trained, beside), strategy.words,
                                  len(data.held_out_indices), floor))  # fmt: skip
     if initial:
         log.info("starting from the weights of %s", initial[1])

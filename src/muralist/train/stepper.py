@@ -15,8 +15,9 @@ from muralist.data.loader import Batch
 from muralist.errors import UserError
 from muralist.keyed_random import SampleKeys
 from muralist.models.family import Encoded, Family
-from muralist.models.weights import read_weights
+from muralist.models.weights import Which
 from muralist.settings import OptimSettings
+from muralist.train import checkpoint
 from muralist.train.ema import WeightAverage
 from muralist.train.schedule import BatchPlan, LearningRate
 from muralist.train.strategy import Replicated
@@ -59,6 +60,7 @@ def build_optimizer(network: nn.Module, settings: OptimSettings) -> torch.optim.
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]  # LoRA has no vectors
     return torch.optim.AdamW(groups, lr=0.0, betas=(settings.beta1, settings.beta2), fused=True)
 
 
@@ -94,7 +96,9 @@ class Stepper:
 
     def restore(self, path: Path, loss_scale: dict[str, Any]) -> None:
         """Go on from a checkpoint whose weights the network already has."""
-        self.strategy.load_averages(self.averages, [read_weights(path, "ema1"), read_weights(path, "ema2")])
+        sets: tuple[Which, Which] = ("ema1", "ema2")
+        averages = [checkpoint.read_stored(path, which, self.network, self.family) for which in sets]
+        self.strategy.load_averages(self.averages, averages)
         self.strategy.load_optimizer(path, self.network, self.optimizer)
         self.scaler.load_state_dict(loss_scale)
 

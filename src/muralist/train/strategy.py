@@ -43,9 +43,9 @@ class Replicated:
         self.engine = engine
         self.module: nn.Module = nn.Identity()
 
-    def bytes_per_parameter(self) -> float:
-        """Memory of each process: float32 weights, gradients, two moments, two averages."""
-        return 24.0
+    def memory(self, trained: int, frozen: int) -> float:
+        """Bytes of each process: float32 weights, and of the trained ones gradients, two moments, two averages."""
+        return 24.0 * trained + 4.0 * frozen
 
     def place(self, network: nn.Module, compiled: bool) -> None:
         """Bring a whole network from host memory to where it is trained."""
@@ -97,12 +97,12 @@ class Replicated:
         checkpoint.read_state(path, checkpoint.optimizer_tensors(network, optimizer), together=self.in_parts)
 
     def snapshot(
-        self, network: nn.Module, optimizer: torch.optim.Optimizer, averages: list[WeightAverage]
+        self, family: Family, network: nn.Module, optimizer: torch.optim.Optimizer, averages: list[WeightAverage]
     ) -> Snapshot | None:
         """What a checkpoint stores, as it lies here; None where this process has nothing to write."""
         if not self.engine.is_main and self.writers is None:
             return None
-        weights = {"model": network.state_dict()}
+        weights = {"model": {name: value for name, value in network.state_dict().items() if family.stores(name)}}
         for number, average in enumerate(averages, start=1):
             weights[f"ema{number}"] = weights["model"] | dict(average.items())
         return Snapshot(weights, checkpoint.optimizer_tensors(network, optimizer))
@@ -124,9 +124,9 @@ class FullyShard(Replicated):
         # A group of its own: checkpoints are written in a thread, beside the collectives of training.
         self.writers = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
 
-    def bytes_per_parameter(self) -> float:
+    def memory(self, trained: int, frozen: int) -> float:
         """A part of everything."""
-        return super().bytes_per_parameter() / self.engine.size
+        return super().memory(trained, frozen) / self.engine.size
 
     def place(self, network: nn.Module, compiled: bool) -> None:
         """Shard every block, then the rest; each goes to the device as it is sharded, so the whole never lies there."""

@@ -37,9 +37,11 @@ class Zero(Replicated):
         self.mesh = init_device_mesh(engine.device.type, (engine.size,))
         self.deepspeed: Any = None
 
-    def bytes_per_parameter(self) -> float:
+    def memory(self, trained: int, frozen: int) -> float:
         """Weights and averages whole under stage 2; gradients, moments and DeepSpeed's own copy of the weights in parts."""
-        return 12 + 16 / self.engine.size if self.stage == 2 else 28 / self.engine.size
+        if self.stage == 2:
+            return 12 * trained + 4 * frozen + 16 * trained / self.engine.size
+        return (28 * trained + 4 * frozen) / self.engine.size
 
     def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool) -> nn.Module:
         """Hand module and optimizer to DeepSpeed; it takes over from backward to step."""
@@ -117,7 +119,7 @@ class Zero(Replicated):
             optimizer.state[flat]["step"].copy_(state[f"{next(iter(shapes))}.step"])
 
     def snapshot(
-        self, network: nn.Module, optimizer: torch.optim.Optimizer, averages: list[WeightAverage]
+        self, family: Family, network: nn.Module, optimizer: torch.optim.Optimizer, averages: list[WeightAverage]
     ) -> Snapshot | None:
         """Put everything together, one tensor at a time, in the main process's host memory."""
         from deepspeed.utils import safe_get_full_optimizer_state
@@ -127,13 +129,14 @@ class Zero(Replicated):
         shapes = {name: _shape(parameter) for name, parameter in network.named_parameters()}
         (step, *_) = [optimizer.state[flat]["step"] for flat in self._flat_weights()]
         for name, parameter in network.named_parameters():
-            self._keep(model, name, whole(self._as_it_lies(parameter)).view(shapes[name]))
+            if family.stores(name):
+                self._keep(model, name, whole(self._as_it_lies(parameter)).view(shapes[name]))
             if parameter.requires_grad:
                 self._keep(state, f"{name}.step", step)
                 for key in _MOMENTS:
                     self._keep(state, f"{name}.{key}", safe_get_full_optimizer_state(parameter, key))
         for name, buffer in network.named_buffers():
-            if name in network.state_dict():
+            if name in network.state_dict() and family.stores(name):
                 self._keep(model, name, buffer)
         weights = {"model": model}
         for number, average in enumerate(averages, start=1):

@@ -1,0 +1,120 @@
+"""LoRA (Hu et al. 2021): a pair of narrow trained layers beside each of some frozen ones, by PEFT; the extra `lora`.
+
+The first of a pair starts as keyed noise and the second at zero, so a network with fresh ones computes what it did before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from muralist import keyed_random
+from muralist.errors import UserError, nearest
+from muralist.keyed_random import Purpose
+
+ADAPTER_FILE = "adapter_model.safetensors"
+_TRAINED = ".lora_"
+_BLOCKS = "blocks."
+_ENDS = 1 << 20  # bytes
+
+
+def require_peft() -> None:
+    """Refuse to go on without the library."""
+    if importlib.util.find_spec("peft") is None:
+        raise UserError(
+            "LoRA needs PEFT, which is not installed.", fix="Install it with `pip install 'muralist[lora]'`."
+        )
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of this name is part of LoRA."""
+    return _TRAINED in name
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells the weights in a folder from others: LoRA of one network means nothing beside another.
+
+    Sizes and both ends of the files, which no two trainings leave alike; reading gigabytes at every start would take long.
+    """
+    digest = hashlib.sha256()
+    for file in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+        with file.open("rb") as content:
+            digest.update(f"{file.name} {file.stat().st_size}".encode() + content.read(_ENDS))
+            content.seek(-min(_ENDS, file.stat().st_size), os.SEEK_END)
+            digest.update(content.read())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which layers are adapted, and how narrow the pairs are."""
+
+    rank: int
+    targets: tuple[str, ...]  # the ends of layers' names
+
+    def insert(self, network: nn.Module) -> None:
+        """Freeze a network and put pairs without values beside the layers."""
+        require_peft()
+        from peft import inject_adapter_in_model
+
+        self._check_targets(network)
+        # Without values: PEFT would draw them from torch's global state.
+        inject_adapter_in_model(self._config(), network, low_cpu_mem_usage=True)
+
+    def initialise(self, network: nn.Module, seed: int) -> None:
+        """Values for inserted pairs: the same seed, the same values everywhere."""
+        trained = [(name, weight) for name, weight in network.named_parameters() if is_adapter(name)]
+        fresh = {name: self._initial(name, tuple(w.shape), index, seed) for index, (name, w) in enumerate(trained)}
+        network.load_state_dict(fresh, strict=False, assign=True)
+
+    def _initial(self, name: str, shape: tuple[int, ...], index: int, seed: int) -> Tensor:
+        if ".lora_B." in name:
+            return torch.zeros(shape)
+        drawn = keyed_random.uniform(seed, Purpose.INIT, torch.tensor([index]), shape)[0]
+        return (2.0 * drawn - 1.0) / math.sqrt(shape[1])  # PEFT's distribution
+
+    def merge(self, network: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> nn.Module:
+        """Write trained pairs into a folder in PEFT's format; returns the network with them added to its own weights."""
+        require_peft()
+        from peft import get_peft_model, get_peft_model_state_dict
+
+        config = self._config()
+        model: Any = get_peft_model(network, config, low_cpu_mem_usage=True)
+        wanted = {name: weight.shape for name, weight in network.named_parameters() if is_adapter(name)}
+        if wanted != {name: weight.shape for name, weight in weights.items()}:
+            raise UserError(f"The weights are not those of LoRA of rank {self.rank} on {', '.join(self.targets)}.")
+        network.load_state_dict(weights, strict=False, assign=True)
+        config.save_pretrained(folder)
+        save_file(get_peft_model_state_dict(model), folder / ADAPTER_FILE, metadata={"format": "pt"})
+        return model.merge_and_unload()
+
+    def _config(self) -> Any:
+        from peft import LoraConfig
+
+        # What a pair adds is not scaled, as in the official HunyuanDiT script.
+        config = LoraConfig(r=self.rank, lora_alpha=self.rank)
+        config.target_modules = sorted(self.targets)  # PEFT's own set would be written in any order
+        return config
+
+    def _check_targets(self, network: nn.Module) -> None:
+        """Every target must be layers of blocks: elsewhere are some whose weights are used without calling them."""
+        layers = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+        known = sorted({name.split(".", 2)[2] for name in layers if name.startswith(_BLOCKS)})
+        for target in self.targets:
+            found = [name for name, _ in network.named_modules() if name == target or name.endswith(f".{target}")]
+            if not found or not all(name in layers and name.startswith(_BLOCKS) for name in found):
+                raise UserError(
+                    f"LoRA cannot be trained on {target!r}.",
+                    f"A target is the end of the names of linear layers in the blocks; there are {', '.join(known)}.",
+                    nearest(target, known),
+                )

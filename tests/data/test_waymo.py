@@ -1,0 +1,177 @@
+"""Camera images of the Waymo Open Dataset v2, from small files in its published schema."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from muralist.data import parquet
+from muralist.data.images import BrokenImage, centre_crop
+from muralist.data.packed import pack
+from muralist.data.sources import open_held_out, open_source, read_batch
+from muralist.errors import UserError
+from tests.data.driving_files import WAYMO_SCHEMA, write_waymo
+from tests.support.pictures import encoded, pictures
+
+SIZE = (16, 24)
+CAMERAS = [1, 2, 4, 3, 5]
+WORDS = ["front", "front left", "side left", "front right", "side right"]
+
+
+def seen(jpeg: bytes) -> np.ndarray:
+    return centre_crop(Image.open(io.BytesIO(jpeg)).convert("RGB"), SIZE)
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Path:
+    """Two segments of ten and five images, the second one written first."""
+    folder = tmp_path / "training" / "camera_image"
+    chosen = pictures(15)
+    write_waymo(folder / "99_000.parquet", chosen[10:], CAMERAS)
+    write_waymo(folder / "10023947602400723454_1120_000_1140_000.parquet", chosen[:10], CAMERAS * 2)
+    return folder
+
+
+def test_the_pictures_come_by_file_and_row_with_the_camera_in_the_caption(training: Path) -> None:
+    source = open_source(str(training), SIZE)
+    assert (len(source), source.label_names) == (15, [])
+    images, labels, captions = read_batch(source, np.arange(15))
+    assert np.array_equal(images, np.stack([seen(encoded(picture.image, "JPEG")) for picture in pictures(15)]))
+    assert not labels.any()
+    assert captions == [f"A driving scene seen by the {words} camera" for words in WORDS] * 3
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy.read(7).caption == captions[7] and np.array_equal(copy.read(7).image, images[7])
+    assert copy.fingerprint() == source.fingerprint()
+
+
+def test_one_file_and_captions_by_template(training: Path) -> None:
+    path = str(training / "99_000.parquet")
+    assert len(open_source(path, SIZE)) == 5
+    source = open_source(path, SIZE, "a driving scene, {camera} camera of {key.segment_context_name}")
+    assert source.read(2).caption == "a driving scene, side left camera of 99_000"
+    assert open_source(path, SIZE, "key.camera_name").read(2).caption == "4"
+    assert source.fingerprint() != open_source(path, SIZE).fingerprint()
+    with pytest.raises(UserError, match=r"no column 'weather' .*key\.segment_context_name.* camera\."):
+        open_source(path, SIZE, "in {weather} weather")
+
+
+def test_only_what_is_needed_is_read(training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, list[str]]] = []
+    read_row_group = pyarrow.parquet.ParquetFile.read_row_group
+
+    def watched(file: object, group: int, columns: list[str], **options: object) -> object:
+        asked.append((group, columns))
+        return read_row_group(file, group, columns=columns, **options)
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", watched)
+    source = open_source(str(training), SIZE)
+    assert asked == []
+    source.read(9)
+    source.read(8)
+    assert asked == [(2, ["[CameraImageComponent].image", "key.camera_name"])]
+
+
+def test_few_large_row_groups_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_waymo(tmp_path / "a.parquet", pictures(10), CAMERAS * 2, row_group=2)
+    monkeypatch.setattr(parquet, "_MOST_BYTES_KEPT", 1)
+    reads: list[int] = []
+    read_group = parquet._ParquetReader.read_group
+    monkeypatch.setattr(
+        parquet._ParquetReader,
+        "read_group",
+        lambda reader, group, columns: reads.append(group) or read_group(reader, group, columns),
+    )
+    source = open_source(str(path), SIZE)
+    for index in (0, 1, 9, 8, 0):
+        source.read(index)
+    assert reads == [0, 4, 0]
+
+
+def test_the_validation_part_is_held_out(training: Path) -> None:
+    assert open_held_out(str(training), SIZE) is None
+    write_waymo(training.parents[1] / "validation" / "camera_image" / "5.parquet", pictures(3, first=60), [5, 1, 1])
+    held_out = open_held_out(str(training), SIZE, caption="the {camera} camera")
+    assert held_out is not None
+    assert read_batch(held_out, np.arange(3))[2] == ["the side right camera", "the front camera", "the front camera"]
+    assert open_held_out(str(training.parents[1] / "validation" / "camera_image"), SIZE) is None
+
+
+def test_a_pack_keeps_pictures_and_captions(training: Path, tmp_path: Path) -> None:
+    pack(str(training), tmp_path / "packed", SIZE, workers=2)
+    packed, source = open_source(str(tmp_path / "packed"), SIZE), open_source(str(training), SIZE)
+    for ours, theirs in zip(read_batch(packed, np.arange(15)), read_batch(source, np.arange(15)), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_broken_images_are_named(tmp_path: Path) -> None:
+    table = pyarrow.parquet.read_table(write_waymo(tmp_path / "a.parquet", pictures(3), [1, 2, 3]))
+    jpegs = table["[CameraImageComponent].image"].to_pylist()
+    for row, damaged in enumerate((jpegs[0][:-200], None)):
+        jpegs[row] = damaged
+    place = table.schema.get_field_index("[CameraImageComponent].image")
+    table = table.set_column(place, "[CameraImageComponent].image", pyarrow.array(jpegs))
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    source = open_source(str(tmp_path / "a.parquet"), SIZE)
+    for row, reason in enumerate(("truncated", "no bytes")):
+        with pytest.raises(BrokenImage, match=rf"row {row} of \S*a\.parquet is a broken image: .*{reason}"):
+            source.read(row)
+    assert source.read(2).caption == "A driving scene seen by the front right camera"
+
+
+def test_an_unknown_camera_is_named(tmp_path: Path) -> None:
+    source = open_source(str(write_waymo(tmp_path / "a.parquet", pictures(2), [0, 1])), SIZE)
+    with pytest.raises(UserError, match=r"key\.camera_name in row 0 of \S*a\.parquet is 0\. Known are 1 \(front\)"):
+        source.read(0)
+
+
+def test_cameras_as_text_are_understood(tmp_path: Path) -> None:
+    table = pyarrow.parquet.read_table(write_waymo(tmp_path / "a.parquet", pictures(1), [4]))
+    table = table.set_column(2, "key.camera_name", pyarrow.array(["4"]))
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert open_source(str(tmp_path / "a.parquet"), SIZE).read(0).caption.endswith("the side left camera")
+
+
+def test_other_components_are_refused(training: Path) -> None:
+    part = training.parent
+    (part / "camera_segmentation").mkdir()
+    table = pyarrow.table(
+        {
+            "key.segment_context_name": ["99_000"],
+            "key.camera_name": pyarrow.array([1], pyarrow.int8()),
+            "[CameraSegmentationLabelComponent].panoptic_label": pyarrow.array([pictures(1)[0].png]),
+        }
+    )
+    pyarrow.parquet.write_table(table, part / "camera_segmentation" / "99_000.parquet")
+    with pytest.raises(UserError, match=r"holds no camera images\. .*panoptic_label.* component camera_image"):
+        open_source(str(part / "camera_segmentation"), SIZE)
+    with pytest.raises(UserError, match=r"no images in .*Give \S*/training/camera_image"):
+        open_source(str(part), SIZE)
+    cut = pyarrow.parquet.read_table(training / "99_000.parquet").drop_columns(["key.camera_name"])
+    pyarrow.parquet.write_table(cut, training / "99_000.parquet")
+    with pytest.raises(UserError, match=r"no column key\.camera_name"):
+        open_source(str(training / "99_000.parquet"), SIZE)
+
+
+def test_the_schema_of_this_test_is_the_published_one() -> None:
+    """What CameraImageComponent.schema() prints, in its order."""
+    assert len(WAYMO_SCHEMA) == 15
+    assert WAYMO_SCHEMA.names[:5] == [
+        "key.segment_context_name",
+        "key.frame_timestamp_micros",
+        "key.camera_name",
+        "[CameraImageComponent].image",
+        "[CameraImageComponent].pose.transform",
+    ]
+    assert WAYMO_SCHEMA.names[11:] == [
+        "[CameraImageComponent].pose_timestamp",
+        "[CameraImageComponent].rolling_shutter_params.shutter",
+        "[CameraImageComponent].rolling_shutter_params.camera_trigger_time",
+        "[CameraImageComponent].rolling_shutter_params.camera_readout_done_time",
+    ]

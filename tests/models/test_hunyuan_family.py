@@ -1,0 +1,149 @@
+"""HunyuanDiT as a family: agrees with diffusers where it should, keyed everywhere, exact under gradient checkpointing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, HunyuanDiTPipeline
+from diffusers.models.embeddings import get_2d_rotary_pos_embed
+from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_region_for_grid
+
+from muralist import keyed_random
+from muralist.errors import UserError
+from muralist.keyed_random import Purpose, SampleKeys
+from muralist.models.hunyuan_family import HunyuanFamily, rotary_table
+from muralist.settings import SampleSettings
+from tests.support.hunyuan import scenes, small_family
+
+PROMPTS = ["A highway scene with clear lane markings and distant cars", "A parking lot"]
+
+
+@pytest.fixture(scope="module", params=["1.2", "1.1"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HunyuanFamily:
+    folder = tmp_path_factory.mktemp("model") / f"small-{request.param}"
+    return small_family(folder, variant=request.param, uncond_p=0.5, uncond_p_t5=0.25)
+
+
+def test_the_sampler_is_that_of_the_plain_pipeline(family: HunyuanFamily) -> None:
+    mine = family.sample(family.network().eval(), PROMPTS, [3, 8], SampleSettings(steps=4))
+    pipeline = HunyuanDiTPipeline.from_pretrained(family.folder, safety_checker=None, requires_safety_checker=False)
+    pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
+    pipeline.set_progress_bar_config(disable=True)
+    noise = keyed_random.normal(0, Purpose.SAMPLE_NOISE, torch.tensor([3, 8]), (4, 4, 4))
+    theirs = pipeline(
+        PROMPTS, height=32, width=32, original_size=(32, 32), num_inference_steps=4, guidance_scale=5.0, latents=noise,
+        use_resolution_binning=False, output_type="pt",
+    ).images  # fmt: skip
+    torch.testing.assert_close(mine, theirs * 2 - 1, rtol=0, atol=2e-5)
+
+
+def test_a_picture_depends_on_its_prompt_and_seed_alone(family: HunyuanFamily) -> None:
+    network, settings = family.network().eval(), SampleSettings(steps=3)
+    before = torch.get_rng_state()
+    together = family.sample(network, PROMPTS, [5, 6], settings)
+    alone = family.sample(network, PROMPTS[1:], [6], settings)
+    torch.testing.assert_close(together[1:], alone, rtol=0, atol=2e-5)
+    assert torch.equal(torch.get_rng_state(), before)
+    other = family.sample(network, PROMPTS[1:], [7], settings)
+    assert float((other - alone).abs().max()) > 0.05
+
+
+def test_encoding_is_a_function_of_the_sample(family: HunyuanFamily) -> None:
+    batch = scenes(32, 6)
+    whole = family.encode(batch, SampleKeys(0, batch.numbers))
+    part = family.encode(scenes(32, 2, first=3), SampleKeys(0, batch.numbers[3:5]))
+    for ours, theirs in zip(part, whole, strict=True):
+        torch.testing.assert_close(ours, theirs[3:5], rtol=1e-4, atol=1e-4)
+    other = family.encode(batch, SampleKeys(1, batch.numbers))
+    assert not torch.allclose(other.latents, whole.latents, atol=1e-3), "the posterior is drawn, not its mean"
+
+
+def test_captions_are_dropped_for_each_encoder_apart(family: HunyuanFamily) -> None:
+    batch = scenes(32, 64)
+    encoded = family.encode(batch, SampleKeys(0, batch.numbers))
+    empty = family.parts.embed([""])
+    bert = torch.tensor([torch.equal(row, empty.bert_mask[0]) for row in encoded.bert_mask])
+    t5 = torch.tensor([torch.equal(row, empty.t5_mask[0]) for row in encoded.t5_mask])
+    assert 20 <= int(bert.sum()) <= 44 and 6 <= int(t5.sum()) <= 26
+    assert (bert & ~t5).any() and (t5 & ~bert).any(), "drawn apart"
+    for dropped, embedded, mask in ((bert, encoded.bert, empty.bert), (t5, encoded.t5, empty.t5)):
+        torch.testing.assert_close(embedded[dropped], mask.expand(int(dropped.sum()), -1, -1), rtol=1e-5, atol=1e-5)
+
+
+def test_recomputed_activations_change_nothing(family: HunyuanFamily) -> None:
+    assert family.folder is not None
+    batch = scenes(32, 3)
+    gradients = []
+    for recompute in (False, True):
+        built = HunyuanFamily.load(family.folder, (32, 32), gradient_checkpointing=recompute)
+        network = built.network()
+        keys = SampleKeys(0, batch.numbers)
+        built.loss(network, built.encode(batch, keys), keys).sum().backward()
+        gradients.append({name: p.grad for name, p in network.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is not None and torch.equal(gradient, gradients[1][name]), name
+
+
+def test_the_loss_falls_when_trained(family: HunyuanFamily) -> None:
+    batch = scenes(32, 8)
+    network = family.network()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    losses = []
+    for step in range(12):
+        keys = SampleKeys(0, batch.numbers + 8 * step)
+        loss = family.loss(network, family.encode(batch, keys), keys).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert np.mean(losses[-3:]) < 0.8 * np.mean(losses[:3])
+
+
+def test_rotary_places_are_diffusers_for_squares_and_the_official_ones_for_the_rest() -> None:
+    cpu = torch.device("cpu")
+    for size in ((512, 512), (1024, 1024), (256, 256)):
+        grid = (size[0] // 16, size[1] // 16)
+        theirs = get_2d_rotary_pos_embed(88, get_resize_crop_region_for_grid(grid, 32), grid, output_type="pt")
+        for ours, other in zip(rotary_table(88, size, cpu), theirs, strict=True):
+            torch.testing.assert_close(ours, other, rtol=0, atol=1e-5)
+    # The official code divides with numpy and without the end, here written out for the rows of 768 x 1280.
+    (top, _), (bottom, _) = get_resize_crop_region_for_grid((48, 80), 32)
+    rows = np.linspace(top, bottom, 48, endpoint=False, dtype=np.float32)
+    frequencies = 1.0 / 10000.0 ** (np.arange(0, 44, 2)[:22] / 44)
+    expected = np.cos(np.repeat(np.outer(rows, frequencies), 2, axis=1))
+    cosines = rotary_table(88, (768, 1280), cpu)[0].view(48, 80, 88)
+    halves = (cosines[:, 0, :44].numpy(), cosines[:, 0, 44:].numpy())
+    assert min(np.abs(half - expected).max() for half in halves) < 1e-4
+
+
+def test_operations_grow_with_the_picture_and_are_counted_without_memory(family: HunyuanFamily) -> None:
+    assert family.folder is not None
+    larger = HunyuanFamily.load(family.folder, (64, 32))
+    assert larger.tokens_per_image() == 8 and family.tokens_per_image() == 4
+    assert 0 < family.flops_per_image() < larger.flops_per_image()
+    skeleton = family.skeleton()
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+    skeleton.load_state_dict(family.network().state_dict(), assign=True)
+    torch.testing.assert_close(
+        family.sample(skeleton.eval(), PROMPTS[:1], [0], SampleSettings(steps=2)),
+        family.sample(family.network().eval(), PROMPTS[:1], [0], SampleSettings(steps=2)),
+    )
+
+
+def test_mistakes_are_sentences(tmp_path: Path, family: HunyuanFamily) -> None:
+    assert family.folder is not None
+    with pytest.raises(UserError, match="not a HunyuanDiT in diffusers layout"):
+        HunyuanFamily.load(tmp_path, (64, 64))
+    with pytest.raises(UserError, match="multiples of 16"):
+        HunyuanFamily.load(family.folder, (64, 40))
+    for name in ("transformer", "scheduler"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "transformer" / "config.json").write_text("{}")
+    schedule = {"prediction_type": "epsilon", "beta_schedule": "linear"}
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps(schedule))
+    with pytest.raises(UserError, match="another noise schedule"):
+        HunyuanFamily.load(tmp_path, (64, 64))

@@ -1,0 +1,32 @@
+"""The small HunyuanDiT for tests: built once per session of tests, tiny pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from muralist.data.driving_world import DrivingWorld
+from muralist.data.loader import Batch
+from muralist.models.hunyuan_family import HunyuanFamily
+from muralist.models.small_hunyuan import build_small_hunyuan
+
+SMALL = ["--model", "HunyuanDiT", "--img_size", "32", "--batch_size", "4", "--num_workers", "0", "--warmup_steps", "3",
+         "--learning_rate", "1e-3", "--sample_steps", "2", "--no_use_tensorboard", "--data_path", "driving_world",
+         "--max_samples", "64", "--val_fraction", "0"]  # fmt: skip
+
+
+def small_family(
+    folder: Path, size: tuple[int, int] = (32, 32), variant: str = "1.2", **settings: float
+) -> HunyuanFamily:
+    """A family of the small model."""
+    return HunyuanFamily.load(build_small_hunyuan(folder, variant), size, **settings)  # type: ignore[arg-type]
+
+
+def scenes(size: int, count: int, first: int = 0) -> Batch:
+    """Driving scenes with captions, numbered as in a stream."""
+    items = [DrivingWorld(size).read(first + index) for index in range(count)]
+    numbers = torch.arange(first, first + count)
+    images = torch.from_numpy(np.stack([item.image for item in items]))
+    return Batch(images, torch.zeros(count, dtype=torch.int64), [item.caption for item in items], numbers)

@@ -1,0 +1,194 @@
+"""HunyuanDiT through the whole loop, and guide 3's commands as written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, HunyuanDiTPipeline
+from PIL import Image
+
+from muralist import keyed_random
+from muralist.cli import main
+from muralist.errors import UserError
+from muralist.hydit import train_words, translate
+from muralist.keyed_random import Purpose
+from muralist.train.hunyuan_samples import sample_images_multi_gpu
+from muralist.train.samples import to_u8
+from tests.conftest import REPOSITORY
+from tests.support.hunyuan import SMALL, small_family
+from tests.support.runs import TINY, assert_same_state, finish, last_checkpoint, losses, metrics, start
+
+
+def train(results: Path, run: str, *arguments: object) -> Path:
+    words = ["train", *SMALL, "--results_dir", results, "--run_name", run, *arguments]
+    assert main([str(word) for word in words]) == 0
+    return results / run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("results"), "through", "--max_steps", 6, "--ckpt_every", 3)
+
+
+def test_interrupted_is_uninterrupted_to_the_bit_and_samples_change_nothing(trained: Path) -> None:
+    results = trained.parent
+    train(results, "halves", "--max_steps", 3, "--samples_per_gpu", 0)
+    halves = train(results, "halves", "--max_steps", 6, "--samples_per_gpu", 0)
+    assert losses(halves) == losses(trained)
+    assert_same_state(last_checkpoint(trained), last_checkpoint(halves))
+
+
+def test_the_exported_folder_draws_the_same_picture_in_plain_diffusers(trained: Path) -> None:
+    folder = trained.parent / "exported"
+    assert main(["export", str(trained), str(folder)]) == 0
+    pipeline = HunyuanDiTPipeline.from_pretrained(folder, safety_checker=None, requires_safety_checker=False)
+    pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
+    pipeline.set_progress_bar_config(disable=True)
+    prompt = (trained / "samples" / "step_0000006" / "gpu_0_prompt.txt").read_text().strip()
+    noise = keyed_random.normal(0, Purpose.SAMPLE_NOISE, torch.tensor([0]), (4, 4, 4))
+    picture = pipeline(
+        prompt, height=32, width=32, num_inference_steps=2, guidance_scale=5.0, latents=noise,
+        use_resolution_binning=False, output_type="pt",
+    ).images  # fmt: skip
+    with Image.open(trained / "samples" / "step_0000006" / "gpu_0_sample.png") as drawn:
+        assert np.abs(np.asarray(drawn).astype(int) - to_u8(picture * 2 - 1)[0].astype(int)).max() <= 1
+    assert main(["export", str(trained), str(folder)]) == 1, "an export replaces nothing"
+
+
+def test_the_guides_function_draws_with_parts_as_any_script_has_them(tmp_path: Path) -> None:
+    family = small_family(tmp_path / "model", size=(32, 48))
+    parts = family.parts
+    args = Namespace(samples_dir=tmp_path / "samples", image_size=[32, 48], sample_steps=2)
+    for rank in range(2):
+        sample_images_multi_gpu(
+            torch.nn.DataParallel(family.network().eval()), DPMSolverMultistepScheduler.from_config(family.schedule),
+            parts.vae, parts.bert, parts.bert_tokenizer, parts.t5, parts.t5_tokenizer, rank, 2, args,
+            logging.getLogger("mine"), 10,
+        )  # fmt: skip
+    folder = tmp_path / "samples" / "step_0000010"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"gpu_0_sample.png", "gpu_0_prompt.txt", "gpu_1_sample.png", "gpu_1_prompt.txt"}
+    with Image.open(folder / "gpu_1_sample.png") as image:
+        assert image.size == (48, 32)
+    assert "urban intersection" in (folder / "gpu_1_prompt.txt").read_text()
+
+
+# The official script's flags
+
+
+def test_official_flags_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    official = ("--model DiT-g/2 --rope-img base512 --rope-real --qk-norm --lr 1e-4 --ckpt-every 500 "
+                "--ckpt-latest-every 100 --max-training-steps=900 "
+                "--global-seed 7 --use-zero-stage 3 --ckpt-every-n-epoch 2 --no-fp16")  # fmt: skip
+    words, strategy = translate(official.split())
+    assert strategy == "zero3"
+    assert " ".join(words) == (
+        "--learning_rate 1e-4 --ckpt_every 500 --keep_every 500 --ckpt-latest-every 100 --max_steps=900 --seed 7 "
+        "--at_epoch_end true --no_use_amp"
+    )
+    with pytest.raises(UserError, match="--predict-type is epsilon: here it is v_prediction"):
+        translate(["--predict-type", "epsilon"])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert "--strategy" not in train_words([])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert train_words([])[-2:] == ["--strategy", "zero2"]
+
+
+def test_without_deepspeed_it_says_what_it_does_instead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert train_words([])[-2:] == ["--strategy", "fsdp2"]
+    assert "DeepSpeed is not installed: training with FSDP2 instead" in capsys.readouterr().out
+
+
+# Guide 3, with real processes
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The repository as a user has it, with a results folder of its own."""
+    (tmp_path / "scripts").mkdir()
+    for script in ("train_waymo_base.sh", "test_sampling.sh"):
+        (tmp_path / "scripts" / script).write_bytes((REPOSITORY / "scripts" / script).read_bytes())
+    for name in ("configs", "hydit"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    return tmp_path
+
+
+def in_project(project: Path, *command: object, expect: int = 0, **extra: str) -> str:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return finish(start(*command, cwd=project, PATH=path, **extra), expect=expect)
+
+
+@pytest.mark.slow
+def test_four_processes_leave_four_pictures_and_prompts_at_each_checkpoint(project: Path) -> None:
+    output = in_project(project, "bash", "scripts/test_sampling.sh", NPROC="4")
+    assert "Sampling works: 4 pictures at each of 2 checkpoints" in output
+    samples = project / "results" / "test_sampling" / "samples"
+    assert (samples / "sheet.png").is_file()
+    assert len({path.read_text() for path in samples.glob("step_0000010/gpu_*_prompt.txt")}) == 4
+    words = ["muralist", "launch", "--nproc", "4", "train", *TINY, "--data_path", "driving_world", "--max_samples", "64",
+             "--global_batch_size", "4", "--max_steps", "4", "--ckpt_every", "2", "--run_name", "jit", "--val_fraction", "0",
+             "--enable_condition", "--init_from", "none"]  # fmt: skip
+    in_project(project, *words)
+    for step in ("step_0000002", "step_0000004"):
+        assert len(list((project / "results" / "jit" / "samples" / step).iterdir())) == 8
+
+
+@pytest.mark.slow
+def test_the_script_takes_its_gpus_from_the_environment_and_goes_on(project: Path) -> None:
+    small = ["--image-size", "32", "32", "--batch-size", "1", "--num-workers", "0", "--ckpt-every", "2",
+             "--ckpt-latest-every", "1", "--val_fraction", "0", "--sample-steps", "2"]  # fmt: skip
+    output = in_project(project, "bash", "scripts/train_waymo_base.sh", 3, *small, CUDA_VISIBLE_DEVICES="0,1")
+    assert "Number of processes: 2" in output
+    run = project / "results" / "waymo_base"
+    assert {path.name for path in (run / "samples").iterdir()} == {
+        "step_0000001", "step_0000002", "step_0000003", "sheet.png"}  # fmt: skip
+    assert {path.name for path in (run / "checkpoints").glob("step_*")} == {"step_0000002", "step_0000003"}
+    assert (run / "logs" / "train.log").read_text().count("Generating samples") == 3
+    output = in_project(project, "bash", "scripts/train_waymo_base.sh", 5, *small, CUDA_VISIBLE_DEVICES="0,1")
+    assert "at step 3" in output and len(metrics(run)) == 5
+
+
+@pytest.mark.slow
+def test_the_official_entry_point_as_written(project: Path) -> None:
+    command = "python hydit/train_deepspeed.py --ckpt-every 500 --ckpt-latest-every 100 --image-size 512 512"
+    process = start(*command.split(), "--batch-size", "1", "--log-every", "1", cwd=project)
+    deadline = time.monotonic() + 200
+    while not (found := list(project.glob("results/waymo_base-*/metrics.jsonl"))) or not found[0].read_text():
+        assert process.poll() is None and time.monotonic() < deadline, "it never came to its first step"
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert "at 512 x 512 px" in output and "Stopped by SIGINT" in output
+    assert json.loads((last_checkpoint(found[0].parent) / "manifest.json").read_text())["model"]["img_size"] == 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_rank_that_cannot_draw_says_so_and_all_go_on(project: Path, strategy: str) -> None:
+    run = project / "results" / "broken"
+    for step in ("step_0000002", "step_0000004"):
+        (run / "samples" / step / "gpu_1_sample.png").mkdir(parents=True)  # in the way of rank 1 alone
+    words = ["muralist", "launch", "--nproc", "2", "train", *SMALL, "--max_steps", "4", "--ckpt_every", "2",
+             "--run_name", "broken", "--strategy", strategy, "--dist_timeout", "60"]  # fmt: skip
+    output = in_project(project, *words)
+    assert "Error during sampling on GPU 1:" in output and "Finished at step 4" in output
+    for step in ("step_0000002", "step_0000004"):
+        folder = run / "samples" / step
+        assert "directory" in (folder / "gpu_1_error.txt").read_text()
+        assert (folder / "gpu_0_sample.png").is_file() and not (folder / "gpu_0_error.txt").exists()
+    assert len(losses(run)) == 4
