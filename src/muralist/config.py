@@ -121,14 +121,16 @@ def _read_flags(
             value = [inline] if _is_list(field) else inline
         elif _is_bool(field):
             value = queue.pop(0) if queue and queue[0].lower() in _TRUE | _FALSE | {"auto"} else True
-        elif _is_list(field) or _may_be_list(field):
+        elif _is_list(field):
             value = []
             while queue and not queue[0].startswith("--"):
                 value.append(queue.pop(0))
             if not value:
                 raise UserError(f"{token} needs at least one value.")
-            if len(value) == 1 and not _is_list(field):
-                (value,) = value
+        elif _may_be_list(field):
+            value = _take(queue, token)
+            while queue and queue[0].isdecimal():  # what is no number may be an argument of the command
+                value = [*([value] if isinstance(value, str) else value), queue.pop(0)]
         else:
             value = _take(queue, token)
         given[path] = Given(value, f"--{written}")

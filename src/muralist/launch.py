@@ -97,11 +97,11 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _obituary(rank: int, child: subprocess.Popen[bytes]) -> str:
+    who = f"Rank {rank} (process {child.pid})"
     if child.returncode < 0:
         how = f"was killed by {signal.Signals(-child.returncode).name}"
-    else:
-        how = f"ended with status {child.returncode}"
-    return f"Rank {rank} (process {child.pid}) {how}; the other processes were stopped. The same command goes on."
+        return f"{who} {how}; the other processes were stopped. The same command goes on."
+    return f"{who} ended with status {child.returncode}; its own message is above. The other processes were stopped."
 
 
 def _free_port() -> int:

@@ -83,7 +83,7 @@ class ModelSettings(Section):
     """HunyuanDiT: train the whole network, or LoRA: narrow layers beside its own, which stay as they are."""
     lora_rank: PositiveInt = 64
     """Width of these layers."""
-    lora_targets: Annotated[list[str], Field(min_length=1)] = ["to_q", "to_k", "to_v", "to_out.0"]
+    lora_targets: list[str] = ["to_q", "to_k", "to_v", "to_out.0"]
     """Beside which layers of the blocks: ends of their names, such as to_q (all attention), attn2.to_q or ff.net.0.proj."""
     gradient_checkpointing: Annotated[bool, Apart] = False
     """HunyuanDiT: compute activations again in the backward pass instead of keeping them; less memory, same result."""

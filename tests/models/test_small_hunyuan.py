@@ -20,7 +20,7 @@ from tests.support.disks import small_disk
 
 # Numbers that neither training nor the script's own measurements draw.
 HELD_OUT_FROM = 2_000_000
-LEAST_PSNR = 18.0
+LEAST_PSNR = 23.4
 VARIANTS = ("1.2", "1.1")
 
 
@@ -99,7 +99,7 @@ def test_the_variants_are_those_of_the_real_model(
     assert pipeline.transformer.config.use_style_cond_and_image_meta_size == sizes
     assert pipeline.vae_scale_factor == 8
     assert sum(block.skip_linear is not None for block in pipeline.transformer.blocks) == 2
-    assert 2e6 < pipeline.transformer.num_parameters() < 6e6
+    assert 1.9e6 < pipeline.transformer.num_parameters() < 3e6
 
 
 def test_two_builds_hold_the_same_bytes_whatever_random_numbers_were_drawn_and_draw_none(
@@ -197,4 +197,4 @@ def test_the_autoencoder_restores_scenes_it_never_saw_into_latents_of_unit_varia
     assert reached > LEAST_PSNR
     assert reached > mean_psnr(images.mean(dim=(2, 3), keepdim=True).expand_as(images), images) + 2.0
     assert reached == pytest.approx(recorded, abs=1.0)
-    assert latents.std().item() == pytest.approx(1.0, abs=0.05)
+    assert latents.std().item() == pytest.approx(1.0, abs=0.08)  # one factor serves all sizes

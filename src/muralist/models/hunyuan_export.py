@@ -44,7 +44,7 @@ def write_pipeline(
         )
     aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     try:
-        shutil.copytree(base, aside, ignore=shutil.ignore_patterns("transformer", ".*"))
+        shutil.copytree(base, aside, ignore=shutil.ignore_patterns("transformer", ADAPTER_FOLDER, ".*"))
         network: Any
         if lora:
             network = HunyuanDiT2DModel.from_pretrained(base, subfolder="transformer", local_files_only=True).float()
@@ -54,6 +54,10 @@ def write_pipeline(
             network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
             network.load_state_dict(weights)
         network.save_pretrained(aside / "transformer")
+        for file in aside.rglob("*.safetensors"):
+            file.chmod(aside.stat().st_mode & 0o666)  # safetensors lets only the owner read
+            with file.open("rb") as content:
+                os.fsync(content.fileno())
         flush_folder(aside)
         if final.exists():
             final.rmdir()

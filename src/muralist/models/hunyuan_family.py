@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DPMSolverMultistepScheduler, HunyuanDiT2DModel
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
-from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_region_for_grid
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.flop_counter import FlopCounterMode
@@ -386,10 +385,10 @@ def rotary_table(head_dim: int, size: tuple[int, int], device: torch.device) -> 
     same for squares only.
     """
     grid = (size[0] // _PIXELS_PER_TOKEN, size[1] // _PIXELS_PER_TOKEN)
-    start, stop = get_resize_crop_region_for_grid(grid, _BASE_GRID)
+    extents = [round(_BASE_GRID / max(grid) * count) for count in grid]  # of the picture in that square, in its middle
     rows, columns = (
-        first + (last - first) * torch.arange(count, dtype=torch.float32, device=device) / count
-        for first, last, count in zip(start, stop, grid, strict=True)
+        round((_BASE_GRID - extent) / 2) + extent * torch.arange(count, dtype=torch.float32, device=device) / count
+        for extent, count in zip(extents, grid, strict=True)
     )
     places = torch.stack(torch.meshgrid(columns, rows, indexing="xy")).unsqueeze(1)
     return get_2d_rotary_pos_embed_from_grid(head_dim, places, use_real=True)

@@ -36,7 +36,7 @@ ASSETS = Path(__file__).parent / "assets"
 VAE_WEIGHTS, VAE_CONFIG = ASSETS / "driving_world_vae.safetensors", ASSETS / "driving_world_vae.json"
 RECIPE_FILE = "muralist.json"
 # Raise it whenever a change alters any weight or token: folders of the old recipe are then no longer taken for new ones.
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 # What HunyuanDiT is trained on where a picture has no caption: "make any picture".
 EMPTY_CAPTION = "随机生成一张图片"
 BERT_TOKENS, T5_TOKENS = 77, 256  # fixed in HunyuanDiTPipeline
@@ -167,15 +167,15 @@ def _t5_config(vocabulary: int) -> T5Config:
 
 
 def _transformer_config(variant: Variant) -> dict[str, Any]:
-    """The real network's settings, fewer and narrower layers; six are enough to have two with a skip."""
+    """The real network's settings, fewer and narrower layers; of six, two have a skip."""
     return {
         "sample_size": 8,
         "in_channels": 4,
         "patch_size": 2,
         "num_layers": 6,
-        "num_attention_heads": 6,
+        "num_attention_heads": 4,
         "attention_head_dim": 32,
-        "hidden_size": 192,
+        "hidden_size": 128,
         "mlp_ratio": 4.3637,
         "activation_fn": "gelu-approximate",
         "learn_sigma": True,
@@ -210,14 +210,19 @@ def _holds(folder: Path, recipe: dict[str, Any]) -> bool:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     try:
-        found = json.loads((folder / RECIPE_FILE).read_text())
-    except (OSError, ValueError):
-        found = None
+        found = dict(json.loads((folder / RECIPE_FILE).read_text()))
+    except (OSError, ValueError, TypeError):
+        found = {}
     if found == recipe:
         return True
+    different = [
+        f"{name} {found.get(name)} instead of {value}"
+        for name, value in recipe.items()
+        if found.get(name, value) != value
+    ]
     raise UserError(
         f"{folder} exists and is not the small HunyuanDiT that is wanted.",
-        f"Its {RECIPE_FILE} says {found}, and wanted is {recipe}." if found else f"It has no {RECIPE_FILE} to tell.",
+        f"It has {', '.join(different)}." if different else f"It has no {RECIPE_FILE} to tell what it is.",
         "Remove it, or name a folder that does not exist yet.",
     )
 

@@ -38,6 +38,8 @@ def _check_lora(model: ModelSettings) -> None:
         raise UserError(
             f"{model.name} cannot be trained by LoRA.", "It is there for HunyuanDiT.", "Leave --training_parts out."
         )
+    if not model.lora_targets:
+        raise UserError("LoRA has no layers to be beside.", fix="Name some with --lora_targets, or leave it out.")
     from muralist.models.lora import require_peft
 
     require_peft()

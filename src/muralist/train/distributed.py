@@ -44,6 +44,10 @@ class Engine:
             kwargs_handlers=handlers,
             deepspeed_plugin=_deepspeed_plugin(int(self.strategy[-1])) if zero else None,
         )
+        if zero:
+            from transformers.integrations import unset_hf_deepspeed_config
+
+            unset_hf_deepspeed_config()  # or transformers would cut every model it loads, frozen ones too, into parts
 
     @property
     def rank(self) -> int:

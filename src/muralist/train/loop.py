@@ -106,7 +106,11 @@ def _train(
 ) -> None:
     heartbeat.report("loading the model")
     device = engine.device
+    if not engine.is_main:
+        engine.wait()  # the main process may have to make the model's folder first
     family = build_family(settings, data.source.label_names)
+    if engine.is_main:
+        engine.wait()
     prompts = samples.read_prompts(settings.samples.prompts, family)
 
     found = start.find_checkpoint(run, settings.checkpoint.resume)

@@ -140,7 +140,9 @@ class FullyShard(Replicated):
         fully_shard(network, mesh=self.mesh)
 
     def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool) -> nn.Module:
-        """Nothing to do: the network has its hooks."""
+        """The network has its hooks; what is around it is compiled in pieces, between them."""
+        if compiled:
+            module.compile()
         return module
 
     def part(self, last: bool) -> AbstractContextManager[None]:

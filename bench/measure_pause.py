@@ -1,0 +1,95 @@
+"""How long training stands still for a checkpoint and its samples, per model: bench/results/NAME.json.
+
+python bench/measure_pause.py NAME [MODEL@SIZE ...]     such as JiT-B/4@64 HunyuanDiT@64
+
+A checkpoint stops training for the copy to host memory only; its files are then written in a thread.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.measure_training import RESULTS, hardware
+
+from muralist import __version__
+from muralist.models.family import build_family
+from muralist.runfolder import write_json
+from muralist.settings import CheckpointSettings, ModelSettings, OptimSettings, SampleSettings, TrainSettings
+from muralist.train.distributed import Engine
+from muralist.train.ema import WeightAverage
+from muralist.train.samples import write_samples
+from muralist.train.stepper import build_optimizer
+from muralist.train.strategy import Replicated
+from muralist.train.writer import CheckpointWriter
+
+
+def measure(name: str, size: int, folder: Path) -> dict[str, Any]:
+    """Seconds for one picture per GPU and for a checkpoint of a model."""
+    settings = TrainSettings(model=ModelSettings(name=name, img_size=size), results_dir=str(folder), use_amp=True)
+    engine = Engine()
+    strategy = Replicated(engine)
+    family = build_family(settings, [])
+    precision = torch.bfloat16 if engine.device.type == "cuda" else None
+    family.place(engine.device, precision or torch.float32)
+    network = family.network()
+    strategy.place(network, compiled=False)
+    optimizer = build_optimizer(network, OptimSettings())
+    averages = [WeightAverage(strategy.trained(network), 1.0) for _ in range(2)]
+    result: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in network.parameters())}
+    drawing = strategy.drawing_network(family, network, averages[0])
+    assert drawing is not None
+
+    def draw(step: int) -> None:
+        prompts = family.default_prompts()
+        write_samples(folder / "samples", step, 0, 1, family, drawing, prompts, SampleSettings(), precision, [])
+
+    drawn = [seconds(partial(draw, step)) for step in range(3)]
+    snapshot = strategy.snapshot(family, network, optimizer, averages)
+    assert snapshot is not None
+    writer = CheckpointWriter(folder / "checkpoints", CheckpointSettings())
+    result["seconds training stands still for the samples, the first time"] = round(drawn[0], 3)
+    result["seconds training stands still for the samples, later"] = round(min(drawn[1:]), 3)
+    copied = seconds(lambda: writer.submit(1, snapshot.weights, snapshot.state, {}))
+    result["seconds training stands still for the checkpoint"] = round(copied, 3)
+    result["seconds until the checkpoint is on disk"] = round(copied + seconds(writer.finish), 3)
+    written = [path for path in (folder / "checkpoints").rglob("*") if path.is_file()]
+    result["checkpoint, GB"] = round(sum(path.stat().st_size for path in written) / 1e9, 3)
+    return result
+
+
+def seconds(work: Any) -> float:
+    """The time of something, with what it leaves running on the GPU."""
+    started = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def main(name: str, models: list[str]) -> None:
+    """Measure each model and write the result."""
+    results = {}
+    for model in models:
+        which, _, size = model.partition("@")
+        with tempfile.TemporaryDirectory() as folder:
+            results[model] = measure(which, int(size), Path(folder))
+        print(model, results[model], flush=True)
+    content = {
+        "command": f"python bench/measure_pause.py {name} {' '.join(models)}",
+        "samples": "one picture, 10 steps of the family's solver (Heun takes two passes a step), guidance where it has any",
+        "hardware": hardware(),
+        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "results": results,
+    }
+    write_json(RESULTS / f"{name}.json", content)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

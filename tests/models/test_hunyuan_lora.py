@@ -1,0 +1,307 @@
+"""LoRA on HunyuanDiT: starts as the base does, trains and stores nothing else, leaves as a pipeline and as PEFT files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, HunyuanDiT2DModel, HunyuanDiTPipeline
+from peft import LoraConfig, PeftModel, inject_adapter_in_model, set_peft_model_state_dict
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from muralist import keyed_random
+from muralist.cli import main
+from muralist.config import identity, load
+from muralist.errors import UserError
+from muralist.hydit import translate
+from muralist.keyed_random import Purpose, SampleKeys
+from muralist.models.hunyuan_family import HunyuanFamily
+from muralist.models.lora import Lora
+from muralist.models.small_hunyuan import build_small_hunyuan
+from muralist.settings import TRAIN_FLAT_NAMES, OptimSettings, SampleSettings, TrainSettings
+from muralist.train import checkpoint
+from muralist.train.stepper import build_optimizer
+from tests.support.hunyuan import SMALL, scenes
+from tests.support.runs import assert_same_state, finish, last_checkpoint, losses, start, tensors
+
+SIZE = (64, 64)
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+LORA = Lora(4, TARGETS)
+TRAIN = [*SMALL, "--img_size", "64", "--training_parts", "lora", "--lora_rank", "4", "--ckpt_every", "2"]
+QUIET = ["--samples_per_gpu", "0"]
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+PROMPTS = ["A highway scene with clear lane markings and distant cars", "A parking lot"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_small_hunyuan(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, results: Path) -> Path:
+    train(model, results, "through", 4, "--learning_rate", "1e-2")
+    return results / "through"
+
+
+def train(model: Path, results: Path, name: str, steps: int, *more: object, expect: int = 0) -> None:
+    words = [*TRAIN, "--model.path", model, "--results_dir", results, "--run_name", name, "--max_steps", steps, *more]
+    assert main(["train", *map(str, words)]) == expect
+
+
+def family_of(model: Path, lora: Lora | None = LORA, seed: int = 0) -> HunyuanFamily:
+    return HunyuanFamily.load(model, SIZE, lora=lora, seed=seed)
+
+
+def loss_of(family: HunyuanFamily, network: nn.Module, first: int = 0) -> Tensor:
+    batch = scenes(64, 3, first)
+    keys = SampleKeys(0, batch.numbers)
+    return family.loss(network, family.encode(batch, keys), keys)
+
+
+def adapters(network: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in network.named_parameters() if ".lora_" in name}
+
+
+def test_a_fresh_one_changes_nothing_and_is_keyed(model: Path) -> None:
+    whole, family = family_of(model, None), family_of(model)
+    network = family.network()
+    assert torch.equal(loss_of(family, network), loss_of(whole, whole.network()))
+    torch.manual_seed(17)
+    fresh, again, other = adapters(network), adapters(family.network()), adapters(family_of(model, seed=1).network())
+    assert len(fresh) == 2 * 6 * 8, "a pair at each of eight projections in six blocks"
+    inner = {name for name in fresh if ".lora_A." in name}
+    for name, value in fresh.items():
+        assert torch.equal(value, again[name])
+        if name in inner:
+            assert 0.9 < float(value.abs().max()) * value.shape[1] ** 0.5 < 1 and not torch.equal(value, other[name])
+        else:
+            assert not value.any()
+    assert len({fresh[name].sum().item() for name in inner}) == len(inner), "each is drawn apart"
+
+
+def test_training_changes_all_of_it_and_nothing_else(model: Path) -> None:
+    family = family_of(model)
+    network = family.network()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    optimizer = build_optimizer(network, OptimSettings(weight_decay=0.1))
+    for step in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3
+        loss_of(family, network, 3 * step).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in network.state_dict().items():
+        assert torch.equal(value, before[name]) is not family.stores(name), name
+
+
+def test_a_checkpoint_holds_lora_alone(model: Path, run: Path) -> None:
+    found = last_checkpoint(run)
+    sets = [load_file(found / f"{which}.safetensors") for which in ("model", "ema1", "ema2")]
+    names = set(adapters(family_of(model).network()))
+    assert all(part.keys() == names for part in sets)
+    assert all(value.any() for value in sets[0].values())
+    assert all(not torch.equal(sets[0][name], sets[1][name]) for name in names)
+    size = sum(file.stat().st_size for file in found.rglob("*") if file.is_file())
+    assert size < (model / "transformer" / "diffusion_pytorch_model.safetensors").stat().st_size / 4
+    contract = (run / "logs" / "train.log").read_text()
+    assert re.search(r"LoRA of rank 4 on to_q to_k to_v to_out.0, 0\.0M of [24]\.\dM parameters trained", contract)
+    with Image.open(run / "samples" / "step_0000004" / "gpu_0_sample.png") as drawn:
+        mine = np.asarray(drawn).astype(int)
+    family = family_of(model)
+    network = family.network().eval()
+    network.load_state_dict(sets[1], strict=False)
+    prompt = (run / "samples" / "step_0000004" / "gpu_0_prompt.txt").read_text().strip()
+    expected = family.sample(network, [prompt], [0], SampleSettings(steps=2))[0].permute(1, 2, 0)
+    assert np.abs(mine - ((expected.numpy() + 1) * 127.5).round()).max() <= 1, "drawn with the averaged weights"
+
+
+def test_a_resumed_run_ends_the_same_to_the_bit(model: Path, run: Path, results: Path) -> None:
+    for steps in (2, 4):
+        train(model, results, "resumed", steps, "--learning_rate", "1e-2", *QUIET)
+    assert "at step 2" in (results / "resumed" / "logs" / "train.log").read_text()
+    assert_same_state(last_checkpoint(run), last_checkpoint(results / "resumed"))
+    assert losses(run) == losses(results / "resumed")
+
+
+def test_a_checkpoint_with_more_or_less_than_lora_is_refused(model: Path, run: Path, tmp_path: Path) -> None:
+    family = family_of(model)
+    network = family.network()
+    weights = load_file(last_checkpoint(run) / "ema1.safetensors")
+    first = next(iter(weights))
+    for wrong in ({**weights, "proj_out.bias": torch.zeros(1)}, {n: v for n, v in weights.items() if n != first}):
+        save_file(wrong, tmp_path / "ema1.safetensors")
+        with pytest.raises(UserError, match="1 are missing or unknown"):
+            checkpoint.read_stored(tmp_path, "ema1", network, family)
+
+
+def draw(family: HunyuanFamily, network: nn.Module) -> Tensor:
+    return family.sample(network.eval(), PROMPTS, [3, 8], SampleSettings(steps=4))
+
+
+def test_an_export_is_a_pipeline_with_it_added_and_beside_it_what_peft_reads(
+    model: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(run), str(out)]) == 0
+    assert "its LoRA alone, for PEFT, in lora/" in capsys.readouterr().out
+    files = [file.stat() for file in out.rglob("*") if file.is_file()]
+    assert {stat.st_mode & 0o444 for stat in files} == {(out.stat().st_mode & 0o444)}, (
+        "for others too, as the folder is"
+    )
+    assert sorted(path.name for path in (out / "lora").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    family, whole = family_of(model), family_of(model, None)
+    network = family.network()
+    network.load_state_dict(load_file(last_checkpoint(run) / "ema1.safetensors"), strict=False)
+    mine, untrained = draw(family, network), draw(whole, whole.network())
+    assert float((mine - untrained).abs().max()) > 0.02, "or the comparisons below would say nothing"
+
+    pipeline = HunyuanDiTPipeline.from_pretrained(out, safety_checker=None, requires_safety_checker=False)
+    pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
+    pipeline.set_progress_bar_config(disable=True)
+    noise = keyed_random.normal(0, Purpose.SAMPLE_NOISE, torch.tensor([3, 8]), (4, 8, 8))
+    theirs = pipeline(
+        PROMPTS, height=64, width=64, num_inference_steps=4, guidance_scale=5.0, latents=noise,
+        use_resolution_binning=False, output_type="pt",
+    ).images  # fmt: skip
+    torch.testing.assert_close(mine, theirs * 2 - 1, rtol=0, atol=1e-4)
+
+    base = HunyuanDiT2DModel.from_pretrained(model, subfolder="transformer")
+    torch.testing.assert_close(draw(whole, PeftModel.from_pretrained(base, out / "lora")), mine, rtol=0, atol=1e-4)
+    base = HunyuanDiT2DModel.from_pretrained(model, subfolder="transformer")
+    inject_adapter_in_model(LoraConfig.from_pretrained(out / "lora"), base)
+    stored = load_file(out / "lora" / "adapter_model.safetensors")
+    loaded = set_peft_model_state_dict(
+        base, {name.removeprefix("base_model.model."): value for name, value in stored.items()}
+    )
+    assert not loaded.unexpected_keys
+    torch.testing.assert_close(draw(whole, base), mine, rtol=0, atol=1e-4)
+
+    # What was exported can be trained on, by LoRA again, and exported again.
+    train(out, tmp_path, "further", 1, *QUIET)
+    assert main(["export", str(tmp_path / "further"), str(tmp_path / "again")]) == 0
+    assert (tmp_path / "again" / "lora" / "adapter_model.safetensors").is_file()
+
+
+def test_the_base_must_be_the_one_it_was_trained_on(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = shutil.copytree(model, tmp_path / "mine")
+    train(mine, tmp_path, "run", 1, *QUIET)
+    file = mine / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    train(mine, tmp_path, "run", 2, *QUIET, expect=1)
+    assert "is of another model: lora:" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
+    assert "is not the one that LoRA was trained on" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_runs_to_start_from(model: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(model, tmp_path, "further", 1, "--init_from", run, "--learning_rate", "1e-9", *QUIET)
+    mine, theirs = (load_file(last_checkpoint(one) / "model.safetensors") for one in (tmp_path / "further", run))
+    expected = load_file(last_checkpoint(run) / "ema1.safetensors")
+    for name, value in mine.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)
+    assert any(not torch.equal(mine[name], value) for name, value in theirs.items())
+    capsys.readouterr()
+    train(model, tmp_path, "wider", 1, "--init_from", run, "--lora_rank", "8", expect=1)
+    assert "Give the same --lora_rank and --lora_targets." in capsys.readouterr().err
+    train(model, tmp_path, "whole", 1, "--init_from", run, "--training_parts", "all", expect=1)
+    said = capsys.readouterr().err
+    assert "here the whole network is trained, and they are LoRA alone" in said and "muralist export" in said
+    weights = family_of(model, None).network().state_dict()
+    save_file(weights, tmp_path / "whole.safetensors")
+    train(model, tmp_path, "narrow", 1, "--init_from", tmp_path / "whole.safetensors", expect=1)
+    assert "here LoRA is trained, and they are a whole network" in capsys.readouterr().err
+
+
+def test_settings_make_another_run() -> None:
+    def shaping(*words: str) -> dict[str, object]:
+        return identity(load(TrainSettings, ["--model", "HunyuanDiT", *words], TRAIN_FLAT_NAMES))
+
+    lora = ["--training_parts", "lora"]
+    whole, narrow, wide = shaping(), shaping(*lora), shaping(*lora, "--lora_rank", "128")
+    assert len({json.dumps(one, sort_keys=True) for one in (whole, narrow, wide)}) == 3
+    assert shaping(*lora, "--lora_rank", "64", "--lora_targets", *TARGETS) == narrow
+
+
+def test_flags_of_the_official_script() -> None:
+    def words(*flags: str) -> list[str]:
+        return translate(flags)[0]
+
+    assert words("--training-parts", "lora", "--rank", "32") == ["--training-parts", "lora", "--lora_rank", "32"]
+    all_four = words("--target-modules", "Wqkv", "q_proj", "kv_proj", "out_proj", "--rank=8")
+    assert all_four == ["--lora_targets", *TARGETS, "--lora_rank=8"]
+    assert words("--target-modules=Wqkv", "--lr", "1") == [
+        "--lora_targets", "attn1.to_q", "attn1.to_k", "attn1.to_v", "--learning_rate", "1"
+    ]  # fmt: skip
+    assert words("--target-modules", "kv_proj", "ff.net.2") == [
+        "--lora_targets", "attn2.to_k", "attn2.to_v", "ff.net.2"
+    ]  # fmt: skip
+    settings = load(TrainSettings, words("--target-modules", "q_proj", "out_proj"), TRAIN_FLAT_NAMES)
+    assert settings.model.lora_targets == ["attn2.to_q", "to_out.0"]
+
+
+def test_layers_are_chosen_by_the_ends_of_their_names(model: Path) -> None:
+    chosen = adapters(family_of(model, Lora(2, ("attn2.to_q", "ff.net.0.proj"))).network())
+    assert len(chosen) == 2 * 6 * 2 and all(".attn2.to_q." in name or ".ff.net.0.proj." in name for name in chosen)
+    for wrong in ("to_w", "q_proj", "attn1", "proj_out"):  # unknown, of the text pooler, no linear layer, in no block
+        with pytest.raises(UserError, match=f"LoRA cannot be trained on '{wrong}'"):
+            family_of(model, Lora(2, ("to_q", wrong))).network()
+
+
+def test_what_cannot_be_is_said_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path / "no model", tmp_path, "run", 1, "--model", "JiT-T/8", expect=1)
+    assert "JiT-T/8 cannot be trained by LoRA" in capsys.readouterr().err
+    (tmp_path / "none.yaml").write_text("model: {lora_targets: []}")
+    train(tmp_path / "no model", tmp_path, "run", 1, "--config", tmp_path / "none.yaml", expect=1)
+    assert "Name some with --lora_targets" in capsys.readouterr().err
+    (tmp_path / "none.yaml").unlink()
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "peft" else find(name, *more))
+    train(tmp_path / "no model", tmp_path, "run", 1, expect=1)
+    assert "Install it with `pip install 'muralist[lora]'`" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategies", [("fsdp2", "fsdp2"), pytest.param(("zero2", "zero3"), marks=needs_deepspeed)], ids="-".join
+)
+def test_in_parts_it_trains_the_same_and_goes_on_elsewhere(
+    model: Path, tmp_path: Path, strategies: tuple[str, str]
+) -> None:
+    more = ["--global_batch_size", "4", "--max_grad_norm", "1"]
+    train(model, tmp_path, "alone", 4, *more)
+    parts = tmp_path / "parts"
+    words = [*TRAIN, *more, "--model.path", model, "--results_dir", tmp_path, "--run_name", "parts"]
+    for steps, strategy in zip((2, 3), strategies, strict=True):
+        launcher = ["torchrun", "--standalone", "--nproc_per_node=2", "train.py"]
+        finish(start(*launcher, *words, "--max_steps", steps, "--strategy", strategy))
+        assert len(list(parts.glob(f"samples/step_{steps:07d}/gpu_?_sample.png"))) == 2
+    assert len(list((last_checkpoint(parts) / "state").glob("*.distcp"))) == (2 if strategy == "fsdp2" else 1)
+    train(model, tmp_path, "parts", 4, *more)
+    assert losses(parts) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    mine, theirs = tensors(last_checkpoint(parts)), tensors(last_checkpoint(tmp_path / "alone"))
+    assert mine.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-3, atol=1e-4)
