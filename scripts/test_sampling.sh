@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -d .venv/bin ] && PATH="$PWD/.venv/bin:$PATH"
 export NPROC=${NPROC:-4}
+rm -rf results/test_sampling  # or the second test would find the first one's pictures
 muralist launch hydit --max-training-steps 10 --ckpt-every 5 --ckpt-latest-every 5 --image-size 64 64 --batch-size 1 \
   --warmup-num-steps 1 --run_name test_sampling --num-workers 0 --val_fraction 0 "$@"
 missing=0

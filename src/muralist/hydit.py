@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from muralist.errors import UserError
+from muralist.scale.slurm import adopt_ranks
 
 CONFIG = Path("configs", "waymo_base.yaml")
 _RENAMED = {
@@ -53,6 +54,7 @@ _ALL_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 def train_words(arguments: Sequence[str]) -> list[str]:
     """The whole command line for `muralist train`: the recipe below what is said, DeepSpeed where it is installed."""
+    adopt_ranks(os.environ)
     words, strategy = translate(arguments)
     if "--config" not in words:
         words = ["--config", str(CONFIG), *words]
@@ -77,7 +79,9 @@ def translate(arguments: Sequence[str]) -> tuple[list[str], str | None]:
             if flag == "use-zero-stage":
                 strategy = _strategy_of(value)
             elif flag == "ckpt-every-n-epoch":
-                words += ["--at_epoch_end", "true" if value not in ("0", "") else "false"]
+                if value not in ("0", "1"):
+                    raise UserError(f"--ckpt-every-n-epoch is {value}: here it is 0 or 1.")
+                words += ["--at_epoch_end", "true" if value == "1" else "false"]
             elif value not in _FIXED[flag]:
                 if flag == "model":
                     words += ["--model", value]  # `muralist train` says what there is

@@ -40,7 +40,7 @@ class DataSettings(Section):
     global_batch_size: PositiveInt | None = None
     """Total batch of an optimizer step; gradient accumulation is then derived from it."""
     micro_batch_size: Annotated[PositiveInt | Literal["auto"], Apart] = "auto"
-    """Images per forward pass; auto tries batch_size and halves it while memory is short: same result."""
+    """Images per forward pass; auto tries batch_size and halves it while memory is short (ddp, zero2): same result."""
     caption: str | None = None
     """Where captions come from: a column's name, or a text with {column} fields such as "A photo of {label}"; default:
     the column or file that is named like one."""

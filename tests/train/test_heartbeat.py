@@ -341,6 +341,7 @@ def test_a_second_launch_that_is_refused_does_not_harm_the_first(start: Start) -
         rank.end(expect=0, leave=True)
 
 
+@pytest.mark.slow
 def test_a_last_word_in_anothers_file_counts_only_when_it_stays(start: Start) -> None:
     first, second = start(2)
     intruder = Record(**{**second.record(), "process": 1, "born": "1", "left": "failed", "message": "Refused."})
@@ -350,13 +351,14 @@ def test_a_last_word_in_anothers_file_counts_only_when_it_stays(start: Start) ->
     assert first.runs() and second.runs()
 
 
+@pytest.mark.slow
 def test_one_process_tells_what_it_does_and_leaves_nothing_even_when_it_fails(start: Start) -> None:
     (alone,) = start(1, timeout=0.5)
     alone.do("report", "held-out loss", 200)
     time.sleep(1.2)  # the timeout is not for a process that waits for nobody
     record = alone.record()
     assert (record["rank"], record["host"], record["process"]) == (0, socket.gethostname(), alone.process.pid)
-    assert (record["doing"], record["step"], record["for_seconds"]) == ("held-out loss", 200, 1)
+    assert (record["doing"], record["step"]) == ("held-out loss", 200) and record["for_seconds"] in (1, 2)
     assert len(alone.path.read_bytes()) < 4096 and record["beat"] > 5
     alone.end(expect=1, order=("raise", "No."))
     assert not alone.path.parent.exists()

@@ -78,6 +78,15 @@ class Family(Protocol):
         """What a checkpoint must say so that the model can be rebuilt without the run's settings."""
 
 
+def prepare_family(settings: TrainSettings) -> None:
+    """Make what is made once for all processes: the folder of a small HunyuanDiT, where no other is named."""
+    if is_hunyuan(settings.model.name) and settings.model.path is None:
+        from muralist.models.hunyuan_family import small_folder
+        from muralist.models.small_hunyuan import build_small_hunyuan
+
+        build_small_hunyuan(small_folder(settings))
+
+
 def build_family(settings: TrainSettings, label_names: list[str]) -> Family:
     """The family that a model name belongs to."""
     if is_hunyuan(settings.model.name):

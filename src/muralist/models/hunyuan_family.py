@@ -37,7 +37,7 @@ transformers_logging.disable_progress_bar()
 NAME = "HunyuanDiT"
 _PIXELS_PER_TOKEN = 16  # the VAE's factor of 8, and patches of 2
 _BASE_GRID = 32  # tokens along a side of 512 pixels, for which rotary positions were trained
-_BERT_TOKENS, _T5_TOKENS = 77, 256
+BERT_TOKENS, T5_TOKENS = 77, 256  # fixed in HunyuanDiTPipeline
 _GUIDANCE = 5.0
 _T5_DROP = 1  # CAPTION_DROP is a block of two numbers: the first for BERT, the second for T5
 
@@ -94,7 +94,7 @@ class FrozenParts:
     def embed(self, captions: Sequence[str]) -> Text:
         """Both embeddings of captions, as diffusers' pipeline makes them."""
         outputs: list[Tensor] = []
-        pairs = ((self.bert_tokenizer, self.bert, _BERT_TOKENS), (self.t5_tokenizer, self.t5, _T5_TOKENS))
+        pairs = ((self.bert_tokenizer, self.bert, BERT_TOKENS), (self.t5_tokenizer, self.t5, T5_TOKENS))
         for tokenizer, encoder, length in pairs:
             tokens = tokenizer(
                 list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
@@ -161,13 +161,8 @@ class HunyuanFamily:
     def from_settings(cls, settings: TrainSettings) -> HunyuanFamily:
         """The family a training run asks for; without a folder a small model is built beside the runs."""
         model = settings.model
-        folder = Path(model.path) if model.path else Path(settings.results_dir) / "models" / "small-hunyuandit"
-        if model.path is None:
-            from muralist.models.small_hunyuan import build_small_hunyuan
-
-            build_small_hunyuan(folder)
         return cls.load(
-            folder,
+            Path(model.path) if model.path else small_folder(settings),
             model.size,
             uncond_p=model.uncond_p,
             uncond_p_t5=model.uncond_p_t5,
@@ -326,10 +321,10 @@ class HunyuanFamily:
         config = self.config
         with torch.device("meta"), FlopCounterMode(display=False) as counter:
             text = Text(
-                torch.zeros(1, _BERT_TOKENS, config["cross_attention_dim"]),
-                torch.ones(1, _BERT_TOKENS),
-                torch.zeros(1, _T5_TOKENS, config["cross_attention_dim_t5"]),
-                torch.ones(1, _T5_TOKENS),
+                torch.zeros(1, BERT_TOKENS, config["cross_attention_dim"]),
+                torch.ones(1, BERT_TOKENS),
+                torch.zeros(1, T5_TOKENS, config["cross_attention_dim_t5"]),
+                torch.ones(1, T5_TOKENS),
             )
             latents = torch.zeros(1, 4, self.size[0] // 8, self.size[1] // 8)
             self._predict(self.skeleton(), latents, torch.zeros(1), text)
@@ -352,11 +347,20 @@ class HunyuanFamily:
             "img_size": self.size[0] if self.size[0] == self.size[1] else list(self.size),
             "label_names": [],
             "folder": str(self.folder),
+            "frozen_parts": self._frozen_parts,
             "beta_end": self.schedule["beta_end"],
             "uncond_p": self.uncond_p,
             "uncond_p_t5": self.uncond_p_t5,
             "lora": self._lora_facts,
         }
+
+    @cached_property
+    def _frozen_parts(self) -> str:
+        """A fingerprint of what is not trained: with another VAE or text encoder a run would be another run."""
+        if self.folder is None:
+            return ""
+        names = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+        return " ".join(fingerprint(self.folder / name) for name in names)
 
     @cached_property
     def _lora_facts(self) -> dict[str, Any] | None:
@@ -365,6 +369,11 @@ class HunyuanFamily:
         # The transformer beside it is not in a checkpoint, so it must be the same when the checkpoint is read.
         base = fingerprint(self.folder / "transformer")
         return {"rank": self.lora.rank, "targets": list(self.lora.targets), "base": base}
+
+
+def small_folder(settings: TrainSettings) -> Path:
+    """Where a small model lies, beside the runs that train it."""
+    return Path(settings.results_dir) / "models" / "small-hunyuandit"
 
 
 def _recomputed(forward: Any) -> Any:

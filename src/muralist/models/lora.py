@@ -41,13 +41,16 @@ def is_adapter(name: str) -> bool:
     return _TRAINED in name
 
 
+_WHAT_COUNTS = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
+
+
 def fingerprint(folder: Path) -> str:
     """Tells the weights in a folder from others: LoRA of one network means nothing beside another.
 
     Sizes and both ends of the files, which no two trainings leave alike; reading gigabytes at every start would take long.
     """
     digest = hashlib.sha256()
-    for file in sorted((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+    for file in sorted(path for pattern in _WHAT_COUNTS for path in folder.glob(pattern)):
         with file.open("rb") as content:
             digest.update(f"{file.name} {file.stat().st_size}".encode() + content.read(_ENDS))
             content.seek(-min(_ENDS, file.stat().st_size), os.SEEK_END)

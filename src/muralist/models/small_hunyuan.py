@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from diffusers import AutoencoderKL, DDPMScheduler, HunyuanDiT2DModel, HunyuanDiTPipeline
+from diffusers import AutoencoderKL, DDPMScheduler, HunyuanDiT2DModel
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from muralist.data.driving_props import HOURS, SEASONS, WEATHERS
 from muralist.data.driving_world import PROMPTS
 from muralist.errors import UserError
+from muralist.models.hunyuan_family import BERT_TOKENS, T5_TOKENS
 from muralist.runfolder import disk_error, flush_folder, no_space, write_json
 
 Variant = Literal["1.1", "1.2"]
@@ -39,7 +40,6 @@ RECIPE_FILE = "muralist.json"
 RECIPE_VERSION = 2
 # What HunyuanDiT is trained on where a picture has no caption: "make any picture".
 EMPTY_CAPTION = "随机生成一张图片"
-BERT_TOKENS, T5_TOKENS = 77, 256  # fixed in HunyuanDiTPipeline
 TEXT_WIDTH = 64
 # How much a word's vector outweighs that of its position: at 1, captions that differ in one word are hard to tell apart.
 WORD_EMPHASIS = 3.0
@@ -72,7 +72,7 @@ def build_small_hunyuan(folder: Path, variant: Variant = "1.2", seed: int = 0) -
     return folder
 
 
-def assemble_small_hunyuan(variant: Variant = "1.2", seed: int = 0) -> HunyuanDiTPipeline:
+def assemble_small_hunyuan(variant: Variant = "1.2", seed: int = 0) -> Any:
     """The pipeline in memory, in eval mode and single precision; torch's random state is left as it was."""
     words, signs = caption_words(), fallback_signs()
     bert_tokenizer, t5_tokenizer = _bert_tokenizer(words, signs), _t5_tokenizer(words, signs)
@@ -82,7 +82,7 @@ def assemble_small_hunyuan(variant: Variant = "1.2", seed: int = 0) -> HunyuanDi
         text_encoder_2 = _seeded(seed, T5EncoderModel, _t5_config(len(t5_tokenizer)))
         transformer = _seeded(seed, HunyuanDiT2DModel, **_transformer_config(variant))
         vae = load_small_vae()
-    return HunyuanDiTPipeline(
+    return _pipeline_class()(
         vae=vae,
         text_encoder=text_encoder,
         tokenizer=bert_tokenizer,
@@ -225,6 +225,18 @@ def _holds(folder: Path, recipe: dict[str, Any]) -> bool:
         f"It has {', '.join(different)}." if different else f"It has no {RECIPE_FILE} to tell what it is.",
         "Remove it, or name a folder that does not exist yet.",
     )
+
+
+def _pipeline_class() -> Any:
+    """HunyuanDiTPipeline; its import warns that torchvision is missing, which nothing here needs."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        from diffusers import HunyuanDiTPipeline
+
+        return HunyuanDiTPipeline
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 @contextmanager

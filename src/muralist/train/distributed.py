@@ -28,6 +28,7 @@ class Engine:
 
     def __init__(self, strategy: Strategy = "auto", timeout: float = 600.0, heartbeat: Heartbeat | None = None) -> None:
         self.heartbeat = heartbeat
+        self.timeout = timedelta(seconds=timeout + 60)  # later than the heartbeat, which can name what is missing
         alone = "LOCAL_RANK" not in os.environ
         self.strategy: Strategy = "ddp" if alone else _configured() if strategy == "auto" else strategy
         # Gradients live in the buckets that are exchanged: no copy.
@@ -36,8 +37,7 @@ class Engine:
         if not alone:
             # Small agreements between hosts go through gloo: through NCCL each would make the host wait for its GPU.
             backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-            # A little later than the heartbeat, which can name the process that is missing.
-            handlers.append(InitProcessGroupKwargs(backend=backend, timeout=timedelta(seconds=timeout + 60)))
+            handlers.append(InitProcessGroupKwargs(backend=backend, timeout=self.timeout))
         self._report_waiting()
         self.accelerator = Accelerator(
             cpu=not gpus and not zero,  # told that there is only a CPU, Accelerate would leave DeepSpeed out

@@ -47,6 +47,7 @@ class Keeper:
     writer: CheckpointWriter
     heartbeat: Heartbeat
     saved_step: int = -1
+    pictures_of: int | None = None  # the step whose pictures by other processes the monitors have not seen yet
 
     def save_checkpoint(self, step: int) -> None:
         """What happens at every checkpoint: held-out loss, checkpoint, pictures."""
@@ -54,8 +55,7 @@ class Keeper:
             loss, error = self.validate()
         self.save(step, {} if loss is None else {"val/loss": loss})
         if error:
-            self.finish()
-            raise error
+            raise self.finish_together() or error
         if loss is not None:
             log.info("step %d  val/loss %.4f", step, loss)
         if self.settings.samples.per_gpu:
@@ -64,15 +64,36 @@ class Keeper:
 
     def finish(self) -> None:
         """Wait until the checkpoint under way is on disk."""
-        self.heartbeat.report(SAVING if self.stepper.strategy.writers is None else WAITING)
+        self._report_saving()
         self.writer.finish()
+
+    def finish_together(self) -> UserError | None:
+        """The same on all processes before any goes on; returns what went wrong with it."""
+        error = None
+        try:
+            self.finish()
+        except UserError as caught:
+            error = caught
+        self.engine.wait()
+        return error
+
+    def _report_saving(self) -> None:
+        self.heartbeat.report(SAVING if self.stepper.strategy.saves_alone else WAITING)
+
+    def show_pictures_of_others(self) -> None:
+        """Hand the other processes' last pictures to the monitors, which only the main process has."""
+        if self.pictures_of is not None:
+            for name, picture, prompt in samples.pictures_of_others(self.run.samples, self.pictures_of):
+                for monitor in self.monitors:
+                    monitor.picture(self.pictures_of, name, picture, prompt)
+            self.pictures_of = None
 
     def save(self, step: int, extra: dict[str, float] | None = None) -> None:
         """Metrics first, then the checkpoint: a resumed run finds both or neither."""
         if step == self.saved_step:
             return
         self.recorder.flush(extra)
-        self.heartbeat.report(SAVING)
+        self._report_saving()
         with self.recorder.paused():
             for monitor in self.monitors:
                 monitor.flush()
@@ -103,6 +124,7 @@ class Keeper:
             log.warning("No samples at step %d: the whole network does not fit beside its training state.", step)
             return
         self.heartbeat.report("writing samples")
+        self.pictures_of = step if self.engine.is_main and self.engine.size > 1 else None
         if variants.is_hunyuan(self.settings.model.name):
             self._write_hunyuan_samples(step, network)
             return
@@ -169,9 +191,7 @@ class Keeper:
                 self.heartbeat.report("held-out loss")
                 batch, error = _next_or_error(batches)
                 if self.engine.largest(error is not None) or batch is None:
-                    return None, error or UserError(
-                        "Another process could not read a held-out image.", self.heartbeat.diagnosis()
-                    )
+                    return None, error or UserError("Another process could not read a held-out image; it says which.")
                 losses = stepper.losses(batch.to(device), VALIDATION_SEED)
                 total += losses.double()[counted[first : first + stepper.micro].to(device)].sum()
         finally:

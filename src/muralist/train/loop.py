@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
@@ -17,7 +19,7 @@ import torch
 from muralist.data.loader import Batch, held_out_batches, training_batches
 from muralist.data.stream import Stream
 from muralist.errors import UserError
-from muralist.models.family import build_family
+from muralist.models.family import build_family, prepare_family
 from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
 from muralist.scale.flops import matmul_rate
 from muralist.scale.slurm import adopt_ranks
@@ -83,8 +85,10 @@ def _train_together(settings: TrainSettings, data: Data, run: RunFolder, heartbe
             stack.enter_context(requests.listening())
             _train(settings, data, engine, run, heartbeat, requests, stack)
             engine.wait()
-    except UserError as error:
-        raise _told(heartbeat, error) from None  # before the process group is left, where a process may wait for others
+    except Exception as error:
+        if not (isinstance(error, RuntimeError) and engine.size > 1 and lost_contact(error)):
+            heartbeat.failed(str(error))  # before the process group is left, where a process may wait for others
+        raise
     finally:
         engine.end()
 
@@ -104,13 +108,12 @@ def _train(
     requests: Requests,
     stack: ExitStack,
 ) -> None:
-    heartbeat.report("loading the model")
     device = engine.device
-    if not engine.is_main:
-        engine.wait()  # the main process may have to make the model's folder first
-    family = build_family(settings, data.source.label_names)
     if engine.is_main:
-        engine.wait()
+        prepare_family(settings)
+    engine.wait()
+    heartbeat.report("loading the model")
+    family = build_family(settings, data.source.label_names)
     prompts = samples.read_prompts(settings.samples.prompts, family)
 
     found = start.find_checkpoint(run, settings.checkpoint.resume)
@@ -125,7 +128,14 @@ def _train(
     first_step = int(manifest.get("step", 0))
     last_step = min(clock.last_step, settings.max_steps or clock.last_step)
 
+    _check_that_all_agree(engine, [first_step, found[0].name if found else "", data.facts, plan.total])
     autocast = autocast_type(settings.use_amp, device)
+    if autocast is torch.float16 and engine.strategy != "ddp":
+        raise UserError(
+            f"--use_amp with --strategy {engine.strategy} needs GPUs that know bf16.",
+            "These do not, and scaling the loss for fp16 is done for ddp only.",
+            "Use --strategy ddp, or leave --use_amp out.",
+        )
     family.place(device, autocast or torch.float32)
     network = family.network()
     initial = None if found else start.find_initial_weights(settings, settings.results_dir)
@@ -198,11 +208,12 @@ def _train(
     writer = CheckpointWriter(run.checkpoints, settings.checkpoint, strategy.writers)
     stack.callback(writer.finish)  # whatever ends the run, a checkpoint under way is completed
     # Where all processes write it together, one that waits for the others must not be taken for one at work.
-    stack.callback(heartbeat.report, SAVING if strategy.writers is None else WAITING)
+    stack.callback(heartbeat.report, SAVING if strategy.saves_alone else WAITING)
     heartbeat.before_exit = writer.finish
     keeper = Keeper(settings, engine, run, data, family, prompts, stepper, recorder, monitors, writer, heartbeat)
     _loop(settings, engine, requests, stepper, recorder, keeper, parts, range(first_step, last_step))
     engine.wait()
+    keeper.show_pictures_of_others()
     if engine.is_main:
         samples.write_sheet(run.samples, prompts)  # once more, now that every rank's last pictures are there
 
@@ -226,9 +237,12 @@ def _loop(
         # to the whole job ends loader processes too: then it is the signal that counts.
         asked = requests.look(savable=step > steps.start)
         request = Request(engine.largest(Request.FAIL if error and asked != Request.STOP else asked))
+        keeper.show_pictures_of_others()  # they are there: all processes have passed the agreement
         if request != Request.NOTHING and step > steps.start:
             keeper.save(step)
         if request == Request.FAIL:
+            # Nobody leaves before what was learned is on disk: a launcher gives those that stay behind half a minute.
+            error = keeper.finish_together() or error
             raise error or UserError("Another process ran into trouble.", keeper.heartbeat.diagnosis())
         if request == Request.STOP:
             keeper.finish()
@@ -259,6 +273,18 @@ def _next_batch(parts: Iterator[Batch], count: int, keeper: Keeper) -> tuple[lis
         return list(islice(parts, count)), None
     except UserError as error:
         return [], error
+
+
+def _check_that_all_agree(engine: Engine, facts: list[Any]) -> None:
+    """Refuse to train where processes found different checkpoints or data, as over a file system that lags behind."""
+    digest = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+    if engine.smallest(digest) != engine.largest(digest):
+        raise UserError(
+            "The processes do not see the same checkpoint and data.",
+            f"Rank {engine.rank} would go on from step {facts[0]} ({facts[1] or 'the start'}) with {facts[2]['samples']:,} "
+            "images.",
+            "Check that all machines share the results folder and have the same data, then run the same command again.",
+        )
 
 
 def _say_contract(

@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +125,21 @@ def write_samples(
         network.train(was_training)
 
 
+def pictures_of_others(folder: Path, step: int) -> Iterator[tuple[str, np.ndarray, str]]:
+    """Name, pixels and prompt of what all processes but the main one drew at a step."""
+    for text in sorted((folder / folder_name(step)).glob("gpu_*_prompt*.txt")):
+        file = _picture_of(text)
+        if text.name.startswith("gpu_0_") or not file.is_file():
+            continue
+        with Image.open(file) as image:
+            name = file.stem.replace("_sample", "", 1)
+            yield f"samples/{name}", np.asarray(image.convert("RGB")), text.read_text(encoding="utf-8").strip()
+
+
+def _picture_of(prompt: Path) -> Path:
+    return prompt.with_name(re.sub(r"_prompt(.*)\.txt$", r"_sample\1.png", prompt.name))
+
+
 def encode_png(picture: np.ndarray, facts: dict[str, str]) -> bytes:
     """A PNG that carries how it was made."""
     info = PngInfo()
@@ -149,26 +164,28 @@ def write_sheet(folder: Path, prompts: Sequence[str]) -> Path | None:
     first = next(iter(columns[-1][1].values()))
     with Image.open(first) as image:
         scale = max(1, math.ceil(96 / image.width))
-        side = min(256, image.width * scale)
+        width = min(256, image.width * scale)
+        height = round(width * image.height / image.width)
     gap, left, top = 6, 190, 34
-    sheet = Image.new("RGB", (left + len(columns) * (side + gap) + gap, top + len(rows) * (side + gap) + gap), _PAPER)
+    whole = (left + len(columns) * (width + gap) + gap, top + len(rows) * (height + gap) + gap)
+    sheet = Image.new("RGB", whole, _PAPER)
     pen = ImageDraw.Draw(sheet)
     body, small = ImageFont.load_default(13), ImageFont.load_default(12)
     for column, (step, pictures) in enumerate(columns):
-        x = left + column * (side + gap)
-        pen.text((x + side / 2, top / 2), f"step {step:,}", fill=_FAINT, font=small, anchor="mm")
+        x = left + column * (width + gap)
+        pen.text((x + width / 2, top / 2), f"step {step:,}", fill=_FAINT, font=small, anchor="mm")
         for row, prompt in enumerate(rows):
-            y = top + row * (side + gap)
+            y = top + row * (height + gap)
             if prompt in pictures:
                 with Image.open(pictures[prompt]) as image:
-                    smooth = image.convert("RGB").resize((side, side), Image.Resampling.LANCZOS)
+                    smooth = image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
                     sheet.paste(smooth, (x, y))
             else:
-                pen.rectangle((x, y, x + side - 1, y + side - 1), outline=(225, 222, 215))
+                pen.rectangle((x, y, x + width - 1, y + height - 1), outline=(225, 222, 215))
     for row, prompt in enumerate(rows):
         text = "\n".join(textwrap.wrap(prompt, 26)[:5])
         pen.multiline_text(
-            (14, top + row * (side + gap) + side / 2), text, fill=_INK, font=body, anchor="lm", spacing=3
+            (14, top + row * (height + gap) + height / 2), text, fill=_INK, font=body, anchor="lm", spacing=3
         )
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG")
@@ -181,7 +198,7 @@ def _columns(folder: Path) -> list[tuple[int, dict[str, Path]]]:
     for step_folder in all_in(folder):
         pictures: dict[str, Path] = {}
         for text in sorted(step_folder.glob("gpu_*_prompt*.txt")):
-            picture = text.with_name(re.sub(r"_prompt(.*)\.txt$", r"_sample\1.png", text.name))
+            picture = _picture_of(text)
             if picture.is_file():
                 pictures.setdefault(text.read_text(encoding="utf-8").strip(), picture)
         if pictures:

@@ -65,7 +65,11 @@ def find_checkpoint(run: RunFolder, resume: str) -> tuple[Path, dict[str, Any]] 
 
 def check_same_model(then: dict[str, Any], now: dict[str, Any], path: Path) -> None:
     """A checkpoint of another model cannot be gone on from."""
-    differing = [f"{key}: {then.get(key)!r} there, {now[key]!r} here" for key in now if then.get(key) != now[key]]
+    differing = [
+        f"{key}: {then.get(key)!r} there, {now[key]!r} here"
+        for key in now
+        if key != "folder" and then.get(key) != now[key]  # a folder may move; what is in it has a key of its own
+    ]
     if differing:
         raise UserError(
             f"The checkpoint {path} is of another model: {'; '.join(differing)}.",

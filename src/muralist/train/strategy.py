@@ -37,6 +37,7 @@ class Replicated:
 
     in_parts = False  # whether a forward pass needs all processes: then none may run one alone
     words = "whole on each"
+    saves_alone = True  # whether the main process needs nobody for a checkpoint
     writers: DeviceMesh | None = None  # the processes that write checkpoints together; None: the main one alone
 
     def __init__(self, engine: Engine) -> None:
@@ -117,12 +118,13 @@ class FullyShard(Replicated):
 
     in_parts = True
     words = "in parts over the GPUs (FSDP2)"
+    saves_alone = False
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.mesh = init_device_mesh(engine.device.type, (engine.size,))
         # A group of its own: checkpoints are written in a thread, beside the collectives of training.
-        self.writers = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
+        self.writers = DeviceMesh.from_group(dist.new_group(backend="gloo", timeout=engine.timeout), "cpu")
 
     def memory(self, trained: int, frozen: int) -> float:
         """A part of everything."""
@@ -158,7 +160,8 @@ class FullyShard(Replicated):
 def gathered_network(engine: Engine, family: Family, weights: Mapping[str, Tensor]) -> nn.Module | None:
     """Build a whole network from weights that lie in parts; all processes call this, and all get one or none does."""
     needed = sum(value.numel() * value.element_size() for value in weights.values())
-    if not engine.smallest(needed < _free_memory(engine.device)):
+    # With some room to spare: one process that ran out of memory while gathering would leave the others waiting.
+    if not engine.smallest(1.2 * needed < _free_memory(engine.device)):
         return None
     network = family.skeleton()
     shapes = {name: value.shape for name, value in network.state_dict().items()}
@@ -187,7 +190,7 @@ def _laid_out_like(pattern: Tensor, tensor: Tensor) -> Tensor:
 
 
 def build_strategy(engine: Engine) -> Replicated:
-    """The strategy that the engine was started for; with one process there is nothing to cut into parts."""
+    """The strategy that the engine was started for."""
     if engine.strategy == "fsdp2":
         return FullyShard(engine)
     if engine.strategy in ("zero2", "zero3"):

@@ -28,6 +28,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 class Zero(Replicated):
     """ZeRO stage 2 or 3; all processes put a checkpoint together and the main one writes it."""
 
+    saves_alone = False
+
     def __init__(self, engine: Engine, stage: int) -> None:
         super().__init__(engine)
         self.stage, self.in_parts = stage, stage == 3
