@@ -16,6 +16,7 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, HunyuanDiTPipeline
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from muralist import keyed_random
 from muralist.cli import main
@@ -25,6 +26,7 @@ from muralist.keyed_random import Purpose
 from muralist.train.hunyuan_samples import sample_images_multi_gpu
 from muralist.train.samples import to_u8
 from tests.conftest import REPOSITORY
+from tests.support.disks import PAGE, leave_free, small_disk
 from tests.support.hunyuan import SMALL, small_family
 from tests.support.runs import TINY, assert_same_state, finish, last_checkpoint, losses, metrics, start
 
@@ -140,6 +142,9 @@ def test_four_processes_leave_four_pictures_and_prompts_at_each_checkpoint(proje
     samples = project / "results" / "test_sampling" / "samples"
     assert (samples / "sheet.png").is_file()
     assert len({path.read_text() for path in samples.glob("step_0000010/gpu_*_prompt.txt")}) == 4
+    board = EventAccumulator(str(samples.parent / "tensorboard")).Reload()
+    for rank in range(4):
+        assert [event.step for event in board.Images(f"samples/gpu_{rank}")] == [5, 10]
     words = ["muralist", "launch", "--nproc", "4", "train", *TINY, "--data_path", "driving_world", "--max_samples", "64",
              "--global_batch_size", "4", "--max_steps", "4", "--ckpt_every", "2", "--run_name", "jit", "--val_fraction", "0",
              "--enable_condition", "--init_from", "none"]  # fmt: skip
@@ -175,6 +180,14 @@ def test_the_official_entry_point_as_written(project: Path) -> None:
     output = finish(process)
     assert "at 512 x 512 px" in output and "Stopped by SIGINT" in output
     assert json.loads((last_checkpoint(found[0].parent) / "manifest.json").read_text())["model"]["img_size"] == 512
+
+
+def test_a_full_disk_under_the_samples_stops_no_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with small_disk(tmp_path / "run" / "samples", "64k") as disk:
+        leave_free(disk, PAGE)  # a folder fits, a picture does not
+        run = train(tmp_path, "run", "--max_steps", 2, "--ckpt_every", 1, "--img_size", 64)
+    assert "Error during sampling on GPU 0: " in capfd.readouterr().out
+    assert len(losses(run)) == 2 and last_checkpoint(run).name == "step_0000002"
 
 
 @pytest.mark.slow
