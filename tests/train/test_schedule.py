@@ -14,7 +14,7 @@ from muralist.data.stream import Stream
 from muralist.errors import UserError
 from muralist.settings import DataSettings, OptimSettings
 from muralist.train.contract import check_length
-from muralist.train.schedule import BatchPlan, Clock, LearningRate, ema_decay, learning_rate, plan_batch
+from muralist.train.schedule import BatchPlan, Clock, LearningRate, ema_decay, learning_rate, plan_batch, rates_by_gpus
 
 samples = st.integers(1, 3000)
 batches = st.integers(1, 400)
@@ -204,3 +204,13 @@ def test_the_average_never_looks_back_further_than_its_share(images: int, batch:
     half_life = batch * math.log(0.5) / math.log(decay) if decay > 0 else 0
     assert half_life <= 0.05 * images * (1 + 1e-6)
     assert ema_decay(images + 1, batch, DEFAULTS.ema1_half_life) >= decay
+
+
+def test_guide_2s_table_of_learning_rates() -> None:
+    optim = OptimSettings(learning_rate=1.25e-6, lr_rule="linear", lr_base_batch=4)
+    for ranks, peak in ((1, 1.25e-6), (2, 2.5e-6), (4, 5.0e-6)):
+        plan = plan_batch(DataSettings(batch_size=4), optim, ranks)
+        rate = learning_rate(optim, Clock(29_500, plan.total, 1))
+        assert rate.peak == pytest.approx(peak)
+        told = rates_by_gpus(rate, "linear", plan)
+        assert told == "1.25e-06 on 1 (batch 4), 2.5e-06 on 2 (batch 8), 5e-06 on 4 (batch 16), 1e-05 on 8 (batch 32)"

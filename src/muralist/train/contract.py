@@ -5,7 +5,7 @@ from __future__ import annotations
 from muralist.errors import UserError
 from muralist.models import variants
 from muralist.settings import ModelSettings, TrainSettings
-from muralist.train.schedule import BatchPlan, Clock, LearningRate
+from muralist.train.schedule import BatchPlan, Clock, LearningRate, rates_by_gpus
 from muralist.words import duration
 
 _BYTES_ON_DISK = 20  # float32 weights, two moments, two averages
@@ -83,9 +83,12 @@ def lines(
         f"({layout}), plus activations; {_BYTES_ON_DISK * trained / 1e9:.2f} GB of disk per checkpoint",
         f"time       at least {duration(floor_seconds)} (all operations at the measured matmul rate); the pace shows soon",
     ]
-    if rate.reason != "as given, no scaling" and clock.total_batch < SMALL_BATCH:
+    rule = "linear" if optim.blr is not None else optim.lr_rule
+    if rule != "none":
+        text.append(f"rule       {rule} with the total batch: {rates_by_gpus(rate, rule, plan)} GPUs")
+    if rule != "none" and clock.total_batch < SMALL_BATCH:
         text.append(
             f"note       the total batch is under {SMALL_BATCH}: scaling the learning rate may not be needed; "
-            "try the original first"
+            "try the original first; a longer --warmup_steps helps"
         )
     return text

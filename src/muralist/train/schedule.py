@@ -108,13 +108,22 @@ class LearningRate:
         return self.minimum + (self.peak - self.minimum) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def _factor(rule: str, ratio: float) -> float:
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def rates_by_gpus(rate: LearningRate, rule: str, plan: BatchPlan) -> str:
+    """What the rule makes of the rate on other numbers of GPUs with the same batch on each, as guide 2 tabulates it."""
+    peaks = {count: rate.peak * _factor(rule, count / plan.ranks) for count in (1, 2, 4, 8)}
+    return ", ".join(f"{peak:.3g} on {count} (batch {count * plan.share})" for count, peak in peaks.items())
+
+
 def learning_rate(optim: OptimSettings, clock: Clock) -> LearningRate:
     """The schedule for a run, with the sentence that explains its peak."""
     base, rule, base_batch = optim.learning_rate, optim.lr_rule, optim.lr_base_batch
     if optim.blr is not None:
         base, rule, base_batch = optim.blr, "linear", 256
-    ratio = clock.total_batch / base_batch
-    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+    factor = _factor(rule, clock.total_batch / base_batch)
     reason = (
         "as given, no scaling" if rule == "none" else f"{base:g} x {factor:g}, {rule} rule, base batch {base_batch}"
     )
