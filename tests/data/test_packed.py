@@ -220,12 +220,13 @@ def test_a_full_disk_is_foreseen(table: Path, tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "packed").exists()
 
 
-def start_pack(place: Path, workers: int) -> subprocess.Popen[bytes]:
-    """Start to pack forty large pictures in another process, and return in the middle of it."""
+def start_pack(place: Path, workers: int, pictures: int = 40) -> subprocess.Popen[bytes]:
+    """Start to pack large pictures in another process, and return in the middle of it."""
     (place / "source").mkdir()
-    picture = encoded(noise(0, 700, 700), compress_level=0)
-    for number in range(40):
-        (place / "source" / f"{number:02}.png").write_bytes(picture)
+    first = place / "source" / "000.png"
+    first.write_bytes(encoded(noise(0, 700, 700), compress_level=0))
+    for number in range(1, pictures):
+        (place / "source" / f"{number:03}.png").hardlink_to(first)
     command = f"from muralist.data.packed import pack; pack('source', 'packed', 256, workers={workers})"
     child = subprocess.Popen([sys.executable, "-c", command], cwd=place, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 20
@@ -254,7 +255,7 @@ def test_a_killed_pack_leaves_nothing_that_looks_whole_and_does_not_stand_in_the
 
 
 def test_an_interrupted_pack_cleans_up(tmp_path: Path) -> None:
-    child = start_pack(tmp_path, workers=2)
+    child = start_pack(tmp_path, workers=2, pictures=400)  # many: this process may be kept waiting before it interrupts
     child.send_signal(signal.SIGINT)
     assert child.wait(20) != 0
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -47,6 +47,7 @@ def train(settings: TrainSettings, name: str) -> int:
     data = open_data(settings)  # before anything is written: a mistyped path leaves no empty run behind
     adopt_ranks(os.environ)
     rank, size = rank_and_size()
+    start_log(None, rank)  # to the terminal alone until the run's folder is ours
     with Heartbeat(run.heartbeats, rank, size, settings.distributed.dist_timeout) as heartbeat:
         try:
             _train_together(settings, data, run, heartbeat)
