@@ -227,7 +227,10 @@ def start_pack(place: Path, workers: int, pictures: int = 40) -> subprocess.Pope
     first.write_bytes(encoded(noise(0, 700, 700), compress_level=0))
     for number in range(1, pictures):
         (place / "source" / f"{number:03}.png").hardlink_to(first)
-    command = f"from muralist.data.packed import pack; pack('source', 'packed', 256, workers={workers})"
+    command = (  # SIGINT as a terminal would have it: what a shell starts in the background ignores it
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"from muralist.data.packed import pack; pack('source', 'packed', 256, workers={workers})"
+    )
     child = subprocess.Popen([sys.executable, "-c", command], cwd=place, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 20
     while not (place / ".packed.packing" / "lock").exists():
