@@ -19,7 +19,7 @@ import torch
 from bench.measure_training import RESULTS, hardware
 
 from muralist import __version__
-from muralist.models.family import build_family
+from muralist.models.family import build_family, prepare_family
 from muralist.runfolder import write_json
 from muralist.settings import CheckpointSettings, ModelSettings, OptimSettings, SampleSettings, TrainSettings
 from muralist.train.distributed import Engine
@@ -35,6 +35,7 @@ def measure(name: str, size: int, folder: Path) -> dict[str, Any]:
     settings = TrainSettings(model=ModelSettings(name=name, img_size=size), results_dir=str(folder), use_amp=True)
     engine = Engine()
     strategy = Replicated(engine)
+    prepare_family(settings)
     family = build_family(settings, [])
     precision = torch.bfloat16 if engine.device.type == "cuda" else None
     family.place(engine.device, precision or torch.float32)
