@@ -116,6 +116,18 @@ def test_without_deepspeed_it_says_what_it_does_instead(
     assert "DeepSpeed is not installed: training with FSDP2 instead" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"), [(["--model.path", "nowhere"], "diffusers layout"), (["--img_size", 40], "of 16")]
+)
+def test_an_impossible_model_leaves_no_run_behind(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], wrong: list[object], said: str
+) -> None:
+    words = ["train", *SMALL, "--results_dir", tmp_path / "results", *wrong]
+    assert main([str(word) for word in words]) == 1
+    assert said in capfd.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
 # Guide 3, with real processes
 
 

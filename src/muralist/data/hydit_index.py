@@ -12,6 +12,7 @@ All rows of a multi-resolution index are read, cropped to the one size that is a
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +120,8 @@ def _shape(group: str, path: Path) -> tuple[float, str]:
 
 
 def _whole_numbers(values: Any, name: str, path: Path) -> np.ndarray:
-    try:
+    with suppress(ValueError, OverflowError):  # rows of different lengths, numbers beyond 64 bits
         numbers = np.asarray(values)
         if numbers.ndim == 1 and (numbers.size == 0 or np.issubdtype(numbers.dtype, np.integer)):
             return numbers.astype(np.int64)
-    except (ValueError, OverflowError):
-        pass
     raise UserError(f"The {name} of the index {path} are not whole numbers.", fix=_MAKE_AGAIN)

@@ -29,13 +29,14 @@ from muralist.data.loader import Batch
 from muralist.diffusion import ddpm, flow
 from muralist.errors import UserError
 from muralist.keyed_random import Purpose, SampleKeys
+from muralist.models import variants
 from muralist.models.family import to_unit
 from muralist.models.lora import Lora, fingerprint, is_adapter
 from muralist.settings import SampleSettings, TrainSettings
 
 transformers_logging.disable_progress_bar()
 NAME = "HunyuanDiT"
-_PIXELS_PER_TOKEN = 16  # the VAE's factor of 8, and patches of 2
+_PIXELS_PER_TOKEN = variants.HUNYUAN_PIXELS_PER_TOKEN
 _BASE_GRID = 32  # tokens along a side of 512 pixels, for which rotary positions were trained
 BERT_TOKENS, T5_TOKENS = 77, 256  # fixed in HunyuanDiTPipeline
 _GUIDANCE = 5.0
@@ -137,12 +138,7 @@ class HunyuanFamily:
     @classmethod
     def load(cls, folder: Path, size: tuple[int, int], **settings: Any) -> HunyuanFamily:
         """The model in a folder of diffusers layout."""
-        height, width = size
-        if height % _PIXELS_PER_TOKEN or width % _PIXELS_PER_TOKEN:
-            raise UserError(
-                f"{NAME} cannot make pictures of {height} x {width} pixels.",
-                f"Both sides must be multiples of {_PIXELS_PER_TOKEN}.",
-            )
+        variants.check_hunyuan_size(size)
         try:
             config = json.loads((folder / "transformer" / "config.json").read_text())
             schedule = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())

@@ -128,3 +128,16 @@ def square(img_size: int | tuple[int, int]) -> int:
             f"JiT makes square pictures, not {img_size[0]} x {img_size[1]}.", fix="Give one number as --img_size."
         )
     return img_size
+
+
+HUNYUAN_PIXELS_PER_TOKEN = 16  # the VAE's factor of 8, and patches of 2
+
+
+def check_hunyuan_size(size: tuple[int, int]) -> None:
+    """Refuse a picture that whole tokens do not cover."""
+    height, width = size
+    if height % HUNYUAN_PIXELS_PER_TOKEN or width % HUNYUAN_PIXELS_PER_TOKEN:
+        raise UserError(
+            f"HunyuanDiT cannot make pictures of {height} x {width} pixels.",
+            f"Both sides must be multiples of {HUNYUAN_PIXELS_PER_TOKEN}.",
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from muralist.errors import UserError
 from muralist.models import variants
 from muralist.settings import ModelSettings, TrainSettings
@@ -14,11 +16,13 @@ SMALL_BATCH = 256
 
 def check(settings: TrainSettings) -> None:
     """Refuse what cannot work, in one sentence."""
-    if not variants.is_hunyuan(settings.model.name):
-        _, patch = variants.parse_name(settings.model.name)
-        variants.check_image_size(patch, variants.square(settings.model.img_size))
     if settings.model.training_parts == "lora":
         _check_lora(settings.model)
+    if variants.is_hunyuan(settings.model.name):
+        _check_hunyuan(settings.model)
+    else:
+        _, patch = variants.parse_name(settings.model.name)
+        variants.check_image_size(patch, variants.square(settings.model.img_size))
     if not settings.data.path:
         raise UserError(
             "No data was named.", fix="Give --data_path FOLDER, or --data_path driving_world for the embedded set."
@@ -31,6 +35,15 @@ def check(settings: TrainSettings) -> None:
     low, high = settings.samples.interval
     if low >= high:
         raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
+
+
+def _check_hunyuan(model: ModelSettings) -> None:
+    variants.check_hunyuan_size(model.size)
+    if model.path and not Path(model.path, "transformer", "config.json").is_file():
+        raise UserError(
+            f"{model.path} is not a HunyuanDiT in diffusers layout: it has no transformer/config.json.",
+            fix="Give the folder of a HunyuanDiTPipeline as --model.path, or leave it out to train a small one.",
+        )
 
 
 def _check_lora(model: ModelSettings) -> None:
