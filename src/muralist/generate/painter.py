@@ -1,0 +1,39 @@
+"""What makes pictures: the one seam between the fleet and a kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Beat = Callable[[], None]
+"""Called at every denoising step: the sign of life by which a hang is told from work."""
+
+
+class Order(NamedTuple):
+    """One picture to make."""
+
+    prompt: str
+    negative_prompt: str
+    seed: int
+
+
+class Painter(Protocol):
+    """A loaded model on one device.
+
+    A picture depends on its order, its size and the number of orders of a call, never on the other orders of the call or
+    on its place among them.
+    """
+
+    def batches(self) -> bool:
+        """Whether several pictures at once keep that promise; where not, the fleet paints one at a time."""
+
+    def prepare(self, orders: Sequence[Order]) -> None:
+        """Encode the text of orders that will be painted soon, and forget that of others."""
+
+    def paint(self, orders: Sequence[Order], size: tuple[int, int], beat: Beat) -> list[np.ndarray]:
+        """Pictures of a height and width: uint8 [H, W, 3] each, or clips [F, H, W, 3]."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the ledger says of the model: its kind, scheduler, precision and device."""
