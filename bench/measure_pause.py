@@ -1,6 +1,8 @@
 """How long training stands still for a checkpoint and its samples, per model: bench/results/NAME.json.
 
-python bench/measure_pause.py NAME [MODEL@SIZE ...]     such as JiT-B/4@64 HunyuanDiT@64
+python bench/measure_pause.py NAME [MODEL@SIZE ...]     such as JiT-B/4@64 HunyuanDiT@64 DiT-g/2@1024
+
+HunyuanDiT is the small one that is built where no other is named, DiT-g/2 one of the published size with random weights.
 
 A checkpoint stops training for the copy to host memory only; its files are then written in a thread.
 """
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.full_hunyuan import build_full_hunyuan
 from bench.measure_training import RESULTS, hardware
 
 from muralist import __version__
@@ -32,7 +35,10 @@ from muralist.train.writer import CheckpointWriter
 
 def measure(name: str, size: int, folder: Path) -> dict[str, Any]:
     """Seconds for one picture per GPU and for a checkpoint of a model."""
-    settings = TrainSettings(model=ModelSettings(name=name, img_size=size), results_dir=str(folder), use_amp=True)
+    model = ModelSettings(name=name, img_size=size)
+    if name == "DiT-g/2":
+        model = ModelSettings(name="HunyuanDiT", path=str(build_full_hunyuan(folder / "model")), img_size=size)
+    settings = TrainSettings(model=model, results_dir=str(folder), use_amp=True)
     engine = Engine()
     strategy = Replicated(engine)
     prepare_family(settings)
