@@ -14,7 +14,7 @@ from muralist.diffusion import solvers
 from muralist.keyed_random import Purpose
 from muralist.models.jit import JiT
 from muralist.models.weights import infer_jit_config, jit_arguments, read_weights
-from muralist.train.samples import to_u8
+from muralist.pictures import to_u8
 from tests.support.runs import finish, start, train
 from tests.support.scene_classifier import scenes, train_classifier
 

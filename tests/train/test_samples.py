@@ -16,15 +16,14 @@ from PIL import Image
 from muralist.errors import UserError
 from muralist.models.family import build_family
 from muralist.models.jit_family import JiTFamily
+from muralist.pictures import encode_png, to_u8
 from muralist.settings import ModelSettings, SampleSettings, TrainSettings
 from muralist.train.checkpoint import folder_name
 from muralist.train.ema import WeightAverage, WithWeights
 from muralist.train.samples import (
     draw,
-    encode_png,
     prompts_of_rank,
     read_prompts,
-    to_u8,
     write_samples,
     write_sheet,
 )

@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from PIL.PngImagePlugin import PngInfo
 from torch import nn
 
 from muralist.errors import UserError
 from muralist.models.family import Family
+from muralist.pictures import encode_png, to_u8
 from muralist.runfolder import write_atomically
 from muralist.settings import SampleSettings
 from muralist.train.checkpoint import all_in, folder_name, step_of
@@ -60,11 +60,6 @@ def _lines(file: Path) -> list[str]:
     if not lines:
         raise UserError(f"The file {file} holds no prompts.", fix="Write one prompt per line.")
     return lines
-
-
-def to_u8(images: torch.Tensor) -> np.ndarray:
-    """[-1, 1], [B, 3, H, W] to uint8 [B, H, W, 3], rounded."""
-    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
 
 
 @torch.no_grad()
@@ -138,16 +133,6 @@ def pictures_of_others(folder: Path, step: int) -> Iterator[tuple[str, np.ndarra
 
 def _picture_of(prompt: Path) -> Path:
     return prompt.with_name(re.sub(r"_prompt(.*)\.txt$", r"_sample\1.png", prompt.name))
-
-
-def encode_png(picture: np.ndarray, facts: dict[str, str]) -> bytes:
-    """A PNG that carries how it was made."""
-    info = PngInfo()
-    for key, value in facts.items():
-        info.add_itxt(key, value)
-    buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, "PNG", pnginfo=info)
-    return buffer.getvalue()
 
 
 def write_sheet(folder: Path, prompts: Sequence[str]) -> Path | None:

@@ -1,0 +1,124 @@
+"""The workers of this machine: one process per GPU, each at the end of its own pipe.
+
+A pipe of its own for each: a worker that is killed in the middle of a message breaks its own pipe and nobody else's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from muralist.errors import UserError
+from muralist.generate.messages import Gone, Job, Order, Report
+from muralist.launch import chosen_processes
+
+_ENDED_BY_ITSELF = 5.0
+
+
+class Crew(Protocol):
+    """Workers by label, wherever they run."""
+
+    def start(self, label: str) -> None:
+        """Start a worker, or start one that is gone again."""
+
+    def send(self, label: str, order: Order) -> None:
+        """Tell a worker something; one that is gone does not hear it."""
+
+    def receive(self, seconds: float) -> list[tuple[str, Report]]:
+        """What workers said, waiting at most this long for the first word; `Gone` is the last word of each."""
+
+    def kill(self, label: str) -> None:
+        """End a worker now."""
+
+    def close(self) -> None:
+        """End all workers now."""
+
+
+class LocalCrew:
+    """Processes of this machine; `devices` says which device each label means."""
+
+    def __init__(self, job: Job, devices: dict[str, str]) -> None:
+        self.job, self.devices = job, devices
+        # Started afresh: CUDA does not survive a fork.
+        self._context = multiprocessing.get_context("spawn")
+        self._processes: dict[str, Any] = {}
+        self._pipes: dict[str, Connection] = {}
+
+    def start(self, label: str) -> None:
+        """Start a worker's process."""
+        from muralist.generate.worker_process import main
+
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=main, args=(self.job, label, self.devices[label], theirs), name=f"muralist-gpu{label}", daemon=True
+        )
+        process.start()
+        theirs.close()  # so that its end is the end of the pipe
+        self._processes[label], self._pipes[label] = process, ours
+
+    def send(self, label: str, order: Order) -> None:
+        """Put an order into a worker's pipe."""
+        try:
+            self._pipes[label].send(order)
+        except (KeyError, OSError):
+            pass  # receive() tells that it is gone
+
+    def receive(self, seconds: float) -> list[tuple[str, Report]]:
+        """Read every pipe that has something."""
+        labels = {id(pipe): label for label, pipe in self._pipes.items()}
+        reports: list[tuple[str, Report]] = []
+        for pipe in wait(list(self._pipes.values()), timeout=seconds):
+            label = labels[id(pipe)]
+            try:
+                reports.append((label, pipe.recv()))  # type: ignore[union-attr]
+            except Exception:  # its end, or half a message of a killed process
+                self._pipes.pop(label).close()
+                reports.append((label, Gone(self._obituary(label))))
+        return reports
+
+    def kill(self, label: str) -> None:
+        """SIGKILL: it also ends a process that is stopped or hangs in a driver."""
+        self._processes[label].kill()
+
+    def close(self) -> None:
+        """End whatever is left; files are whole or absent at any moment."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join(_ENDED_BY_ITSELF)
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._pipes.clear()
+
+    def _obituary(self, label: str) -> str:
+        process = self._processes[label]
+        process.join(_ENDED_BY_ITSELF)
+        code = process.exitcode
+        if code is None:
+            return "closed its pipe"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+def choose_devices(gpu_ids: Sequence[int]) -> dict[str, str]:
+    """Label and device of each worker: the GPUs that were named, else all; without GPUs, CPU processes stand in."""
+    if len(set(gpu_ids)) < len(gpu_ids):
+        raise UserError(f"--gpu_ids {' '.join(map(str, gpu_ids))} names a GPU twice.", fix="Name each GPU once.")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        listed = [entry for entry in (visible or "").split(",") if entry]
+        labels = list(gpu_ids) or list(range(chosen_processes() or len(listed) or 1))
+        return {str(label): "cpu" for label in labels}
+    if missing := [gpu for gpu in gpu_ids if gpu >= count]:
+        seen = f"CUDA_VISIBLE_DEVICES is {visible}" if visible else "counted from 0"
+        raise UserError(
+            f"There is no GPU {missing[0]}: {count} can be seen ({seen}).",
+            fix=f"Give --gpu_ids from 0 to {count - 1}, or leave it out to use all.",
+        )
+    return {str(gpu): f"cuda:{gpu}" for gpu in gpu_ids or range(count)}

@@ -1,0 +1,271 @@
+"""The fleet: hands rows to workers round-robin, and finishes even if workers die, hang or choke on a prompt."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+from muralist.errors import UserError
+from muralist.generate import messages
+from muralist.generate.crew import Crew
+from muralist.generate.folder import OutputFolder
+from muralist.generate.ledger import Shard
+from muralist.generate.messages import Measure, Stop, Task
+from muralist.generate.plan import Plan, shares
+from muralist.generate.screen import Screen
+
+_LOOK = 0.2  # seconds
+_LOADING = 600.0  # seconds a model may take to load, beyond the limit for a step
+_SAMPLES_AHEAD = 16  # whose text is encoded together
+_DEATHS_PER_SAMPLE = 2
+_NEW_LIVES = 3  # of a worker, when none is left
+_HOPELESS_FAILURES = 16
+
+
+class Shape(NamedTuple):
+    """How many pictures are made at once: now, and as the ledger says."""
+
+    now: int
+    agreed: int
+
+
+class Not(Enum):
+    """Why the shape of batches is not known yet."""
+
+    MEASURED = "a worker is to find it out"
+    DECIDED = "somebody else is finding it out"
+
+
+Settle = Callable[[messages.Ready, int | None], Shape | Not]
+More = Callable[[], np.ndarray | None]
+
+
+class Outcome(NamedTuple):
+    """What a command made."""
+
+    done: int
+    failed: int
+
+
+@dataclass
+class _Member:
+    """What the fleet knows of one worker."""
+
+    label: str
+    share: deque[int]
+    total: int
+    tasks: list[set[int]] = field(default_factory=list)  # numbers that were sent and are not finished
+    painting: tuple[int, ...] = ()
+    ready: messages.Ready | None = None
+    alive: bool = True
+    heard: float = field(default_factory=time.monotonic)
+    done: int = 0
+    failed: int = 0
+
+    @property
+    def open(self) -> list[int]:
+        return [number for task in self.tasks for number in sorted(task)]
+
+    def finish(self, number: int) -> None:
+        for task in self.tasks:
+            task.discard(number)
+        self.tasks = [task for task in self.tasks if task]
+
+
+@dataclass
+class Fleet:
+    """The workers of one command and what is left to do.
+
+    `settle` says, before any picture is made, how many are made at once: it is asked with what a ready worker says of
+    itself, and again with what that worker measured. `more` is asked when nothing is left, and says None when that is all.
+    """
+
+    plan: Plan
+    folder: OutputFolder
+    digest: str
+    crew: Crew
+    screen: Screen
+    settle: Settle
+    more: More
+    beat: Callable[[], None]  # the fleet's own sign of life
+    timeout: float
+    members: dict[str, _Member] = field(default_factory=dict)
+    orphans: deque[int] = field(default_factory=deque)  # of workers that are gone
+    suspects: deque[int] = field(default_factory=deque)  # were being painted when a worker died: from now on alone
+    deaths: Counter[int] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    shape: Shape | None = None
+    measuring: str | None = None
+    new_lives: int = 0
+    last_error: UserError | None = None
+
+    def run(self, labels: Sequence[str], todo: np.ndarray) -> Outcome:
+        """Make the samples; returns when each is made or has failed."""
+        parts = shares(todo, len(labels))
+        self.members = {
+            label: _Member(label, deque(part.tolist()), len(part)) for label, part in zip(labels, parts, strict=True)
+        }
+        for label in labels:
+            self.crew.start(label)
+        while self._left() or self._ask_for_more():
+            for label, report in self.crew.receive(_LOOK):
+                self._hear(self.members[label], report)
+            self._watch()
+            self._agree()
+            self._hand_out()
+            self.beat()
+            self.screen.show({m.label: (m.done, m.failed, m.total) for m in self.members.values()})
+        for label in labels:
+            self.crew.send(label, Stop())
+        return Outcome(sum(m.done for m in self.members.values()), sum(m.failed for m in self.members.values()))
+
+    def _left(self) -> bool:
+        return bool(self.orphans or self.suspects) or any(m.share or m.tasks for m in self.members.values())
+
+    def _ask_for_more(self) -> bool:
+        numbers = self.more()
+        if numbers is None:
+            return False
+        self.orphans.extend(numbers.tolist())
+        return True
+
+    def _hear(self, member: _Member, report: messages.Report) -> None:
+        member.heard = time.monotonic()
+        match report:
+            case messages.Ready():
+                member.ready = report
+            case messages.Measured(shape):
+                assert member.ready is not None
+                settled = self.settle(member.ready, shape)
+                assert isinstance(settled, Shape)
+                self.shape, self.measuring = settled, None
+            case messages.Began(numbers):
+                member.painting = numbers
+            case messages.Done(number):
+                member.done += 1
+                member.finish(number)
+            case messages.Failed(number, reason):
+                member.failed += 1
+                member.finish(number)
+                self._count_failure(reason)
+            case messages.Hopeless(error, everyone):
+                self.last_error = error
+                if everyone:
+                    raise error
+                self._lose(member, str(error))
+            case messages.Gone(how):
+                if member.alive:
+                    self._lose(member, f"GPU {member.label}: its process {how}.")
+
+    def _agree(self) -> None:
+        """Find out the shape of batches, with the first worker that is ready."""
+        ready = next((member for member in self.members.values() if member.ready), None)
+        if self.shape is not None or self.measuring is not None or ready is None or ready.ready is None:
+            return
+        settled = self.settle(ready.ready, None)
+        if isinstance(settled, Shape):
+            self.shape = settled
+        elif settled is Not.MEASURED:
+            # Measured with the largest pictures there are.
+            numbers = [number for member in self.members.values() for number in member.share] or list(self.orphans)
+            largest = max(numbers, key=lambda number: math.prod(self.plan.size_of(number)))
+            self.measuring = ready.label
+            self.crew.send(ready.label, Measure(self.plan.sample(largest)))
+
+    def _hand_out(self) -> None:
+        if self.shape is None:
+            return
+        ahead = max(2, -(-_SAMPLES_AHEAD // self.shape.now))
+        for member in self.members.values():
+            while member.alive and member.ready and len(member.tasks) < ahead and (numbers := self._next(member)):
+                member.tasks.append(set(numbers))
+                samples = tuple(self.plan.sample(number) for number in numbers)
+                self.crew.send(member.label, Task(samples, *self.shape))
+
+    def _next(self, member: _Member) -> list[int]:
+        """Numbers of one size for the next batch: a suspect alone, else the worker's own, else what others left."""
+        assert self.shape is not None
+        if self.suspects:
+            return [self.suspects.popleft()]
+        source = member.share or self.orphans
+        numbers: list[int] = []
+        while source and len(numbers) < self.shape.now:
+            if numbers and self.plan.size_of(source[0]) != self.plan.size_of(numbers[0]):
+                break
+            numbers.append(source.popleft())
+        if source is self.orphans:
+            member.total += len(numbers)
+        return numbers
+
+    def _watch(self) -> None:
+        """Give up workers that have been silent for too long; bring one back when none is left."""
+        now = time.monotonic()
+        for member in self.members.values():
+            limit = self.timeout if member.ready else self.timeout + _LOADING
+            busy = member.tasks or not member.ready
+            if member.alive and busy and now - member.heard > limit:
+                self._lose(member, f"GPU {member.label} gave no sign of life for {limit:.0f} s and was given up.")
+                self.crew.kill(member.label)
+        if not any(member.alive for member in self.members.values()) and self._left():
+            self._bring_back()
+
+    def _lose(self, member: _Member, told: str) -> None:
+        """A worker is gone: the others take its rows; what it was painting is painted alone from now on."""
+        member.alive, member.ready = False, None
+        if self.measuring == member.label:
+            self.measuring = None
+        open_numbers = member.open
+        suspects = [number for number in member.painting if number in open_numbers]
+        member.tasks.clear()
+        member.painting = ()
+        member.total = member.done + member.failed
+        for number in suspects:
+            self.deaths[number] += 1
+            if self.deaths[number] >= _DEATHS_PER_SAMPLE:
+                self._give_up(member, number)
+            else:
+                self.suspects.append(number)
+        self.orphans.extend(sorted({*open_numbers, *member.share} - set(suspects)))
+        member.share.clear()
+        rows = len(self.orphans) + len(self.suspects)
+        self.screen.say(f"{told} {f'The others take its {rows:,} rows.' if rows else ''}".strip())
+
+    def _give_up(self, member: _Member, number: int) -> None:
+        reason = f"the worker died {_DEATHS_PER_SAMPLE} times while painting it"
+        shard = Shard(self.folder.shard(member.label), self.digest)
+        shard.failed(self.plan.sample(number), reason, member.label, 0.0)
+        shard.close()
+        member.failed += 1
+        member.total += 1
+
+    def _bring_back(self) -> None:
+        if self.last_error is not None:
+            raise self.last_error
+        if self.new_lives == _NEW_LIVES:
+            raise UserError(
+                "All workers are gone, and so were those started in their place.",
+                "Something ends them, most often a machine that runs out of memory.",
+                "Run the same command to go on from what is there.",
+            )
+        self.new_lives += 1
+        member = next(iter(self.members.values()))
+        member.alive, member.heard = True, time.monotonic()
+        self.screen.say(f"No worker is left: GPU {member.label} starts again.")
+        self.crew.start(member.label)
+
+    def _count_failure(self, reason: str) -> None:
+        self.reasons[reason] += 1
+        made = sum(member.done for member in self.members.values())
+        if not made and len(self.reasons) == 1 and self.reasons[reason] >= _HOPELESS_FAILURES:
+            raise UserError(
+                f"The first {_HOPELESS_FAILURES} pictures all failed alike.",
+                f"The reason: {reason}",
+                "The ledger names them; put it right and run the same command again.",
+            )

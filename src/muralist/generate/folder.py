@@ -1,0 +1,214 @@
+"""The output folder: who works in it, what is already there, what the command that made it said."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from muralist.errors import UserError
+from muralist.generate import ledger
+from muralist.generate.ledger import Header
+from muralist.generate.plan import Plan
+from muralist.runfolder import is_full, write_atomically
+
+_FRESH = 60.0  # seconds for which the lock of another machine, where the disk knows no locks, is believed
+_BEAT = 10.0
+_OTHER_FOLDER = "Choose another --output_dir, or give --overwrite to begin anew in this one."
+
+
+@dataclass(frozen=True)
+class OutputFolder:
+    """Where everything of one table goes."""
+
+    root: Path
+
+    @property
+    def ledger(self) -> Path:
+        """The ledger."""
+        return self.root / "ledger.jsonl"
+
+    @property
+    def work(self) -> Path:
+        """What exists only while a command runs: the workers' lines and signs of life."""
+        return self.root / ".ledger"
+
+    def shard(self, label: str) -> Path:
+        """A worker's lines."""
+        return self.work / f"gpu{label}.jsonl"
+
+    def failures(self, label: str) -> Path:
+        """The prompts a worker could not draw."""
+        return self.root / f"failed_prompts_gpu{label}.txt"
+
+    def create(self) -> None:
+        """Make the folder, or say why it cannot be made."""
+        try:
+            self.work.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(error, self.root) from None
+
+    def sweep(self) -> None:
+        """Take up what a killed command left: its lines go into the ledger, files it was writing away."""
+        if self.ledger.is_file():
+            ledger.merge(self.ledger, self.work)
+        for stale in (*self.root.glob(".*.tmp"), *self.work.glob("*.beat")):
+            stale.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove every file the old ledger names, and the ledger last: cut off in the middle, it can be done again."""
+        ledgers = [*self.work.glob("*.jsonl"), self.ledger]
+        for path in ledgers:
+            for line in ledger.read_lines(path):
+                # A name out of a file is not trusted to stay in the folder.
+                (self.root / Path(str(line["file"])).name).unlink(missing_ok=True)
+        for path in (*self.root.glob("failed_prompts_gpu*.txt"), *ledgers):
+            path.unlink(missing_ok=True)
+
+    def check_settings(self, settings: dict[str, Any], header: Header) -> None:
+        """Refuse to mix pictures made differently."""
+        names = sorted(settings.keys() | header.settings.keys())
+        changed = [name for name in names if settings.get(name) != header.settings.get(name)]
+        if not changed:
+            return
+        told = "; ".join(f"{name} {header.settings.get(name)!s:.60} -> {settings.get(name)!s:.60}" for name in changed)
+        raise UserError(
+            f"{self.root} holds pictures made with other settings.",
+            f"Changed: {told}.",
+            f"Run the command as it was, or: {_OTHER_FOLDER[0].lower()}{_OTHER_FOLDER[1:]}",
+        )
+
+    def check_unclaimed(self, plan: Plan) -> None:
+        """Refuse pictures that no ledger vouches for, where they have the names of those to be made."""
+        taken = {entry.name for entry in os.scandir(self.root) if entry.name.endswith(f".{plan.extension}")}
+        if taken and (file := next((f for n in range(len(plan)) if (f := plan.sample(n).file) in taken), None)):
+            raise UserError(
+                f"{self.root} holds {file}, but no ledger that says how it was made.",
+                "It cannot be told whether it belongs to this command.",
+                "Choose another --output_dir, or move these pictures away.",
+            )
+
+    def finished(self, plan: Plan) -> np.ndarray:
+        """Which samples exist whole: bool, by number."""
+        lines: dict[int, dict[str, Any]] = {}
+        for line in ledger.read_lines(self.ledger):
+            if line["index"] < len(plan.table) and line["copy"] < plan.copies:
+                lines[line["index"] * plan.copies + line["copy"]] = line
+        done = np.zeros(len(plan), dtype=bool)
+        for number, line in lines.items():
+            sample = plan.sample(number)
+            if line["key"] != sample.key:
+                raise UserError(
+                    f"Row {sample.row + 1} of the table is not the one from which {self.root} was made.",
+                    f"It was {line['id']!r:.40} with the prompt {line['prompt']!r:.80} and seed {line['seed']}; now it is "
+                    f"{sample.id!r:.40} with {sample.prompt!r:.80} and seed {sample.seed}.",
+                    _OTHER_FOLDER,
+                )
+            done[number] = line["status"] == ledger.DONE and ledger.is_whole(self.root / sample.file, line)
+        return done
+
+    @contextmanager
+    def locked(self, job: str) -> Iterator[Lock]:
+        """Hold the folder: a second command on it is refused; the lock dies with its process."""
+        path = self.root / "lock"
+        with path.open("a+") as file:
+            lock = Lock(file, path, job)
+            lock.take()
+            try:
+                yield lock
+            finally:
+                with suppress(OSError):
+                    path.unlink()
+
+    def end(self) -> None:
+        """Merge the workers' lines and leave nothing else behind."""
+        ledger.merge(self.ledger, self.work)
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+@dataclass
+class Lock:
+    """Names host, process, job and last sign of life of the command that works in a folder."""
+
+    file: IO[str]
+    path: Path
+    job: str
+    _beaten: float = 0.0
+
+    def take(self) -> None:
+        """Become the owner, or say who is."""
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise self._refusal() from None
+            owner = self._owner()  # a disk without locks: what the file says must do
+            if owner.get("host") != socket.gethostname() and time.time() - owner.get("heartbeat", 0) < _FRESH:
+                raise self._refusal() from None
+        self.beat()
+
+    def beat(self) -> None:
+        """Say that the owner is alive; most calls do nothing."""
+        if time.monotonic() - self._beaten < _BEAT and self._beaten:
+            return
+        self._beaten = time.monotonic()
+        told = {"host": socket.gethostname(), "pid": os.getpid(), "job": self.job, "heartbeat": time.time()}
+        try:
+            self.file.seek(0)
+            self.file.truncate()
+            self.file.write(json.dumps(told) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise cannot_write(error, self.path) from None
+
+    def _owner(self) -> dict[str, Any]:
+        try:
+            self.file.seek(0)
+            return dict(json.loads(self.file.read()))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def _refusal(self) -> UserError:
+        owner = self._owner()
+        who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+        return UserError(
+            f"{self.path.parent} is being filled by {who}.", fix="Wait for it, stop it, or give another --output_dir."
+        )
+
+
+def write_failures(folder: OutputFolder, labels: list[str]) -> int:
+    """One file per worker of this command with what it could not draw, empty when nothing failed; returns how many."""
+    latest: dict[tuple[int, int], dict[str, Any]] = {}
+    for line in ledger.read_lines(folder.ledger):
+        latest[line["index"], line["copy"]] = line
+    failed = [line for line in latest.values() if line["status"] == ledger.FAILED]
+    by_label: dict[str, list[str]] = {label: [] for label in labels}
+    for line in failed:
+        cells = (line["id"], line["seed"], line["prompt"], line["error"])
+        told = "\t".join(" ".join(str(cell).split()) for cell in cells)
+        by_label.setdefault(line["gpu"], []).append(told + "\n")
+    for label, lines in by_label.items():
+        write_atomically(folder.failures(label), "".join(lines))
+    return len(failed)
+
+
+def cannot_write(error: OSError, folder: Path) -> UserError:
+    """The sentence for a disk that takes no more pictures."""
+    if is_full(error):
+        return UserError(
+            f"No space left on the disk that holds {folder}.",
+            "Every picture that the ledger names is whole.",
+            "Free some space and run the same command again: it goes on.",
+        )
+    return UserError(f"Cannot write {error.filename or folder}: {error.strerror}.", fix="Check that it may be written.")

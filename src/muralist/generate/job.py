@@ -1,0 +1,246 @@
+"""`muralist generate`: from settings to a folder in which every row of the table has its picture."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from muralist.errors import UserError
+from muralist.generate import ledger, store
+from muralist.generate.crew import Crew, LocalCrew, choose_devices
+from muralist.generate.fleet import Fleet, Not, Shape
+from muralist.generate.folder import OutputFolder, write_failures
+from muralist.generate.ledger import Header
+from muralist.generate.messages import Job, Ready
+from muralist.generate.plan import Plan
+from muralist.generate.ranks import Ranks
+from muralist.generate.screen import open_screen
+from muralist.generate.table import open_table
+from muralist.scale.slurm import adopt_ranks
+from muralist.settings import GenerateSettings
+from muralist.words import duration
+
+log = logging.getLogger("muralist")
+INTERRUPTED = 130
+
+
+def generate(settings: GenerateSettings) -> int:
+    """Make what is missing; returns 0 only if every row's picture exists."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    command = _Command.prepare(settings)
+    with _stopped_by_signals():
+        return command.run()
+
+
+@dataclass
+class _Command:
+    """One call of `muralist generate`, checked as far as it can be before anything is loaded."""
+
+    settings: GenerateSettings  # with every default that depends on the model settled
+    identity: dict[str, Any]  # what shapes a picture
+    plan: Plan
+    folder: OutputFolder
+    ranks: Ranks | None
+    header: Header | None = None
+
+    @classmethod
+    def prepare(cls, settings: GenerateSettings) -> _Command:
+        """Read the table and what the model says of itself."""
+        from muralist.generate.models import check_model
+
+        model = check_model(settings)
+        settings = settings.model_copy(update=model.settled)
+        assert settings.height and settings.width
+        table = open_table(settings.prompts_csv, settings.num_samples)
+        for note in table.notes:
+            log.warning("%s", note)
+        suffix = store.extension(settings.num_frames, settings.video_format)
+        size = (settings.height, settings.width)
+        copies = settings.images_per_prompt
+        plan = Plan(table, copies, settings.seed_start, settings.negative_prompt, size, suffix)
+        plan.check()
+        folder = OutputFolder(Path(settings.output_dir).absolute())
+        adopt_ranks(os.environ)
+        ranks = Ranks.of_environment(os.environ, folder, copies, settings.worker_timeout)
+        return cls(settings, _identity(settings, model.identity), plan, folder, ranks)
+
+    def run(self) -> int:
+        """Take stock, work, and say what came of it."""
+        self.folder.create()
+        started = time.monotonic()
+        with ExitStack() as stack:
+            beat: Callable[[], None]
+            if self.ranks:
+                self.header = self.ranks.share_stock(lambda: self._take_stock(stack)[:2])
+                todo, own, beat = self.ranks.todo, self.ranks.own, self.ranks.beat
+            else:
+                todo, self.header, beat = self._take_stock(stack)
+                own = todo
+            devices = self._devices()
+            interrupted = False
+            if len(todo):
+                crew = self._crew(devices)
+                screen = open_screen()
+                more = self.ranks.more if self.ranks else lambda: None
+                fleet = Fleet(
+                    self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, self.settings.worker_timeout
+                )
+                try:
+                    fleet.run(list(devices), own)
+                except KeyboardInterrupt:
+                    interrupted = True
+                finally:
+                    crew.close()
+                    screen.close()
+                    if self.ranks is None or self.ranks.closes_the_folder():
+                        self.folder.end()
+                        write_failures(self.folder, list(devices))
+            else:
+                self.folder.end()
+                write_failures(self.folder, list(devices))
+            missing = self._missing() if self.ranks is None or self.ranks.rank == 0 else 0
+        return self._conclude(len(todo), missing, time.monotonic() - started, interrupted)
+
+    @property
+    def _digest(self) -> str:
+        return Header(self.identity, 0).digest
+
+    def _take_stock(self, stack: ExitStack) -> tuple[np.ndarray, Header | None, Callable[[], None]]:
+        """Hold the folder, take up what an earlier command left, and find what is missing."""
+        lock = stack.enter_context(self.folder.locked(os.environ.get("SLURM_JOB_ID", "")))
+        if self.settings.overwrite:
+            self.folder.clear()
+        header = Header.read(self.folder.ledger)
+        if header is None:
+            self.folder.check_unclaimed(self.plan)
+        else:
+            self.folder.check_settings(self.identity, header)
+            self._check_batch(header)
+        self.folder.sweep()
+        done = self.folder.finished(self.plan) if header else np.zeros(len(self.plan), dtype=bool)
+        if done.any():
+            log.info("%s of %s pictures are there already.", f"{done.sum():,}", f"{len(self.plan):,}")
+        return self.plan.in_order(np.flatnonzero(~done)), header, lock.beat
+
+    def _check_batch(self, header: Header) -> None:
+        asked = self.settings.batch_size
+        if asked in ("auto", header.batch_size) or self.settings.allow_batch_change:
+            return
+        raise UserError(
+            f"The pictures in {self.folder.root} were made {header.batch_size} at once, not {asked}.",
+            "A picture's last bits depend on it.",
+            f"Leave --batch_size out, or give --allow_batch_change: pictures made {asked} at once are marked in the ledger.",
+        )
+
+    def _devices(self) -> dict[str, str]:
+        if self.settings.engine == "ray":
+            from muralist.generate.ray_crew import ray_labels
+
+            return ray_labels(self.settings.gpu_ids)
+        if self.ranks is None:
+            return choose_devices(self.settings.gpu_ids)
+        here = list(choose_devices(self.settings.gpu_ids).values())
+        return {str(self.ranks.rank): here[self.ranks.local_rank % len(here)]}
+
+    def _crew(self, devices: dict[str, str]) -> Crew:
+        facts = {"model": self.identity["model"], "settings": self.identity, "software": "muralist"}
+        job = Job(self.settings, self.folder.root, self._digest, facts)
+        if self.settings.engine == "ray":
+            from muralist.generate.ray_crew import RayCrew
+
+            return RayCrew(job, devices)
+        return LocalCrew(job, devices)
+
+    def _settle(self, ready: Ready, measured: int | None) -> Shape | Not:
+        """The shape of batches: the ledger's, else what was asked for, else what was measured; on disk before any picture."""
+        if self.ranks and self.ranks.rank:
+            return self.ranks.published_shape()
+        asked = self.settings.batch_size
+        if not ready.batches and asked not in ("auto", 1):
+            log.warning("This model's pictures depend on what is painted beside them: one is made at a time.")
+        if self.header:
+            shape = Shape(self.header.batch_size if asked == "auto" else asked, self.header.batch_size)
+            self._compare(ready.made_with, self.header.made_with)
+        elif not ready.batches:
+            shape = Shape(1, 1)
+        elif asked == "auto" and measured is None:
+            return Not.MEASURED
+        else:
+            size = measured if asked == "auto" else asked
+            assert isinstance(size, int)
+            shape = Shape(size, size)
+        if self.header is None:
+            self.header = Header(self.identity, shape.agreed, ready.made_with)
+            ledger.start(self.folder.ledger, self.header)
+        if self.ranks:
+            self.ranks.publish_shape(shape)
+        return shape
+
+    def _compare(self, now: dict[str, str], before: dict[str, str]) -> None:
+        changed = [f"{name} {before.get(name)} -> {now.get(name)}" for name in now if now[name] != before.get(name)]
+        if changed:
+            log.warning("Not made with the same as before (%s): last bits may differ.", ", ".join(changed))
+
+    def _missing(self) -> int:
+        return int((~self.folder.finished(self.plan)).sum())
+
+    def _conclude(self, tried: int, missing: int, seconds: float, interrupted: bool) -> int:
+        there = len(self.plan) - missing
+        pace = f", {(tried - missing) / seconds:.2f} images/s with loading" if tried > missing else ""
+        told = f"{there:,} of {len(self.plan):,} pictures are in {self.settings.output_dir} ({duration(seconds)}{pace})."
+        if interrupted:
+            log.warning("Interrupted. %s The same command goes on.", told)
+            return INTERRUPTED
+        if not tried:
+            told = f"Nothing to do: {told}"
+        if missing:
+            log.warning(
+                "%s %s missing: failed_prompts_gpu*.txt say why; the same command tries again.", told, f"{missing:,}"
+            )
+            return 1
+        log.info("%s", told)
+        return 0
+
+
+def _identity(settings: GenerateSettings, model: dict[str, Any]) -> dict[str, Any]:
+    """Everything that shapes a picture beside its row."""
+    names = [
+        "dtype",
+        "num_inference_steps",
+        "guidance_scale",
+        "cfg_truncation_step",
+        "height",
+        "width",
+        "negative_prompt",
+        "seed_start",
+        "num_frames",
+        "scheduler",
+    ]
+    if settings.num_frames > 1:
+        names.append("video_format")
+    return model | {name: getattr(settings, name) for name in names}
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """A request to end from a scheduler is as good as Ctrl+C."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

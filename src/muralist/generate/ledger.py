@@ -1,0 +1,174 @@
+"""The ledger of an output folder: which picture is which, made how, and whether its file is whole.
+
+    ledger.jsonl          first a line with settings, versions and the batch shape, then one line per finished or failed sample
+    .ledger/gpu0.jsonl    while a command runs: the lines of one worker; they go to the end of ledger.jsonl when it ends
+
+Lines are only ever appended, each by one write. A worker that is killed leaves at most one torn line, which is passed over:
+its picture is made again. The last line about a sample counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from muralist.errors import UserError
+from muralist.generate.plan import Sample
+from muralist.runfolder import write_atomically
+
+_FORMAT = "muralist ledger"
+_VERSION = 1
+DONE, FAILED = "done", "failed"
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line: what all pictures of the folder have in common."""
+
+    settings: dict[str, Any]
+    """Everything that shapes a picture, the model's fingerprint included."""
+    batch_size: int
+    """Pictures made at once; a picture's last bits depend on it."""
+    made_with: dict[str, str] = field(default_factory=dict)
+    """Versions and the kind of device: with others, pictures may differ in their last bits."""
+
+    @property
+    def digest(self) -> str:
+        """Short name of the settings, in every line."""
+        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:8]
+
+    def line(self) -> str:
+        """As it is written."""
+        return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def parse(cls, line: str) -> Header:
+        """Back from a line; ValueError where it is none."""
+        content = json.loads(line)
+        try:
+            if content.pop("format") == _FORMAT and content.pop("version") == _VERSION:
+                return cls(**content)
+        except (KeyError, TypeError, AttributeError):
+            pass
+        raise ValueError("not a ledger's first line")
+
+    @classmethod
+    def read(cls, path: Path) -> Header | None:
+        """The header of a ledger; None where there is no ledger."""
+        try:
+            with path.open(encoding="utf-8") as file:
+                return cls.parse(file.readline())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            raise UserError(
+                f"{path} is not a ledger that this muralist can read.",
+                "Its first line is damaged, or another version wrote it.",
+                "Choose another --output_dir, or give --overwrite to begin anew in this one.",
+            ) from None
+
+
+@dataclass
+class Shard:
+    """One worker's lines of the current command."""
+
+    path: Path
+    digest: str
+
+    def __post_init__(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.write(self._file, b"\n")  # ends a line that a killed worker may have left torn
+
+    def done(self, sample: Sample, written: Path, sha256: str, gpu: str, seconds: float, batch_size: int | None) -> None:
+        """A picture is there; `batch_size` only where it is not the header's."""
+        status = written.stat()
+        facts: dict[str, Any] = {"bytes": status.st_size, "sha256": sha256, "changed": status.st_mtime_ns}
+        if batch_size is not None:
+            facts["batch_size"] = batch_size
+        self._append(DONE, sample, gpu, seconds, facts)
+
+    def failed(self, sample: Sample, reason: str, gpu: str, seconds: float) -> None:
+        """A picture could not be made, tried alone."""
+        self._append(FAILED, sample, gpu, seconds, {"error": reason})
+
+    def _append(self, status: str, sample: Sample, gpu: str, seconds: float, facts: dict[str, Any]) -> None:
+        line = {
+            "status": status,
+            "index": sample.row,
+            "copy": sample.copy,
+            "id": sample.id,
+            "seed": sample.seed,
+            "prompt": sample.prompt,
+            "negative_prompt": sample.negative_prompt,
+            "height": sample.height,
+            "width": sample.width,
+            "file": sample.file,
+            "gpu": gpu,
+            "seconds": round(seconds, 4),
+            "settings": self.digest,
+            "key": sample.key,
+            **facts,
+        }
+        os.write(self._file, (json.dumps(line, ensure_ascii=False) + "\n").encode())
+
+    def close(self) -> None:
+        """No more lines come."""
+        os.close(self._file)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a ledger or a shard, without the header."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for raw in file:
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                continue  # torn by a kill or a full disk
+            if isinstance(line, dict) and "status" in line:
+                yield line
+
+
+def start(path: Path, header: Header) -> None:
+    """Begin a ledger: the shape of batches is on disk before the first picture."""
+    write_atomically(path, header.line())
+
+
+def merge(path: Path, shards: Path) -> None:
+    """Move the workers' lines to the end of the ledger; where this is cut off, the next time repeats lines, which is fine."""
+    files = sorted(shards.glob("*.jsonl"))
+    lines = [json.dumps(line, ensure_ascii=False) + "\n" for file in files for line in read_lines(file)]
+    if lines:
+        with path.open("ab") as ledger:
+            ledger.write(b"\n" + "".join(lines).encode() if not _ends_whole(path) else "".join(lines).encode())
+            ledger.flush()
+            os.fsync(ledger.fileno())
+    for file in files:
+        file.unlink()
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def is_whole(path: Path, line: dict[str, Any]) -> bool:
+    """Whether a file is what its line says: the same size and time of change, or else the same bytes."""
+    try:
+        status = path.stat()
+        if status.st_size != line["bytes"]:
+            return False
+        if status.st_mtime_ns == line["changed"]:
+            return True
+        with path.open("rb") as file:  # copied to another disk, say
+            return hashlib.file_digest(file, "sha256").hexdigest() == line["sha256"]
+    except OSError:
+        return False

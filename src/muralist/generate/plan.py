@@ -1,0 +1,108 @@
+"""What is to be made: every row of the table as often as asked, with seeds and file names that depend on the row alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from muralist.errors import UserError
+from muralist.generate.table import PromptTable, file_stem, find_collision
+
+SEEDS_BETWEEN_COPIES = 1_000_000
+"""Copy c of a row has the row's seed plus c times this: the same whatever the number of rows or copies."""
+
+
+class Sample(NamedTuple):
+    """One picture to make; `number` counts within this command, row and copy say which picture it is for good."""
+
+    number: int
+    row: int
+    copy: int
+    id: str
+    seed: int
+    prompt: str
+    negative_prompt: str
+    height: int
+    width: int
+    file: str
+
+    @property
+    def key(self) -> str:
+        """Tells this picture from any other that the same row of another table would give."""
+        parts = (self.id, self.seed, self.prompt, self.negative_prompt, self.height, self.width)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The samples of one command, by number: row 0's copies first."""
+
+    table: PromptTable
+    copies: int
+    seed_start: int
+    negative_prompt: str
+    size: tuple[int, int]  # height and width of rows that say nothing
+    extension: str
+
+    def __len__(self) -> int:
+        return len(self.table) * self.copies
+
+    def sample(self, number: int) -> Sample:
+        """Everything about one sample."""
+        index, copy = divmod(number, self.copies)
+        row = self.table.row(index)
+        seed = int(self.row_seeds[index]) + copy * SEEDS_BETWEEN_COPIES
+        height, width = (row.height, row.width) if row.height and row.width else self.size
+        negative = self.negative_prompt if row.negative_prompt is None else row.negative_prompt
+        file = f"{file_stem(row.id, seed)}.{self.extension}"
+        return Sample(number, index, copy, row.id, seed, row.prompt, negative, height, width, file)
+
+    @cached_property
+    def row_seeds(self) -> np.ndarray:
+        """The seed of each row's first copy."""
+        seeds = self.seed_start + np.arange(len(self.table), dtype=np.int64)
+        own = self.table.seeds()
+        return seeds if own is None else np.where(own < 0, seeds, own)
+
+    @cached_property
+    def _sizes(self) -> np.ndarray | None:
+        """Height and width of each row, where rows differ."""
+        own = self.table.sizes()
+        return None if own is None else np.where(own == 0, np.array(self.size, dtype=own.dtype), own)
+
+    def size_of(self, number: int) -> tuple[int, int]:
+        """Height and width of a sample, without reading its row."""
+        if self._sizes is None:
+            return self.size
+        height, width = self._sizes[number // self.copies].tolist()
+        return height, width
+
+    def in_order(self, numbers: np.ndarray) -> np.ndarray:
+        """Samples in the order in which they are made: as in the table, but one size after another."""
+        if self._sizes is None:
+            return numbers
+        sizes = self._sizes[numbers // self.copies].astype(np.int64)
+        _, first, which = np.unique(sizes[:, 0] << 32 | sizes[:, 1], return_index=True, return_inverse=True)
+        return numbers[np.argsort(first[which], kind="stable")]
+
+    def check(self) -> None:
+        """Refuse a table whose rows would overwrite each other's files."""
+        # Copies of one row meet copies of another where their seeds are a multiple of the step apart.
+        seeds = self.row_seeds if self.copies == 1 else self.row_seeds % SEEDS_BETWEEN_COPIES
+        if pair := find_collision(self.table, seeds):
+            first, second = (self.sample(index * self.copies) for index in pair)
+            raise UserError(
+                f"Rows {first.row + 1} and {second.row + 1} of the table would be the same file, {first.file}.",
+                f"They have the same image_id and the same seed, {first.seed}.",
+                "Give them different ids or seeds.",
+            )
+
+
+def shares(numbers: np.ndarray, workers: int) -> Sequence[np.ndarray]:
+    """Round-robin: worker w of W takes numbers w, w + W, w + 2 W, ..."""
+    return [numbers[worker::workers] for worker in range(workers)]

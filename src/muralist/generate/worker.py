@@ -1,0 +1,247 @@
+"""One worker: a model on one device, painting what the fleet asks for and storing it.
+
+What it does to a picture does not depend on which worker it is, what it painted before, or what else is in a batch: batches
+have one shape, whatever is missing is padded with the first picture's order, and every picture draws from its own seed.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import os
+import queue
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from muralist.errors import UserError
+from muralist.generate import messages, store
+from muralist.generate.folder import cannot_write
+from muralist.generate.ledger import Shard
+from muralist.generate.messages import Job, Measure, Stop, Task
+from muralist.generate.painter import CannotPaint, Painter
+from muralist.generate.painter import Order as PaintOrder
+from muralist.generate.plan import Sample
+from muralist.runfolder import write_atomically
+
+log = logging.getLogger("muralist")
+
+Send = Callable[[messages.Report], None]
+Inbox = queue.Queue[messages.Order]
+
+_LARGEST_BATCH = 64
+_MEMORY_TO_USE = 0.92  # of a GPU's; what is left is for the pieces into which memory breaks over hours
+_TRIAL_STEPS = 2
+_SECONDS_BETWEEN_BEATS = 1.0
+_SAVERS = 2
+STATUS_BROKEN_DEVICE = 70
+
+
+def work(job: Job, label: str, device: torch.device, inbox: Inbox, send: Send) -> None:
+    """Load the model and serve until told to stop; everything that ends a worker early is reported."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches every process of a terminal; the fleet decides
+    try:
+        from muralist.generate.pipelines import made_with, open_painter, settle
+
+        settle(device)
+        painter = open_painter(job.settings, device)
+        send(messages.Ready(painter.batches(), made_with(device)))
+        Worker(job, label, device, painter, send).serve(inbox)
+    except UserError as error:
+        send(messages.Hopeless(error, everyone=True))
+    except OSError as error:
+        send(messages.Hopeless(cannot_write(error, job.folder), everyone=True))
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            log.debug("GPU %s", label, exc_info=True)
+        short = _too_large(label) if _is_out_of_memory(error) else UserError(f"GPU {label}: {_in_words(error)}.")
+        send(messages.Hopeless(short, everyone=False))
+
+
+@dataclass
+class Worker:
+    """A loaded painter and where its pictures go."""
+
+    job: Job
+    label: str
+    device: torch.device
+    painter: Painter
+    send: Send
+    prepared: set[PaintOrder] = field(default_factory=set)
+
+    def serve(self, inbox: Inbox) -> None:
+        """Paint task after task; text of all tasks that are waiting is encoded at once."""
+        waiting: list[Task] = []
+        beaten = 0.0
+
+        def beat() -> None:
+            nonlocal beaten
+            if time.monotonic() - beaten > _SECONDS_BETWEEN_BEATS:
+                beaten = time.monotonic()
+                self.send(messages.Beat())
+
+        shard = Shard(self.job.folder / ".ledger" / f"gpu{self.label}.jsonl", self.job.digest)
+        with ThreadPoolExecutor(_SAVERS) as savers:
+            saving: list[Future[None]] = []
+            while True:
+                while not waiting or not inbox.empty():
+                    message = inbox.get()
+                    if isinstance(message, Stop):
+                        _finish(saving)
+                        shard.close()
+                        return
+                    if isinstance(message, Measure):
+                        self.send(messages.Measured(self._largest_batch(message.sample, beat)))
+                    else:
+                        waiting.append(message)
+                task = waiting.pop(0)
+                self._prepare([task, *waiting])
+                painted = self._paint(task, shard, beat)
+                _finish(saving)  # at most one batch waits for the disk
+                saving = [savers.submit(self._save, *picture, shard) for picture in painted]
+
+    def _prepare(self, tasks: list[Task]) -> None:
+        if all(_order(sample) in self.prepared for sample in tasks[0].samples):
+            return
+        orders = [_order(sample) for task in tasks for sample in task.samples]
+        try:
+            self.painter.prepare(orders)
+        except Exception as error:  # one of these prompts; painting says which
+            log.debug("Text could not be encoded ahead: %s", error)
+        self.prepared = set(orders)
+
+    def _paint(
+        self, task: Task, shard: Shard, beat: Callable[[], None]
+    ) -> list[tuple[Sample, np.ndarray, float, int | None]]:
+        """The pictures of a task; a batch that fails is painted again one sample at a time, in the same shape."""
+        started = time.monotonic()
+        self.send(messages.Began(tuple(sample.number for sample in task.samples)))
+        try:
+            pictures, shape = self._batch(task.samples, task.shape, beat)
+        except CannotPaint:
+            raise
+        except Exception as error:
+            self._check_device(error)
+            if len(task.samples) > 1:
+                alone = [self._paint(replace(task, samples=(sample,)), shard, beat) for sample in task.samples]
+                return [picture for painted in alone for picture in painted]
+            sample, reason = task.samples[0], _in_words(error)
+            shard.failed(sample, reason, self.label, time.monotonic() - started)
+            self.send(messages.Failed(sample.number, reason))
+            return []
+        seconds = (time.monotonic() - started) / len(task.samples)
+        changed = None if shape == task.agreed else shape
+        return [(sample, pixels, seconds, changed) for sample, pixels in zip(task.samples, pictures, strict=True)]
+
+    def _batch(
+        self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None]
+    ) -> tuple[list[np.ndarray], int]:
+        """One call of the painter, tried twice when memory is short; then in halves, where that is allowed."""
+        orders = [_order(sample) for sample in samples]
+        padded = orders + [orders[0]] * (shape - len(orders))
+        size = (samples[0].height, samples[0].width)
+        for _ in range(2):
+            try:
+                return self.painter.paint(padded, size, beat)[: len(orders)], shape
+            except Exception as error:
+                if not _is_out_of_memory(error):
+                    raise
+            _free_memory()
+        if not self.job.settings.allow_batch_change or shape == 1:
+            raise CannotPaint(*_out_of_memory(self.label, shape))
+        half = shape // 2
+        log.warning("GPU %s is out of memory: %d pictures at once instead of %d.", self.label, half, shape)
+        pictures: list[np.ndarray] = []
+        for first in range(0, len(samples), half):
+            part, half = self._batch(samples[first : first + half], half, beat)
+            pictures += part
+        return pictures, half
+
+    def _save(self, sample: Sample, pixels: np.ndarray, seconds: float, changed: int | None, shard: Shard) -> None:
+        path = self.job.folder / sample.file
+        data = store.encode(pixels, sample, self.job.facts, self.job.settings.video_format)
+        write_atomically(path, data)
+        shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, changed)
+        self.send(messages.Done(sample.number))
+
+    def _largest_batch(self, sample: Sample, beat: Callable[[], None]) -> int:
+        """Twice as many as fitted, until they do not; on a CPU, where memory ends in a kill, one at a time."""
+        if not self.painter.batches() or self.device.type == "cpu":
+            return 1
+        fitted, shape = 1, 1
+        while shape <= _LARGEST_BATCH:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            try:
+                self.painter.paint([_order(sample)] * shape, (sample.height, sample.width), beat, _TRIAL_STEPS)
+            except Exception as error:
+                if not _is_out_of_memory(error) or shape == 1:
+                    raise
+                break
+            finally:
+                _free_memory()
+            if torch.cuda.max_memory_reserved(self.device) > _MEMORY_TO_USE * _memory(self.device) and shape > 1:
+                break
+            fitted, shape = shape, shape * 2
+        return fitted
+
+    def _check_device(self, error: Exception) -> None:
+        """End at once where the device itself is broken: after some errors of CUDA every further call fails."""
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+        except Exception:
+            log.error("GPU %s does not work any more: %s", self.label, _in_words(error))
+            os._exit(STATUS_BROKEN_DEVICE)
+
+
+def _order(sample: Sample) -> PaintOrder:
+    return PaintOrder(sample.prompt, sample.negative_prompt, sample.seed)
+
+
+def _finish(saving: list[Future[None]]) -> None:
+    for future in saving:
+        future.result()
+
+
+def _memory(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    text = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in text or "out of memory" in text)
+    )
+
+
+def _out_of_memory(label: str, shape: int) -> tuple[str, str, str]:
+    return (
+        f"GPU {label} ran out of memory with {shape} picture{'s' if shape > 1 else ''} at once.",
+        "Another program may have taken some of it; it was tried twice. What was made before is whole.",
+        "Run the same command to go on, or with --allow_batch_change to go on with fewer at once "
+        "(whose pictures differ in their last bits and are marked in the ledger).",
+    )
+
+
+def _too_large(label: str) -> UserError:
+    return UserError(
+        f"The model does not fit into the memory of GPU {label}.",
+        fix="Give --cpu_offload true, --dtype bf16, or a GPU that other programs leave free.",
+    )
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"

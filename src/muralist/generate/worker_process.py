@@ -1,0 +1,45 @@
+"""The main function of a worker's process: orders come and reports go through a pipe.
+
+Nothing heavy is imported before the environment says which GPU there is: a context on every GPU costs memory on each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from multiprocessing.connection import Connection
+
+from muralist.generate.messages import Job, Report
+
+
+def main(job: Job, label: str, device: str, pipe: Connection) -> None:
+    """Serve a fleet until it says stop or is gone."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if device.startswith("cuda:"):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        number = int(device.removeprefix("cuda:"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number] if visible else str(number)
+        device = "cuda:0"
+    import torch
+
+    from muralist.generate.worker import work
+
+    inbox: queue.Queue = queue.Queue()
+    lock = threading.Lock()
+
+    def listen() -> None:
+        while True:
+            try:
+                inbox.put(pipe.recv())
+            except (EOFError, OSError):
+                os._exit(1)  # the fleet is gone: nobody waits for what is being painted
+
+    def send(report: Report) -> None:
+        with lock:
+            pipe.send(report)
+
+    threading.Thread(target=listen, daemon=True).start()
+    work(job, label, torch.device(device), inbox, send)

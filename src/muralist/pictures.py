@@ -1,0 +1,25 @@
+"""From a model's output to a picture file."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+
+def to_u8(images: torch.Tensor) -> np.ndarray:
+    """[-1, 1], [B, 3, H, W] to uint8 [B, H, W, 3], rounded."""
+    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+
+
+def encode_png(picture: np.ndarray, facts: dict[str, str]) -> bytes:
+    """A PNG that carries how it was made."""
+    info = PngInfo()
+    for key, value in facts.items():
+        info.add_itxt(key, value)
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG", pnginfo=info)
+    return buffer.getvalue()
