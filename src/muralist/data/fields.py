@@ -28,17 +28,17 @@ def pick(found: Container[str], wanted: tuple[str, ...]) -> str | None:
     return None
 
 
-def caption_text(value: object, where: str) -> str:
-    """Return the caption found at `where`, which must be text; a missing one is empty."""
+def caption_text(value: object, where: str, what: str = "caption") -> str:
+    """Return the caption found at `where`, which must be text; a missing one is empty. `what` is its name in errors."""
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"The caption in {where} is not text but {value!r:.60}.")
+        raise UserError(f"The {what} in {where} is not text but {value!r:.60}.")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"The caption in {where} is not valid Unicode.", f"It holds half a character: {error}."
+            f"The {what} in {where} is not valid Unicode.", f"It holds half a character: {error}."
         ) from error
     return value
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from muralist.data.captions import Caption
 from muralist.data.fields import CAPTION_FIELDS, pick
-from muralist.data.tables import table_rows
+from muralist.data.rows import table_rows
 from muralist.errors import UserError
 
 TEXT_SUFFIX = ".txt"

@@ -1,8 +1,10 @@
-"""Where the relative paths that a file holds start from."""
+"""Paths that are missing, and where the relative paths that a file holds start from."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from muralist.errors import UserError, nearest
 
 
 def start_of_paths(file: Path, relative: str) -> Path:
@@ -16,3 +18,22 @@ def start_of_paths(file: Path, relative: str) -> Path:
         if (folder / relative).exists():
             return folder
     return own
+
+
+def check_exists(path: Path, what: str, fix: str) -> None:
+    """Refuse a path that is missing, with the name that was probably meant; `what` says what should be there."""
+    if path.exists():
+        return
+    parent = path.absolute().parent
+    missing = path.absolute()
+    while not parent.is_dir():
+        parent, missing = parent.parent, parent
+    if path.absolute() == missing:
+        why = f"There is no {path.name} in {parent}."
+    else:
+        why = f"Already the folder {missing} is missing."
+    raise UserError(
+        f"The {what} {path} was not found.",
+        f"{why} {nearest(missing.name, (entry.name for entry in parent.iterdir()))}".strip(),
+        fix,
+    )

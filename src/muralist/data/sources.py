@@ -18,9 +18,10 @@ from muralist.data.images import Size
 from muralist.data.item import Item
 from muralist.data.packed_source import HELD_OUT_FOLDER, PackedSource, is_packed
 from muralist.data.parquet import ParquetSource
+from muralist.data.paths import check_exists
 from muralist.data.tables import TableSource
 from muralist.data.tars import TarSource, expand_ranges
-from muralist.errors import UserError, nearest
+from muralist.errors import UserError
 
 
 class Source(Protocol):
@@ -113,7 +114,11 @@ def read_batch(source: Source, indices: np.ndarray) -> tuple[np.ndarray, np.ndar
 def _open(path: Path, img_size: Size, known: Known, caption: str | None) -> Source:
     shards = expand_ranges(str(path))
     for shard in shards:
-        _check_exists(shard)
+        check_exists(
+            shard,
+            "data set",
+            "Give --data_path a folder, a file, or the name driving_world for the embedded data set.",
+        )
     if path.is_dir():
         return _open_folder(path, img_size, known, caption)
     suffix = shards[0].suffix.lower()
@@ -151,21 +156,3 @@ def _shards(folder: Path, suffix: str, held_out: bool) -> list[Path]:
     if held_out:
         return (parts["val"] or parts["test"]) if parts["train"] else []
     return parts["train"] or files
-
-
-def _check_exists(path: Path) -> None:
-    if path.exists():
-        return
-    parent = path.absolute().parent
-    missing = path.absolute()
-    while not parent.is_dir():
-        parent, missing = parent.parent, parent
-    if path.absolute() == missing:
-        why = f"There is no {path.name} in {parent}."
-    else:
-        why = f"Already the folder {missing} is missing."
-    raise UserError(
-        f"The data set {path} was not found.",
-        f"{why} {nearest(missing.name, (entry.name for entry in parent.iterdir()))}".strip(),
-        "Give --data_path a folder, a file, or the name driving_world for the embedded data set.",
-    )

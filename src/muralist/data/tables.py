@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +13,12 @@ from muralist.data.fields import LABEL_FIELDS, label_number, pick, sample_files,
 from muralist.data.images import Size, read_cropped
 from muralist.data.item import Item
 from muralist.data.paths import start_of_paths
+from muralist.data.rows import table_rows
 from muralist.errors import UserError
 
 _IMAGE_FIELDS = ("image", "image_path", "img_path", "path", "file_name")
 
 _LIST_FOLDER_FROM = 256  # so many files of one folder are looked up faster by listing it than one by one
-
-_Row = tuple[int, dict[str, object]]
 
 
 class TableSource:
@@ -75,47 +71,6 @@ class TableSource:
 
     def _path_of(self, index: int) -> Path:
         return self._start / os.fsdecode(self._images[index].as_py())
-
-
-def table_rows(path: Path) -> Iterator[_Row]:
-    """Yield the rows of a table, their columns in small letters, with their line numbers, as an editor counts them."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            if path.suffix.lower() == ".jsonl":
-                yield from _json_rows(path, file)
-            else:
-                yield from _csv_rows(path, file)
-    except UnicodeDecodeError as error:
-        raise UserError(f"The table {path} is not UTF-8 text: {error}.", fix="Save it as UTF-8.") from error
-    except (csv.Error, OSError) as error:
-        raise UserError(f"The table {path} could not be read: {error}.") from error
-
-
-def _csv_rows(path: Path, lines: Iterable[str]) -> Iterator[_Row]:
-    reader = csv.reader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-    header = [name.strip().lower() for name in next(reader, [])]
-    for cells in reader:
-        if not cells:
-            continue
-        if len(cells) != len(header):
-            raise UserError(
-                f"Line {reader.line_num} of {path} has {len(cells)} fields, but the header has {len(header)}.",
-                fix="Put quotes around fields that hold the separator or a line break.",
-            )
-        yield reader.line_num, dict(zip(header, cells, strict=True))
-
-
-def _json_rows(path: Path, lines: Iterable[str]) -> Iterator[_Row]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"Line {number} of {path} is not JSON: {error}.") from error
-        if not isinstance(row, dict):
-            raise UserError(f"Line {number} of {path} is not a JSON object with named fields.")
-        yield number, {name.lower(): value for name, value in row.items()}
 
 
 def _image(row: dict[str, object], where: str) -> str:

@@ -1,0 +1,286 @@
+"""The table of prompts: checked in one pass that keeps a few numbers per row, then read row by row."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from muralist.data.fields import caption_text, pick
+from muralist.data.paths import check_exists
+from muralist.errors import UserError, nearest
+from muralist.generate.names import file_stem, safe_id
+from muralist.generate.records import TEXT_SUFFIXES, Cells, ParquetRecords, Records, TextRecords
+
+_PROMPT = ("prompt", "caption")
+_ID = ("image_id", "id")
+_USED = (*_PROMPT, *_ID, "seed", "negative_prompt", "height", "width")
+
+_SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
+_SEEDS_BELOW = 2**62  # as --seed_start
+_SIDES_BELOW = 2**31
+_HASHED_AT_ONCE = 4096
+_NAMES_SHOWN = 12
+
+_WHOLE = re.compile(r"([0-9]+)(\.0*)?")  # pandas writes 7 as 7.0 in a column with empty cells
+
+
+class Row(NamedTuple):
+    """One row of the table; the id is already safe in a file name, and None stands where the table does not say."""
+
+    index: int  # type: ignore[assignment]  # hides a method of tuples that nobody needs here
+    id: str
+    prompt: str
+    seed: int | None
+    negative_prompt: str | None
+    height: int | None
+    width: int | None
+
+
+class PromptTable:
+    """The rows of a table; they stay on disk, so a million of them take a few dozen MB. A pickled copy works elsewhere."""
+
+    def __init__(self, path: Path, records: Records, limit: int | None) -> None:
+        self.path = path
+        self.notes: list[str] = []
+        self._records = records
+        self._state = _state(path)
+        if records.columns:
+            _check_columns(records.columns, str(path))
+        self._scan(limit)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def row(self, index: int) -> Row:
+        """Read one row."""
+        return self.rows([index])[0]
+
+    def rows(self, indices: Sequence[int]) -> list[Row]:
+        """Read some rows, in any order."""
+        numbers = [range(len(self))[index] for index in indices]
+        if _state(self.path) != self._state:
+            raise UserError(
+                f"The table {self.path} was changed while it was in use.",
+                fix="Run the same command again; pictures of rows that stayed the same are kept.",
+            )
+        found = self._records.read(int(self._places[number]) for number in numbers)
+        return [_row(cells, number, str(self.path)) for cells, number in zip(found, numbers, strict=True)]
+
+    def sizes(self) -> np.ndarray | None:
+        """Heights and widths, int32 [N, 2], 0 where a row does not say; None if no row can."""
+        return self._sizes
+
+    def seeds(self) -> np.ndarray | None:
+        """Seeds, int64 [N], -1 where a row does not say; None if no row can."""
+        return self._seeds
+
+    def id_hashes(self) -> np.ndarray | None:
+        """Hashes of the ids, uint64 [N]; None where ids are mere row numbers."""
+        return self._id_hashes
+
+    def fingerprint(self) -> str:
+        """Return 16 hexadecimal digits that change when a row in use does; other columns and the format do not matter."""
+        return self._fingerprint
+
+    def where(self, index: int) -> str:
+        """Say where a row is, for people; the table is read up to there, so this is for errors."""
+        record = next(islice(self._records.stream(), index, None))
+        return f"{self._records.unit} {record.line}"
+
+    def _scan(self, limit: int | None) -> None:
+        places, hashes, seeds, sizes = array("q"), array("Q"), array("q"), array("i")
+        columns: set[str] = set(self._records.columns)
+        digest = hashlib.sha256()
+        block: list[Row] = []
+        empty = changed = 0
+        example = ""
+        ending = f" of {self.path}"
+        for index, (place, line, cells) in enumerate(islice(self._records.stream(), limit)):
+            where = f"{self._records.unit} {line}{ending}"
+            columns |= cells.keys()
+            row = _row(cells, index, where)
+            places.append(place)
+            seeds.append(-1 if row.seed is None else row.seed)
+            sizes.append(row.height or 0)
+            sizes.append(row.width or 0)
+            hashes.append(int.from_bytes(hashlib.blake2b(row.id.encode(), digest_size=8).digest(), "little"))
+            empty += not row.prompt
+            written = _written_id(cells, where)
+            if written not in (row.id, ""):
+                changed += 1
+                example = example or f"{written[:60]!r} became {row.id[:60]!r}"
+            block.append(row)
+            if len(block) == _HASHED_AT_ONCE:
+                digest.update(json.dumps(block).encode())
+                block.clear()
+        digest.update(json.dumps(block).encode())
+        if not places:
+            raise UserError(f"The table {self.path} has no rows.", fix="Give it at least one prompt.")
+        self._fingerprint = digest.hexdigest()[:16]
+        self._places = np.frombuffer(places, np.int64)
+        self._id_hashes = np.frombuffer(hashes, np.uint64) if pick(columns, _ID) else None
+        self._seeds = np.frombuffer(seeds, np.int64) if "seed" in columns else None
+        has_sizes = not columns.isdisjoint(("height", "width"))
+        self._sizes = np.frombuffer(sizes, np.int32).reshape(-1, 2) if has_sizes else None
+        self._note(columns, limit, empty, changed, example)
+
+    def _note(self, columns: set[str], limit: int | None, empty: int, changed: int, example: str) -> None:
+        count = len(self)
+        if limit is not None and count < limit:
+            self.notes.append(f"{self.path} has {count:,} rows, fewer than the {limit:,} asked for: all are used.")
+        if columns.issuperset(_PROMPT):
+            self.notes.append(f"{self.path} has both a prompt and a caption: the prompt is used.")
+        if columns.issuperset(_ID):
+            self.notes.append(f"{self.path} has both an image_id and an id: the image_id is used.")
+        if unused := sorted(name for name in columns.difference(_USED) if name):
+            more = f" and {len(unused) - _NAMES_SHOWN:,} more" if len(unused) > _NAMES_SHOWN else ""
+            self.notes.append(f"Columns of {self.path} without a use: {', '.join(unused[:_NAMES_SHOWN])}{more}.")
+        if empty:
+            self.notes.append(
+                f"{empty:,} of {count:,} prompts are empty: their pictures are drawn from the empty text."
+            )
+        if changed:
+            self.notes.append(f"{changed:,} of {count:,} ids were changed to be safe as file names: {example}.")
+
+
+def open_table(path: str, limit: int | None = None) -> PromptTable:
+    """Open the table at `path` and check its first `limit` rows, or all."""
+    place = Path(path).expanduser()
+    kinds = f"Give --prompts_csv a file that ends in {' '.join(_SUFFIXES)}."
+    try:
+        check_exists(place, "prompt table", kinds)
+        if not place.is_file():
+            what = "a folder" if place.is_dir() else "not a plain file"
+            raise UserError(f"The prompt table {place} is {what}.", fix=kinds)
+        suffix = place.suffix.lower()
+        if suffix not in _SUFFIXES:
+            raise UserError(f"{place} is not a kind of file that holds prompts.", fix=kinds)
+        if place.stat().st_size == 0:
+            raise UserError(f"The prompt table {place} is empty.", fix="Was it copied completely?")
+        records: Records = ParquetRecords(place, _USED) if suffix == ".parquet" else TextRecords(place)
+        return PromptTable(place, records, limit)
+    except OSError as error:
+        raise UserError(f"The prompt table {place} could not be read: {error.strerror}.") from error
+
+
+def find_collision(table: PromptTable, seeds: np.ndarray) -> tuple[int, int] | None:
+    """Return two rows of one id and one seed, which would get one file; `seeds` are [N], or [N, C] for C copies of each."""
+    hashes = table.id_hashes()
+    if hashes is None:
+        return None
+    copies = seeds.reshape(len(table), -1)
+    rows = np.repeat(np.arange(len(table)), copies.shape[1])
+    keys, flat = hashes[rows], copies.ravel()
+    order = np.lexsort((rows, flat, keys))
+    same = np.flatnonzero((keys[order][1:] == keys[order][:-1]) & (flat[order][1:] == flat[order][:-1]))
+    pairs = np.stack((rows[order[same]], rows[order[same + 1]]), axis=1)
+    for first, second in pairs[np.argsort(pairs[:, 1], kind="stable")].tolist():
+        if first != second and table.row(first).id == table.row(second).id:  # not merely two ids of one hash
+            return first, second
+    return None
+
+
+def refuse_collision(table: PromptTable, seeds: np.ndarray) -> None:
+    """Refuse a table of which two rows would be written to one file."""
+    if (found := find_collision(table, seeds)) is None:
+        return
+    first, second = found
+    id = table.row(first).id
+    shared = np.intersect1d(seeds.reshape(len(table), -1)[first], seeds.reshape(len(table), -1)[second])
+    raise UserError(
+        f"Two rows of {table.path} would be written to one file, {file_stem(id, int(shared[0]))}: "
+        f"those in {table.where(first)} and {table.where(second)}.",
+        "They have the same id, in the form that is safe in a file name, and the same seed.",
+        "Give them different ids or seeds.",
+    )
+
+
+def _row(cells: Cells, index: int, where: str) -> Row:
+    prompt_field = pick(cells, _PROMPT)
+    if prompt_field is None:
+        raise _no_prompt(cells, where)
+    negative = _text(cells, "negative_prompt", where)
+    seed = _whole(cells.get("seed"), "seed", where, 0, _SEEDS_BELOW)
+    height = _whole(cells.get("height"), "height", where, 1, _SIDES_BELOW)
+    width = _whole(cells.get("width"), "width", where, 1, _SIDES_BELOW)
+    if (height is None) != (width is None):
+        given, missing = ("width", "height") if height is None else ("height", "width")
+        raise UserError(f"There is a {given} but no {missing} in {where}.", fix="Give both or neither.")
+    written = _written_id(cells, where)
+    id = safe_id(written) if written else f"{index + 1:06d}"
+    return Row(index, id, _text(cells, prompt_field, where), seed, negative or None, height, width)
+
+
+def _text(cells: Cells, field: str, where: str) -> str:
+    value = cells.get(field)
+    return "" if _is_missing(value) else caption_text(value, where, field).strip()
+
+
+def _written_id(cells: Cells, where: str) -> str:
+    """Return the id as it is written, or nothing."""
+    field = pick(cells, _ID)
+    value = cells[field] if field else None
+    if isinstance(value, str):
+        return value.strip()
+    if _is_missing(value):
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"The {field} in {where} is neither text nor a number but {value!r:.60}.")
+    return str(value)
+
+
+def _whole(value: object, field: str, where: str, least: int, below: int) -> int | None:
+    """Return the whole number of a cell, or None for an empty one."""
+    if _is_missing(value) or (isinstance(value, str) and not value.strip()):
+        return None
+    number = None
+    if isinstance(value, str):
+        # No number in range is longer, and Python refuses to read very long ones.
+        if len(value) < 100 and (match := _WHOLE.fullmatch(value.strip())):
+            number = int(match[1])
+    elif isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+        number = int(value)
+    if number is None or not least <= number < below:
+        power = below.bit_length() - 1
+        raise UserError(
+            f"The {field} {value!r:.60} in {where} is not a whole number from {least} to 2^{power} - 1.",
+            fix="Leave the cell empty to use the value of the command.",
+        )
+    return number
+
+
+def _is_missing(value: object) -> bool:
+    return value is None or value != value  # pandas writes missing values as NaN
+
+
+def _check_columns(columns: list[str], where: str) -> None:
+    if pick(columns, _PROMPT) is None:
+        raise _no_prompt(columns, where)
+    if double := next((name for name in _USED if columns.count(name) > 1), None):
+        raise UserError(f"{where} has {columns.count(double)} columns called {double}.", fix="Rename all but one.")
+
+
+def _no_prompt(columns: Iterable[str], where: str) -> UserError:
+    names = list(columns)
+    hints = [f"{name}: {hint}" for name in names if (hint := nearest(name, _PROMPT))]
+    return UserError(
+        f"There is no prompt or caption in {where}.",
+        f"Its columns are {', '.join(names[:_NAMES_SHOWN]) or 'none'}. {' '.join(hints[:1])}".strip(),
+        "Call the column of prompts prompt; columns are separated by commas in .csv files and by tabs in .tsv files.",
+    )
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Return what changes when a file is written to."""
+    state = path.stat()
+    return state.st_size, state.st_mtime_ns
