@@ -12,9 +12,9 @@ from PIL import Image
 from muralist import keyed_random
 from muralist.diffusion import solvers
 from muralist.keyed_random import Purpose
+from muralist.models.family import to_u8
 from muralist.models.jit import JiT
 from muralist.models.weights import infer_jit_config, jit_arguments, read_weights
-from muralist.train.samples import to_u8
 from tests.support.runs import finish, start, train
 from tests.support.scene_classifier import scenes, train_classifier
 

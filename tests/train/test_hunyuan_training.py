@@ -23,8 +23,8 @@ from muralist.cli import main
 from muralist.errors import UserError
 from muralist.hydit import train_words, translate
 from muralist.keyed_random import Purpose
+from muralist.models.family import to_u8
 from muralist.train.hunyuan_samples import sample_images_multi_gpu
-from muralist.train.samples import to_u8
 from tests.conftest import REPOSITORY
 from tests.support.disks import PAGE, leave_free, small_disk
 from tests.support.hunyuan import SMALL, small_family

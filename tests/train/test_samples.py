@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from muralist.errors import UserError
-from muralist.models.family import build_family
+from muralist.models.family import build_family, to_u8
 from muralist.models.jit_family import JiTFamily
 from muralist.settings import ModelSettings, SampleSettings, TrainSettings
 from muralist.train.checkpoint import folder_name
@@ -24,7 +24,6 @@ from muralist.train.samples import (
     encode_png,
     prompts_of_rank,
     read_prompts,
-    to_u8,
     write_samples,
     write_sheet,
 )

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from muralist.errors import UserError
+
 Beat = Callable[[], None]
 """Called at every denoising step: the sign of life by which a hang is told from work."""
 
@@ -32,8 +34,23 @@ class Painter(Protocol):
     def prepare(self, orders: Sequence[Order]) -> None:
         """Encode the text of orders that will be painted soon, and forget that of others."""
 
-    def paint(self, orders: Sequence[Order], size: tuple[int, int], beat: Beat) -> list[np.ndarray]:
-        """Pictures of a height and width: uint8 [H, W, 3] each, or clips [F, H, W, 3]."""
+    def paint(
+        self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, steps: int | None = None
+    ) -> list[np.ndarray]:
+        """Pictures of a height and width: uint8 [H, W, 3] each, or clips [F, H, W, 3]; fewer steps are a trial."""
 
     def facts(self) -> dict[str, Any]:
         """What the ledger says of the model: its kind, scheduler, precision and device."""
+
+
+class CannotPaint(UserError):
+    """These settings make no picture with this model, whatever the prompt."""
+
+
+def nothing_to_cut(name: str) -> CannotPaint:
+    """For a pipeline that runs its network once a step."""
+    return CannotPaint(
+        f"--cfg_truncation_step has nothing to cut: {name} runs without classifier-free guidance here.",
+        "Its guidance is distilled into the network, or --guidance_scale is too low to guide.",
+        "Leave --cfg_truncation_step out, or give a higher --guidance_scale.",
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,11 @@ def to_unit(images_u8: Tensor, flips: SampleKeys | None) -> Tensor:
         return images
     mirrored = flips.uniform(Purpose.FLIP) < 0.5
     return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+
+
+def to_u8(images: Tensor) -> np.ndarray:
+    """[-1, 1], [B, 3, H, W] to uint8 [B, H, W, 3], rounded."""
+    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
 
 
 class Family(Protocol):

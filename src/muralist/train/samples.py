@@ -23,7 +23,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import nn
 
 from muralist.errors import UserError
-from muralist.models.family import Family
+from muralist.models.family import Family, to_u8
 from muralist.runfolder import write_atomically
 from muralist.settings import SampleSettings
 from muralist.train.checkpoint import all_in, folder_name, step_of
@@ -60,11 +60,6 @@ def _lines(file: Path) -> list[str]:
     if not lines:
         raise UserError(f"The file {file} holds no prompts.", fix="Write one prompt per line.")
     return lines
-
-
-def to_u8(images: torch.Tensor) -> np.ndarray:
-    """[-1, 1], [B, 3, H, W] to uint8 [B, H, W, 3], rounded."""
-    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
 
 
 @torch.no_grad()
