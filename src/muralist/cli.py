@@ -18,6 +18,7 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist hydit    --ckpt-every 500 ...       HunyuanDiT fine-tuning, with the official script's flags
   muralist pack     SRC DST --img_size 64      crop images once, ahead of training
   muralist export   SRC DST                    weights as a diffusers-style folder
+  muralist generate --prompts_csv prompts.csv --output_dir images --model_path MODEL      a picture for every prompt
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
   muralist launch   --slurm --nodes 2 --gpus-per-node 4 train ...    the same as a job of SLURM
   muralist demo                                train a small model on driving scenes, five minutes on two cores
@@ -62,6 +63,16 @@ def _pack(arguments: Sequence[str]) -> int:
     )
     print(report)
     return 0
+
+
+def _generate(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import GenerateSettings
+
+    settings = load(GenerateSettings, arguments, {})
+    from muralist.generate.job import generate
+
+    return generate(settings)
 
 
 def _export(arguments: Sequence[str]) -> int:
@@ -132,6 +143,7 @@ COMMANDS = {
     "train": Command(_train, "TrainSettings"),
     "hydit": Command(_hydit, "TrainSettings"),
     "pack": Command(_pack, "PackSettings", SOURCE_AND_DESTINATION),
+    "generate": Command(_generate, "GenerateSettings"),
     "export": Command(_export, "ExportSettings", SOURCE_AND_DESTINATION),
     "launch": Command(_launch, "LaunchSettings"),
     "demo": Command(_demo, "DemoSettings"),

@@ -94,7 +94,15 @@ class _Command:
                 screen = open_screen()
                 more = self.ranks.more if self.ranks else lambda: None
                 fleet = Fleet(
-                    self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, self.settings.worker_timeout
+                    self.plan,
+                    self.folder,
+                    self._digest,
+                    crew,
+                    screen,
+                    self._settle,
+                    more,
+                    beat,
+                    self.settings.worker_timeout,
                 )
                 try:
                     fleet.run(list(devices), own)
@@ -198,7 +206,9 @@ class _Command:
     def _conclude(self, tried: int, missing: int, seconds: float, interrupted: bool) -> int:
         there = len(self.plan) - missing
         pace = f", {(tried - missing) / seconds:.2f} images/s with loading" if tried > missing else ""
-        told = f"{there:,} of {len(self.plan):,} pictures are in {self.settings.output_dir} ({duration(seconds)}{pace})."
+        told = (
+            f"{there:,} of {len(self.plan):,} pictures are in {self.settings.output_dir} ({duration(seconds)}{pace})."
+        )
         if interrupted:
             log.warning("Interrupted. %s The same command goes on.", told)
             return INTERRUPTED

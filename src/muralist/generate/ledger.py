@@ -85,7 +85,9 @@ class Shard:
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.write(self._file, b"\n")  # ends a line that a killed worker may have left torn
 
-    def done(self, sample: Sample, written: Path, sha256: str, gpu: str, seconds: float, batch_size: int | None) -> None:
+    def done(
+        self, sample: Sample, written: Path, sha256: str, gpu: str, seconds: float, batch_size: int | None
+    ) -> None:
         """A picture is there; `batch_size` only where it is not the header's."""
         status = written.stat()
         facts: dict[str, Any] = {"bytes": status.st_size, "sha256": sha256, "changed": status.st_mtime_ns}

@@ -45,3 +45,12 @@ class Painter(Protocol):
 
 class CannotPaint(UserError):
     """These settings make no picture with this model, whatever the prompt."""
+
+
+def nothing_to_cut(name: str) -> CannotPaint:
+    """For a pipeline that runs its network once a step."""
+    return CannotPaint(
+        f"--cfg_truncation_step has nothing to cut: {name} runs without classifier-free guidance here.",
+        "Its guidance is distilled into the network, or --guidance_scale is too low to guide.",
+        "Leave --cfg_truncation_step out, or give a higher --guidance_scale.",
+    )

@@ -63,7 +63,9 @@ class Ranks:
         from torch.distributed import rendezvous
 
         try:
-            self._store, _, _ = next(rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=self.timeout)))
+            self._store, _, _ = next(
+                rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=self.timeout))
+            )
         except Exception as error:
             raise UserError(
                 f"Rank {self.rank} did not meet the other ranks: {str(error).splitlines()[0]:.200}",

@@ -139,9 +139,7 @@ class Worker:
         changed = None if shape == task.agreed else shape
         return [(sample, pixels, seconds, changed) for sample, pixels in zip(task.samples, pictures, strict=True)]
 
-    def _batch(
-        self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None]
-    ) -> tuple[list[np.ndarray], int]:
+    def _batch(self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None]) -> tuple[list[np.ndarray], int]:
         """One call of the painter, tried twice when memory is short; then in halves, where that is allowed."""
         orders = [_order(sample) for sample in samples]
         padded = orders + [orders[0]] * (shape - len(orders))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-from muralist.errors import UserError
-from muralist.models.weights import infer_jit_config, read_weights, write_jit_folder
+from muralist.models.weights import infer_jit_config, read_description, read_weights, write_jit_folder
 from muralist.settings import ExportSettings
 
 
@@ -15,7 +12,7 @@ def export(settings: ExportSettings) -> str:
     """Write the folder and say what is in it."""
     source = Path(settings.source)
     weights = read_weights(source, settings.weights)
-    description = _description(source)
+    description = read_description(source)
     if description.get("family") == "hunyuandit":
         from muralist.models.hunyuan_export import ADAPTER_FOLDER, write_pipeline
 
@@ -32,14 +29,3 @@ def export(settings: ExportSettings) -> str:
         f"{settings.destination}: {settings.weights} weights of {source}, {config['input_size']} px, "
         f"patch {config['patch_size']}, {config['num_classes']} classes"
     )
-
-
-def _description(source: Path) -> dict[str, Any]:
-    """What the checkpoint's manifest says of its model; nothing for weights made elsewhere."""
-    latest = source / "checkpoints" / "latest"
-    folder = latest.parent / latest.read_text().strip() if latest.is_file() else source
-    manifest = folder / "manifest.json"
-    try:
-        return dict(json.loads(manifest.read_text())["model"]) if manifest.is_file() else {}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{manifest} is damaged: it is not a checkpoint manifest.") from None

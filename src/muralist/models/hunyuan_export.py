@@ -30,30 +30,13 @@ def write_pipeline(
     final = folder.absolute()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise UserError(f"{final} exists.", fix="Name a folder that does not exist yet.")
-    if not (base / "transformer" / "config.json").is_file():
-        raise UserError(
-            f"The model that this run fine-tuned is not at {base} any more.",
-            "An export needs its VAE, text encoders and tokenizers.",
-            "Put it back where it was.",
-        )
-    if lora and fingerprint(base / "transformer") != lora["base"]:
-        raise UserError(
-            f"The transformer in {base} is not the one that LoRA was trained on.",
-            "Together they would draw something else than in training.",
-            "Put back the model that was there.",
-        )
+    check_base(base, lora)
     aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     try:
         shutil.copytree(base, aside, ignore=shutil.ignore_patterns("transformer", ADAPTER_FOLDER, ".*"))
-        network: Any
         if lora:
-            network = HunyuanDiT2DModel.from_pretrained(base, subfolder="transformer", local_files_only=True).float()
             (aside / ADAPTER_FOLDER).mkdir()
-            network = Lora(lora["rank"], tuple(lora["targets"])).merge(network, weights, aside / ADAPTER_FOLDER)
-        else:
-            network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
-            network.load_state_dict(weights)
-        network.save_pretrained(aside / "transformer")
+        trained_transformer(weights, base, lora, aside / ADAPTER_FOLDER).save_pretrained(aside / "transformer")
         for file in aside.rglob("*.safetensors"):
             file.chmod(aside.stat().st_mode & 0o666)  # safetensors lets only the owner read
             with file.open("rb") as content:
@@ -67,3 +50,31 @@ def write_pipeline(
         raise no_space(disk_error(error), final) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def check_base(base: Path, lora: Mapping[str, Any] | None) -> None:
+    """Refuse to go on without the model that a run fine-tuned."""
+    if not (base / "transformer" / "config.json").is_file():
+        raise UserError(
+            f"The model that this run fine-tuned is not at {base} any more.",
+            "Its VAE, text encoders and tokenizers are needed.",
+            "Put it back where it was.",
+        )
+    if lora and fingerprint(base / "transformer") != lora["base"]:
+        raise UserError(
+            f"The transformer in {base} is not the one that LoRA was trained on.",
+            "Together they would draw something else than in training.",
+            "Put back the model that was there.",
+        )
+
+
+def trained_transformer(
+    weights: Mapping[str, Tensor], base: Path, lora: Mapping[str, Any] | None, adapter: Path | None = None
+) -> Any:
+    """The transformer with trained weights, in float32; LoRA is added to the base's own, and also written to `adapter`."""
+    if lora:
+        network = HunyuanDiT2DModel.from_pretrained(base, subfolder="transformer", local_files_only=True).float()
+        return Lora(lora["rank"], tuple(lora["targets"])).merge(network, weights, adapter)
+    network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
+    network.load_state_dict(weights)
+    return network

@@ -7,6 +7,8 @@ picture's noise is keyed, so it is the same in every precision and batch.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ from muralist.settings import SampleSettings, TrainSettings
 transformers_logging.disable_progress_bar()
 NAME = "HunyuanDiT"
 _PIXELS_PER_TOKEN = variants.HUNYUAN_PIXELS_PER_TOKEN
+_PIXELS_PER_LATENT = 8
 _BASE_GRID = 32  # tokens along a side of 512 pixels, for which rotary positions were trained
 BERT_TOKENS, T5_TOKENS = 77, 256  # fixed in HunyuanDiTPipeline
 _GUIDANCE = 5.0
@@ -381,6 +384,23 @@ def _recomputed(forward: Any) -> Any:
         return recompute(forward, *inputs, use_reentrant=False, **named)
 
     return run
+
+
+def with_official_rotation(network: Any) -> Any:
+    """Let diffusers' pipeline draw with the rotary positions that were trained here, which for squares are its own."""
+    forward = network.forward
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def run(*inputs: Any, **named: Any) -> Any:
+        bound = signature.bind(*inputs, **named)
+        latents = bound.arguments["hidden_states"]
+        size = (latents.shape[-2] * _PIXELS_PER_LATENT, latents.shape[-1] * _PIXELS_PER_LATENT)
+        bound.arguments["image_rotary_emb"] = rotary_table(network.config.attention_head_dim, size, latents.device)
+        return forward(*bound.args, **bound.kwargs)
+
+    network.forward = run
+    return network
 
 
 def rotary_table(head_dim: int, size: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:

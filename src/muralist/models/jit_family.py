@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from muralist.errors import UserError, nearest
 from muralist.keyed_random import Purpose, SampleKeys
 from muralist.models import jit, variants
 from muralist.models.family import to_unit
-from muralist.settings import SampleSettings, TrainSettings
+from muralist.settings import ObjectiveSettings, SampleSettings, TrainSettings
 
 LABEL_TABLE = "y_embedder."
 UNCONDITIONAL = "unconditional"
@@ -43,6 +43,12 @@ class Objective:
     t_eps: float
     label_drop_prob: float
 
+    @classmethod
+    def from_settings(cls, settings: ObjectiveSettings, img_size: int) -> Objective:
+        """What settings ask for at a picture size."""
+        scale = settings.noise_scale
+        return cls(**settings.model_dump() | {"noise_scale": max(1.0, img_size / 256) if scale == "auto" else scale})
+
 
 @dataclass(frozen=True)
 class JiTFamily:
@@ -60,17 +66,16 @@ class JiTFamily:
     @classmethod
     def from_settings(cls, settings: TrainSettings, label_names: list[str]) -> JiTFamily:
         """The family a training run asks for; `label_names` are the classes of its data."""
-        model, objective = settings.model, settings.objective
+        model = settings.model
         img_size = variants.square(model.img_size)
-        scale = objective.noise_scale
-        plain = objective.model_dump() | {"noise_scale": max(1.0, img_size / 256) if scale == "auto" else scale}
+        objective = Objective.from_settings(settings.objective, img_size)
         if not model.enable_condition:
-            plain["label_drop_prob"] = 0.0
+            objective = replace(objective, label_drop_prob=0.0)
         return cls(
             name=model.name,
             img_size=img_size,
             label_names=list(label_names) if model.enable_condition else [],
-            objective=Objective(**plain),
+            objective=objective,
             random_flip=settings.data.random_flip,
             attn_dropout=model.attn_dropout,
             proj_dropout=model.proj_dropout,

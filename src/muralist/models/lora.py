@@ -44,13 +44,13 @@ def is_adapter(name: str) -> bool:
 _WHAT_COUNTS = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
 
 
-def fingerprint(folder: Path) -> str:
-    """Tells the weights in a folder from others: LoRA of one network means nothing beside another.
+def fingerprint(path: Path) -> str:
+    """Tells the weights in a folder, or one file, from others: LoRA of one network means nothing beside another.
 
     Sizes and both ends of the files, which no two trainings leave alike; reading gigabytes at every start would take long.
     """
     digest = hashlib.sha256()
-    for file in sorted(path for pattern in _WHAT_COUNTS for path in folder.glob(pattern)):
+    for file in [path] if path.is_file() else sorted(file for pattern in _WHAT_COUNTS for file in path.glob(pattern)):
         with file.open("rb") as content:
             digest.update(f"{file.name} {file.stat().st_size}".encode() + content.read(_ENDS))
             content.seek(-min(_ENDS, file.stat().st_size), os.SEEK_END)
@@ -86,8 +86,8 @@ class Lora:
         drawn = keyed_random.uniform(seed, Purpose.INIT, torch.tensor([index]), shape)[0]
         return (2.0 * drawn - 1.0) / math.sqrt(shape[1])  # PEFT's distribution
 
-    def merge(self, network: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> nn.Module:
-        """Write trained pairs into a folder in PEFT's format; returns the network with them added to its own weights."""
+    def merge(self, network: nn.Module, weights: Mapping[str, Tensor], folder: Path | None = None) -> nn.Module:
+        """The network with trained pairs added to its own weights; they are also written into a folder in PEFT's format."""
         require_peft()
         from peft import get_peft_model, get_peft_model_state_dict
 
@@ -97,8 +97,9 @@ class Lora:
         if wanted != {name: weight.shape for name, weight in weights.items()}:
             raise UserError(f"The weights are not those of LoRA of rank {self.rank} on {', '.join(self.targets)}.")
         network.load_state_dict(weights, strict=False, assign=True)
-        config.save_pretrained(folder)
-        save_file(get_peft_model_state_dict(model), folder / ADAPTER_FILE, metadata={"format": "pt"})
+        if folder is not None:
+            config.save_pretrained(folder)
+            save_file(get_peft_model_state_dict(model), folder / ADAPTER_FILE, metadata={"format": "pt"})
         return model.merge_and_unload()
 
     def _config(self) -> Any:

@@ -46,7 +46,7 @@ def read_weights(path: str | Path, which: Which = "ema1") -> dict[str, Tensor]:
 
     An export and a .safetensors file hold one set of weights, and give that one whichever is asked for.
     """
-    file = _weights_file(Path(path), which)
+    file = weights_file(Path(path), which)
     if not file.is_file():
         raise UserError(f"There are no weights at {file}.", fix="Check the path.")
     if file.suffix == ".safetensors":
@@ -58,7 +58,18 @@ def read_weights(path: str | Path, which: Which = "ema1") -> dict[str, Tensor]:
     )
 
 
-def _weights_file(path: Path, which: Which) -> Path:
+def read_description(source: Path) -> dict[str, Any]:
+    """What a checkpoint, or a run's latest one, says of its model in its manifest; nothing for weights made elsewhere."""
+    latest = source / "checkpoints" / "latest"
+    folder = latest.parent / latest.read_text().strip() if latest.is_file() else source
+    manifest = folder / "manifest.json"
+    try:
+        return dict(json.loads(manifest.read_text())["model"]) if manifest.is_file() else {}
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{manifest} is damaged: it is not a checkpoint manifest.") from None
+
+
+def weights_file(path: Path, which: Which) -> Path:
     """The file inside a folder that holds the wanted weights."""
     if not path.is_dir():
         return path
@@ -231,12 +242,13 @@ def write_jit_folder(folder: str | Path, state: Mapping[str, Tensor], config: Ma
 
 def _is_export(folder: Path) -> bool:
     try:
-        return bool(_read_config(folder))
+        return bool(read_config(folder))
     except UserError:
         return False
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config of an exported folder."""
     file = folder / CONFIG_FILE
     try:
         config = json.loads(file.read_text())
@@ -255,6 +267,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
 def read_jit_folder(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config and the weights of an exported folder."""
     path = Path(folder)
-    config, state = _read_config(path), read_weights(path / WEIGHTS_FILE)
+    config, state = read_config(path), read_weights(path / WEIGHTS_FILE)
     _require_fit(config, state)
     return config, state

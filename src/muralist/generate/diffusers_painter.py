@@ -1,0 +1,251 @@
+"""Pictures from any text-to-image or text-to-video pipeline in diffusers layout."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
+
+from muralist.errors import UserError, nearest
+from muralist.generate.adapters import add_adapters, check_adapters
+from muralist.generate.guidance import DENOISERS, DenoisingLoop
+from muralist.generate.noise import own_noise
+from muralist.generate.painter import Beat, CannotPaint, Order
+from muralist.generate.text import TextMemory, joinable
+from muralist.settings import GenerateSettings
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SHARE_OF_CARD = 0.6  # a model larger than this leaves too little room for its activations
+_SHORT, _LONG = "a", "one of many words " * 12
+_NO_NEGATIVE = " "  # pipelines with true_cfg_scale guide only where a negative prompt is given
+
+
+class DiffusersPainter:
+    """A pipeline on one device."""
+
+    def __init__(self, pipe: Any, settings: GenerateSettings) -> None:
+        assert settings.height and settings.width and settings.guidance_scale != "auto", "settled by check_model"
+        self._pipe, self._size = pipe, (settings.height, settings.width)
+        self._name = type(pipe).__name__
+        self._takes = inspect.signature(pipe.__call__).parameters
+        self._check_kind()
+        self._steps = settings.num_inference_steps
+        self._guidance = self._guidance_arguments(settings.guidance_scale)
+        self._frames = self._frame_arguments(settings)
+        self._precision = settings.dtype
+        self._loop = DenoisingLoop(pipe, self._steps, settings.cfg_truncation_step)
+        self._text: TextMemory | None = None
+        if hasattr(pipe, "encode_prompt"):
+            self._text = TextMemory(pipe.encode_prompt)
+            self._text.attach(pipe)
+
+    @classmethod
+    def load(
+        cls,
+        settings: GenerateSettings,
+        device: torch.device,
+        folder: Path | None = None,
+        parts: dict[str, Any] | None = None,
+    ) -> DiffusersPainter:
+        """Read a pipeline's folder and bring it to a device; `parts` are used in place of those in the folder."""
+        folder, dtype = folder or Path(settings.model_path), DTYPES[settings.dtype]
+        for library in (diffusers_logging, transformers_logging):
+            library.disable_progress_bar()
+            library.set_verbosity_error()  # or every long prompt of ten thousand would be announced as cut short
+        try:
+            pipe: Any = DiffusionPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True, **(parts or {}))
+        except (OSError, ValueError, AttributeError, ImportError) as error:
+            said = " ".join(str(error).split())[:300]
+            raise UserError(
+                f"The pipeline in {folder} cannot be loaded.", f"The reason: {said}", "Check that the folder is whole."
+            ) from error
+        pipe.set_progress_bar_config(disable=True)
+        for part in pipe.components.values():
+            if isinstance(part, torch.nn.Module):
+                part.eval().requires_grad_(False)
+        if settings.scheduler is not None:
+            pipe.scheduler = another_scheduler(pipe.scheduler, settings.scheduler)
+        add_adapters(pipe, check_adapters(settings.lora))
+        painter = cls(pipe, settings)
+        # Last: offloading wraps the parts' calls, and takes its wrapping off again, so it must be outermost.
+        if device.type == "cuda" and _wants_offload(pipe, settings, device):
+            pipe.enable_model_cpu_offload(gpu_id=device.index or 0)
+        else:
+            pipe.to(device)
+        return painter
+
+    def _check_kind(self) -> None:
+        needed = [
+            name
+            for name, parameter in self._takes.items()
+            if parameter.default is parameter.empty
+            and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            and name != "prompt"
+        ]
+        if "prompt" not in self._takes or needed:
+            why = f"It needs {', '.join(needed)}." if needed else "It takes no prompt."
+            raise UserError(f"{self._name} does not make pictures from text alone.", why, "Give another --model_path.")
+
+    def _guidance_arguments(self, scale: float) -> dict[str, Any]:
+        """How this pipeline is told the scale; one whose network has the scale as an input needs no second pass."""
+        if "true_cfg_scale" not in self._takes:
+            return {"guidance_scale": scale}
+        network = getattr(self._pipe, "transformer", None)
+        if getattr(getattr(network, "config", None), "guidance_embeds", False):
+            return {"guidance_scale": scale, "true_cfg_scale": 1.0}
+        return {"true_cfg_scale": scale}
+
+    def _frame_arguments(self, settings: GenerateSettings) -> dict[str, int]:
+        frames = settings.num_frames
+        if "num_frames" not in self._takes and frames > 1:
+            raise UserError(
+                f"{self._name} makes pictures, not clips of {frames} frames.", fix="Leave --num_frames out."
+            )
+        return {"num_frames": frames}
+
+    def batches(self) -> bool:
+        """Whether texts of any length are embeddings of one shape."""
+        return self._batches
+
+    @cached_property
+    def _batches(self) -> bool:
+        if self._text is None:
+            return False
+        short, long = (self._said_of(Order(text, text, 0)) for text in (_SHORT, _LONG))
+        self._text.forget_others()
+        return bool(short) and joinable(short, long)
+
+    def prepare(self, orders: Sequence[Order]) -> None:
+        """Encode the text of these, and forget the rest."""
+        if self._text is None:
+            return
+        self._text.open_window()
+        for order in orders:
+            self._said_of(order)
+            self._text.keep()
+        self._text.forget_others()
+
+    def _said_of(self, order: Order) -> list[Any]:
+        """The text encoders' answers for an order, by a call of the pipeline that ends before its first step."""
+        assert self._text is not None
+        self._text.begin()
+        with self._loop.text_only():
+            self._call([order], self._size, self._steps)
+        return self._text.touched()
+
+    def paint(
+        self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, steps: int | None = None
+    ) -> list[np.ndarray]:
+        """Pictures, or clips; one at a time where `batches` says no."""
+        if len(orders) > 1 and not self.batches():
+            return [picture for order in orders for picture in self.paint([order], size, beat, steps)]
+        text = self._text
+        if text is not None:
+            text.begin()
+        with self._loop.watched(len(orders), beat, lambda: text.positive if text is not None else None):
+            output = self._call(orders, size, steps or self._steps)
+        if text is not None:
+            text.forget_others()
+        return self._pictures(output, size)
+
+    def _call(self, orders: Sequence[Order], size: tuple[int, int], steps: int) -> Any:
+        generators = [torch.Generator("cpu").manual_seed(order.seed) for order in orders]
+        # Lists made anew: some pipelines write into them.
+        arguments: dict[str, Any] = {
+            "prompt": [order.prompt for order in orders],
+            "height": size[0],
+            "width": size[1],
+            "num_inference_steps": steps,
+            "generator": generators,
+            "output_type": "np",
+            "use_resolution_binning": False,  # it would make another size than asked for
+            "clean_caption": False,  # it would depend on what else is installed
+            **self._guidance,
+            **self._frames,
+        }
+        if self._guidance.get("true_cfg_scale") != 1.0:
+            empty = _NO_NEGATIVE if "true_cfg_scale" in self._guidance else ""
+            arguments["negative_prompt"] = [order.negative_prompt or empty for order in orders]
+        try:
+            with own_noise(generators):
+                return self._pipe(**{name: value for name, value in arguments.items() if name in self._takes})
+        except ValueError as error:
+            if "height" in str(error) and "width" in str(error):
+                raise self._wrong_size(size, " ".join(str(error).split())) from None
+            raise
+
+    def _pictures(self, output: Any, size: tuple[int, int]) -> list[np.ndarray]:
+        values = np.asarray(output.frames if hasattr(output, "frames") else output.images)
+        if values.shape[-3:-1] != size:
+            made = f"{values.shape[-3]} x {values.shape[-2]}"
+            raise self._wrong_size(size, f"It makes {made} of that.")
+        if not np.isfinite(values).all():
+            raise UserError(
+                "The model made no picture: some of its numbers overflowed.",
+                f"It ran in {self._precision}.",
+                "Try --dtype bf16 or fp32.",
+            )
+        pictures = list((values * 255).round().astype(np.uint8))
+        return [picture[0] if picture.ndim == 4 and len(picture) == 1 else picture for picture in pictures]
+
+    def _wrong_size(self, size: tuple[int, int], why: str) -> UserError:
+        step = self._size_step
+        sides = [max(step, round(side / step) * step) for side in size]
+        # A size that one row of the table asks for is that row's mistake.
+        kind = CannotPaint if size == self._size else UserError
+        return kind(
+            f"{self._name} cannot make pictures of {size[0]} x {size[1]} pixels.",
+            why,
+            f"Both sides must be multiples of {step}: {sides[0]} x {sides[1]} will do.",
+        )
+
+    @property
+    def _size_step(self) -> int:
+        """Pixels that one token of the network covers."""
+        factor: Any = getattr(self._pipe, "vae_scale_factor", None)
+        factor = factor or getattr(self._pipe, "vae_scale_factor_spatial", 8)
+        network = next(part for part in (getattr(self._pipe, name, None) for name in DENOISERS) if part is not None)
+        patch = network.config.get("patch_size", 1)
+        packed = "guidance_embeds" in network.config or "all_patch_size" in network.config
+        return int(factor) * (2 if packed else patch[-1] if isinstance(patch, (list, tuple)) else int(patch or 1))
+
+    def facts(self) -> dict[str, Any]:
+        """Kind, scheduler, precision and device."""
+        return {
+            "pipeline": self._name,
+            "scheduler": type(self._pipe.scheduler).__name__,
+            "dtype": self._precision,
+            "device": str(self._pipe._execution_device),
+            "batches": self.batches(),
+        }
+
+
+def another_scheduler(scheduler: Any, wanted: str) -> Any:
+    """A scheduler of another kind with the same noise; the name may leave out the word Scheduler."""
+    fitting = {kind.__name__: kind for kind in scheduler.compatibles if "dummy" not in kind.__module__} | {
+        type(scheduler).__name__: type(scheduler)
+    }
+    word = wanted.casefold().removesuffix("scheduler")
+    for name, kind in fitting.items():
+        if name.casefold().removesuffix("scheduler") == word:
+            return kind.from_config(scheduler.config)
+    short = sorted(name.removesuffix("Scheduler") for name in fitting)
+    raise UserError(
+        f"The scheduler {wanted} does not fit this model.", f"These do: {', '.join(short)}.", nearest(wanted, short)
+    )
+
+
+def _wants_offload(pipe: Any, settings: GenerateSettings, device: torch.device) -> bool:
+    if settings.cpu_offload != "auto":
+        return settings.cpu_offload
+    parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+    held = sum(weight.numel() * weight.element_size() for part in parts for weight in part.parameters())
+    return held > _SHARE_OF_CARD * torch.cuda.get_device_properties(device).total_memory

@@ -1,0 +1,111 @@
+"""Pictures from JiT: a run, a checkpoint, an export, or a file of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from muralist.generate.painter import Beat, CannotPaint, Order
+from muralist.models.jit import JiT
+from muralist.models.jit_family import JiTFamily, Objective
+from muralist.models.weights import (
+    CONFIG_FILE,
+    infer_jit_config,
+    jit_arguments,
+    read_config,
+    read_description,
+    read_jit_folder,
+    read_weights,
+)
+from muralist.pictures import to_u8
+from muralist.settings import GenerateSettings, ObjectiveSettings, SampleSettings
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+
+
+def read_family(path: Path, description: Mapping[str, Any]) -> JiTFamily:
+    """The model's size, classes and objective; of weights made elsewhere, the official ones and class numbers."""
+    if description:
+        return _family(description["model"], description["img_size"], description, 0)
+    config = read_config(path) if (path / CONFIG_FILE).is_file() else infer_jit_config(read_weights(path))
+    return _family("JiT", config["input_size"], config, config["num_classes"])
+
+
+def _family(name: str, img_size: int, facts: Mapping[str, Any], classes: int) -> JiTFamily:
+    numbers = [str(number) for number in range(classes)] if classes > 1 else []
+    given = facts.get("objective")
+    objective = Objective(**given) if given else Objective.from_settings(ObjectiveSettings(), img_size)
+    return JiTFamily(name, img_size, list(facts.get("label_names", numbers)), objective)
+
+
+class JiTPainter:
+    """A JiT network on one device; prompts are names or numbers of classes."""
+
+    def __init__(self, family: JiTFamily, network: nn.Module, settings: GenerateSettings) -> None:
+        self._family, self._network = family, network
+        self._dtype = settings.dtype
+        self._sampling = _sampling(settings)
+
+    @classmethod
+    def load(cls, settings: GenerateSettings, device: torch.device) -> JiTPainter:
+        """Read the weights (of a run: the first average of them)."""
+        path = Path(settings.model_path)
+        family = read_family(path, read_description(path))
+        if (path / CONFIG_FILE).is_file():
+            config, weights = read_jit_folder(path)
+        else:
+            weights = read_weights(path)
+            config = infer_jit_config(weights)
+        with torch.device("meta"):
+            network = JiT(**jit_arguments(config))
+        network.load_state_dict(weights, assign=True)
+        return cls(family, network.to(device).eval().requires_grad_(False), settings)
+
+    def batches(self) -> bool:
+        """Always: a picture depends on its slot alone."""
+        return True
+
+    def prepare(self, orders: Sequence[Order]) -> None:
+        """There is no text to encode."""
+
+    def paint(
+        self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, steps: int | None = None
+    ) -> list[np.ndarray]:
+        """Pictures of the one size that the model has."""
+        side = self._family.img_size
+        if size != (side, side):
+            raise CannotPaint(
+                f"This JiT model makes pictures of {side} x {side} pixels, not {size[0]} x {size[1]}.",
+                fix="Leave height and width out, also in the table.",
+            )
+        sampling = self._sampling if steps is None else self._sampling.model_copy(update={"steps": steps})
+        device = next(self._network.parameters()).device
+        autocast = _AUTOCAST[self._dtype]
+        prompts, seeds = [order.prompt for order in orders], [order.seed for order in orders]
+        hook = self._network.register_forward_hook(lambda *_: beat())
+        try:
+            with torch.autocast(device.type, autocast, enabled=autocast is not None):
+                images = self._family.sample(self._network, prompts, seeds, sampling)
+        finally:
+            hook.remove()
+        return list(to_u8(images))
+
+    def facts(self) -> dict[str, Any]:
+        """Kind, solver, precision and device."""
+        device = next(self._network.parameters()).device
+        return {"model": self._family.summary(), "scheduler": "heun", "dtype": self._dtype, "device": str(device)}
+
+
+def _sampling(settings: GenerateSettings) -> SampleSettings:
+    """Guidance is on from 0.1 of the way, as in the official sampler, until the cut."""
+    sampling = SampleSettings(steps=settings.num_inference_steps, guidance=settings.guidance_scale)
+    if settings.cfg_truncation_step is None:
+        return sampling
+    low, end = sampling.interval[0], min(1.0, settings.cfg_truncation_step / settings.num_inference_steps)
+    changes = {"interval": (low, end)} if end > low else {"guidance": 1.0}
+    return sampling.model_copy(update=changes)

@@ -1,0 +1,241 @@
+"""Tiny pipelines of every kind in diffusers layout, random but told apart by prompt and seed, made offline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
+
+from tests.support import tiny_text
+from tests.support.tiny_text import WIDTH
+
+diffusers_logging.disable_progress_bar()
+transformers_logging.disable_progress_bar()
+
+_LATENT = {"latent_channels": 4, "norm_num_groups": 4, "layers_per_block": 1}
+
+
+def _vae(levels: int = 4, **more: Any) -> Any:
+    """A decoder whose pictures are neither flat nor black and white."""
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * levels, "up_block_types": ("UpDecoderBlock2D",) * levels}
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,) * levels, sample_size=64, **kinds, **(_LATENT | more))
+    return _contrasted(vae, torch.randn(1, vae.config.latent_channels, 8, 8), vae.decoder.conv_out)
+
+
+def _contrasted(vae: Any, latents: torch.Tensor, last: Any) -> Any:
+    with torch.no_grad():
+        spread = vae.eval().decode(latents).sample.std()
+        last.weight.mul_(0.4 / spread)
+    return vae
+
+
+def hunyuan(version: str = "1.2") -> Any:
+    bert_tokenizer, bert = tiny_text.bert()
+    t5_tokenizer, t5 = tiny_text.t5()
+    transformer = diffusers.HunyuanDiT2DModel(
+        sample_size=8, in_channels=4, patch_size=2, num_layers=4, num_attention_heads=2, attention_head_dim=8,
+        hidden_size=16, mlp_ratio=2.0, activation_fn="gelu-approximate", learn_sigma=True, cross_attention_dim=WIDTH,
+        cross_attention_dim_t5=WIDTH, pooled_projection_dim=WIDTH, text_len=77, text_len_t5=256,
+        use_style_cond_and_image_meta_size=version == "1.1",
+    )  # fmt: skip
+    scheduler = diffusers.DDPMScheduler(
+        beta_start=0.00085, beta_end=0.018, beta_schedule="scaled_linear", prediction_type="v_prediction",
+        clip_sample=False, steps_offset=1,
+    )  # fmt: skip
+    return diffusers.HunyuanDiTPipeline(
+        vae=_vae(), text_encoder=bert, tokenizer=bert_tokenizer, transformer=transformer, scheduler=scheduler,
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False, text_encoder_2=t5,
+        tokenizer_2=t5_tokenizer,
+    )  # fmt: skip
+
+
+def hunyuan11() -> Any:
+    return hunyuan("1.1")
+
+
+_UNET = {"sample_size": 8, "in_channels": 4, "out_channels": 4, "layers_per_block": 1, "norm_num_groups": 4,
+         "block_out_channels": (8, 16), "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 2}  # fmt: skip
+
+
+def sd() -> Any:
+    tokenizer, text_encoder = tiny_text.clip()
+    return diffusers.StableDiffusionPipeline(
+        vae=_vae(), text_encoder=text_encoder, tokenizer=tokenizer,
+        unet=diffusers.UNet2DConditionModel(cross_attention_dim=WIDTH, **_UNET),
+        scheduler=diffusers.DDIMScheduler(
+            beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False, steps_offset=1
+        ),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def sdxl() -> Any:
+    tokenizer, text_encoder = tiny_text.clip()
+    tokenizer_2, text_encoder_2 = tiny_text.clip(projected=True)
+    unet = diffusers.UNet2DConditionModel(
+        cross_attention_dim=2 * WIDTH, addition_embed_type="text_time", addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=6 * 8 + WIDTH, use_linear_projection=True,
+        transformer_layers_per_block=(1, 1), **_UNET,
+    )  # fmt: skip
+    return diffusers.StableDiffusionXLPipeline(
+        vae=_vae(), text_encoder=text_encoder, text_encoder_2=text_encoder_2, tokenizer=tokenizer,
+        tokenizer_2=tokenizer_2, unet=unet, scheduler=diffusers.EulerDiscreteScheduler(beta_schedule="scaled_linear"),
+        add_watermarker=False,
+    )  # fmt: skip
+
+
+def sd3() -> Any:
+    tokenizer, text_encoder = tiny_text.clip(projected=True)
+    tokenizer_2, text_encoder_2 = tiny_text.clip(projected=True)
+    tokenizer_3, text_encoder_3 = tiny_text.t5(2 * WIDTH)
+    transformer = diffusers.SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=2 * WIDTH, caption_projection_dim=16,
+        pooled_projection_dim=2 * WIDTH, pos_embed_max_size=16,
+    )  # fmt: skip
+    return diffusers.StableDiffusion3Pipeline(
+        transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=_vae(shift_factor=0.0),
+        text_encoder=text_encoder, tokenizer=tokenizer, text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2,
+        text_encoder_3=text_encoder_3, tokenizer_3=tokenizer_3,
+    )  # fmt: skip
+
+
+def flux(guidance_embeds: bool = True) -> Any:
+    tokenizer, text_encoder = tiny_text.clip()
+    tokenizer_2, text_encoder_2 = tiny_text.t5()
+    transformer = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, guidance_embeds=guidance_embeds,
+        axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    return diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=_vae(shift_factor=0.0), text_encoder=text_encoder,
+        tokenizer=tokenizer, text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2, transformer=transformer,
+    )  # fmt: skip
+
+
+def pixart() -> Any:
+    tokenizer, text_encoder = tiny_text.t5()
+    transformer = diffusers.PixArtTransformer2DModel(
+        sample_size=8, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=2, caption_channels=WIDTH,
+        in_channels=4, out_channels=8, cross_attention_dim=16, num_embeds_ada_norm=1000, norm_num_groups=4,
+    )  # fmt: skip
+    return diffusers.PixArtSigmaPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=_vae(), transformer=transformer,
+        scheduler=diffusers.DPMSolverMultistepScheduler(beta_schedule="linear"),
+    )  # fmt: skip
+
+
+def sana() -> Any:
+    tokenizer, text_encoder = tiny_text.gemma()
+    vae = diffusers.AutoencoderDC(
+        latent_channels=4, attention_head_dim=2, encoder_block_types=("ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "EfficientViTBlock"), encoder_block_out_channels=(8, 8),
+        decoder_block_out_channels=(8, 8), encoder_qkv_multiscales=((), (5,)), decoder_qkv_multiscales=((), (5,)),
+        encoder_layers_per_block=(1, 1), decoder_layers_per_block=(1, 1), downsample_block_type="conv",
+        upsample_block_type="interpolate", decoder_norm_types="rms_norm", decoder_act_fns="silu",
+    )  # fmt: skip
+    transformer = diffusers.SanaTransformer2DModel(
+        patch_size=1, in_channels=4, out_channels=4, num_layers=1, num_attention_heads=2, attention_head_dim=4,
+        num_cross_attention_heads=2, cross_attention_head_dim=4, cross_attention_dim=8, caption_channels=WIDTH,
+        sample_size=32,
+    )  # fmt: skip
+    return diffusers.SanaPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder,
+        vae=_contrasted(vae, torch.randn(1, 4, 32, 32), vae.decoder.conv_out), transformer=transformer,
+        scheduler=diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+    )  # fmt: skip
+
+
+def _wan_transformer() -> Any:
+    return diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
+        text_dim=WIDTH, freq_dim=32, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )  # fmt: skip
+
+
+def wan21(experts: int = 1) -> Any:
+    tokenizer, text_encoder = tiny_text.umt5()
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+    return diffusers.WanPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder,
+        vae=_contrasted(vae, torch.randn(1, 16, 1, 8, 8), vae.decoder.conv_out),
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        transformer=_wan_transformer(), transformer_2=_wan_transformer() if experts == 2 else None,
+        boundary_ratio=0.875 if experts == 2 else None,
+    )  # fmt: skip
+
+
+def wan22() -> Any:
+    return wan21(experts=2)
+
+
+def zimage() -> Any:
+    tokenizer, text_encoder = tiny_text.qwen3()
+    transformer = diffusers.ZImageTransformer2DModel(
+        all_patch_size=(2,), all_f_patch_size=(1,), in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2,
+        n_kv_heads=2, cap_feat_dim=WIDTH, axes_dims=[4, 4, 8], axes_lens=[1024, 64, 64],
+    )  # fmt: skip
+    with torch.no_grad():  # diffusers leaves these as the memory was
+        transformer.x_pad_token.normal_()
+        transformer.cap_pad_token.normal_()
+    return diffusers.ZImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=_vae(shift_factor=0.0), text_encoder=text_encoder,
+        tokenizer=tokenizer, transformer=transformer,
+    )  # fmt: skip
+
+
+def qwenimage() -> Any:
+    tokenizer, text_encoder = tiny_text.qwen25_vl()
+    vae = diffusers.AutoencoderKLQwenImage(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+    )  # fmt: skip
+    transformer = diffusers.QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=WIDTH, guidance_embeds=False, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    return diffusers.QwenImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=_contrasted(vae, torch.randn(1, 4, 1, 8, 8), vae.decoder.conv_out), text_encoder=text_encoder,
+        tokenizer=tokenizer, transformer=transformer,
+    )  # fmt: skip
+
+
+BUILDERS: dict[str, Callable[[], Any]] = {
+    build.__name__: build
+    for build in (hunyuan, hunyuan11, sd, sdxl, sd3, flux, pixart, sana, wan21, wan22, zimage, qwenimage)
+}
+
+
+def build_pipeline(name: str, folder: Path) -> Path:
+    """Write a tiny pipeline, or find the one that another process wrote; the folder appears whole."""
+    final = folder / name
+    if final.is_dir():
+        return final
+    aside = folder / f".{name}.{os.getpid()}"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipeline = BUILDERS[name]()
+    for part in pipeline.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    pipeline.save_pretrained(aside)
+    with contextlib.suppress(OSError):  # another process was faster
+        aside.rename(final)
+    shutil.rmtree(aside, ignore_errors=True)
+    return final
