@@ -1,6 +1,9 @@
-"""python batch_generate_t2i_multigpu.py --prompts_csv ... --output_dir ... --model_path ... is `muralist generate`."""
+"""Guide 4's entry point: `python batch_generate_t2i_multigpu.py ...` is `muralist generate ...`."""
 
-from muralist.cli import script
+try:
+    from muralist.cli import script
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error}. Run `make setup`, then `source .venv/bin/activate`.") from None
 
 if __name__ == "__main__":
     script("generate")

@@ -69,12 +69,13 @@ class LocalCrew:
 
     def receive(self, seconds: float) -> list[tuple[str, Report]]:
         """Read every pipe that has something."""
-        labels = {id(pipe): label for label, pipe in self._pipes.items()}
         reports: list[tuple[str, Report]] = []
-        for pipe in wait(list(self._pipes.values()), timeout=seconds):
-            label = labels[id(pipe)]
+        heard = wait(list(self._pipes.values()), timeout=seconds)
+        for label, pipe in list(self._pipes.items()):
+            if pipe not in heard:
+                continue
             try:
-                reports.append((label, pipe.recv()))  # type: ignore[union-attr]
+                reports.append((label, pipe.recv()))
             except Exception:  # its end, or half a message of a killed process
                 self._pipes.pop(label).close()
                 reports.append((label, Gone(self._obituary(label))))

@@ -93,17 +93,8 @@ class _Command:
                 crew = self._crew(devices)
                 screen = open_screen()
                 more = self.ranks.more if self.ranks else lambda: None
-                fleet = Fleet(
-                    self.plan,
-                    self.folder,
-                    self._digest,
-                    crew,
-                    screen,
-                    self._settle,
-                    more,
-                    beat,
-                    self.settings.worker_timeout,
-                )
+                timeout = self.settings.worker_timeout
+                fleet = Fleet(self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, timeout)
                 try:
                     fleet.run(list(devices), own)
                 except KeyboardInterrupt:
@@ -171,7 +162,7 @@ class _Command:
         return LocalCrew(job, devices)
 
     def _settle(self, ready: Ready, measured: int | None) -> Shape | Not:
-        """The shape of batches: the ledger's, else what was asked for, else what was measured; on disk before any picture."""
+        """The shape of batches: the ledger's, else as asked, else as measured; on disk before any picture."""
         if self.ranks and self.ranks.rank:
             return self.ranks.published_shape()
         asked = self.settings.batch_size

@@ -1,6 +1,6 @@
 """The ledger of an output folder: which picture is which, made how, and whether its file is whole.
 
-    ledger.jsonl          first a line with settings, versions and the batch shape, then one line per finished or failed sample
+    ledger.jsonl          first settings, versions and the batch shape, then one line per finished or failed sample
     .ledger/gpu0.jsonl    while a command runs: the lines of one worker; they go to the end of ledger.jsonl when it ends
 
 Lines are only ever appended, each by one write. A worker that is killed leaves at most one torn line, which is passed over:
@@ -144,7 +144,7 @@ def start(path: Path, header: Header) -> None:
 
 
 def merge(path: Path, shards: Path) -> None:
-    """Move the workers' lines to the end of the ledger; where this is cut off, the next time repeats lines, which is fine."""
+    """Move the workers' lines to the end of the ledger; cut off, it is done again: a line may well be there twice."""
     files = sorted(shards.glob("*.jsonl"))
     lines = [json.dumps(line, ensure_ascii=False) + "\n" for file in files for line in read_lines(file)]
     if lines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -92,7 +92,7 @@ class Bars:
             told = f"success: {done:,}, failed: {failed:,}"
             if name == "total":
                 told += f", {pace.rate(done + failed):.2f} images/s"
-            fields = {
+            fields: dict[str, Any] = {
                 "elapsed_time": time.monotonic() - self.started,
                 "left": pace.left(done + failed, total),
                 "told": told,
