@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -34,8 +35,8 @@ class Crew(Protocol):
     def kill(self, label: str) -> None:
         """End a worker now."""
 
-    def close(self) -> None:
-        """End all workers now."""
+    def close(self, patience: float) -> None:
+        """End all workers: those that were told to stop have this many seconds to do so by themselves."""
 
 
 class LocalCrew:
@@ -85,11 +86,13 @@ class LocalCrew:
         """SIGKILL: it also ends a process that is stopped or hangs in a driver."""
         self._processes[label].kill()
 
-    def close(self) -> None:
-        """End whatever is left; files are whole or absent at any moment."""
+    def close(self, patience: float) -> None:
+        """Wait a little, then end whatever is left; files are whole or absent at any moment."""
+        deadline = time.monotonic() + patience
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
         for process in self._processes.values():
             process.kill()
-        for process in self._processes.values():
             process.join(_ENDED_BY_ITSELF)
         for pipe in self._pipes.values():
             pipe.close()

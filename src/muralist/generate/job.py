@@ -33,6 +33,7 @@ from muralist.words import duration
 
 log = logging.getLogger("muralist")
 INTERRUPTED = 130
+_PATIENCE = 5.0  # seconds for workers that have nothing left to do
 
 
 def generate(settings: GenerateSettings) -> int:
@@ -95,12 +96,15 @@ class _Command:
                 more = self.ranks.more if self.ranks else lambda: None
                 timeout = self.settings.worker_timeout
                 fleet = Fleet(self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, timeout)
+                screen.say(self._contract(len(todo), devices))
+                patience = 0.0
                 try:
                     fleet.run(list(devices), own)
+                    patience = _PATIENCE
                 except KeyboardInterrupt:
                     interrupted = True
                 finally:
-                    crew.close()
+                    crew.close(patience)
                     screen.close()
                     if self.ranks is None or self.ranks.closes_the_folder():
                         self.folder.end()
@@ -190,6 +194,20 @@ class _Command:
         changed = [f"{name} {before.get(name)} -> {now.get(name)}" for name in now if now[name] != before.get(name)]
         if changed:
             log.warning("Not made with the same as before (%s): last bits may differ.", ", ".join(changed))
+
+    def _contract(self, todo: int, devices: dict[str, str]) -> str:
+        """What is about to happen."""
+        settings, (height, width) = self.settings, self.plan.size
+        kind = "CPU processes" if "cpu" in devices.values() else "GPUs"
+        guidance = f"guidance {settings.guidance_scale:g}"
+        if settings.cfg_truncation_step is not None:
+            guidance += f" for {settings.cfg_truncation_step} steps"
+        clip = f" of {settings.num_frames} frames" if settings.num_frames > 1 else ""
+        return (
+            f"{todo:,} {'clips' if clip else 'pictures'}{clip}, {height} x {width}, from {settings.prompts_csv} with "
+            f"{self.identity['model']} ({settings.dtype}, {settings.num_inference_steps} steps, {guidance}) on "
+            f"{len(devices)} {kind}: {' '.join(devices)}. Loading the model."
+        )
 
     def _missing(self) -> int:
         return int((~self.folder.finished(self.plan)).sum())

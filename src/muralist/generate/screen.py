@@ -121,7 +121,7 @@ class Lines:
         done, failed, total = (sum(column) for column in zip(*counts.values(), strict=True))
         rate = self.pace.rate(done + failed)
         finished = done + failed == total
-        if done + failed == self.last or (time.monotonic() - self.shown < _SECONDS_BETWEEN_LINES and not finished):
+        if done + failed in (0, self.last) or (time.monotonic() - self.shown < _SECONDS_BETWEEN_LINES and not finished):
             return
         self.shown, self.last = time.monotonic(), done + failed
         each = "  ".join(f"GPU {label}: {d + f:,}/{t:,}" for label, (d, f, t) in counts.items())

@@ -24,6 +24,9 @@ def main(job: Job, label: str, device: str, pipe: Connection) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number] if visible else str(number)
         device = "cuda:0"
     import torch
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # its own is shared by processes, and a killed worker would leave it behind
 
     from muralist.generate.worker import work
 
