@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,7 +46,8 @@ STATUS_BROKEN_DEVICE = 70
 
 def work(job: Job, label: str, device: torch.device, inbox: Inbox, send: Send) -> None:
     """Load the model and serve until told to stop; everything that ends a worker early is reported."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches every process of a terminal; the fleet decides
+    if threading.current_thread() is threading.main_thread():  # elsewhere it belongs to another program, such as Ray
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches every process of a terminal; the fleet decides
     try:
         from muralist.generate.pipelines import made_with, open_painter, settle
 
