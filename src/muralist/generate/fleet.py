@@ -175,6 +175,8 @@ class Fleet:
         elif settled is Not.MEASURED:
             # Measured with the largest pictures there are.
             numbers = [number for member in self.members.values() for number in member.share] or list(self.orphans)
+            if not numbers:
+                return  # a rank that may yet get rows of others
             largest = max(numbers, key=lambda number: math.prod(self.plan.size_of(number)))
             self.measuring = ready.label
             self.crew.send(ready.label, Measure(self.plan.sample(largest)))

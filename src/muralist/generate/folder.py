@@ -25,6 +25,7 @@ from muralist.runfolder import is_full, write_atomically
 
 _FRESH = 60.0  # seconds for which the lock of another machine, where the disk knows no locks, is believed
 _BEAT = 10.0
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP)
 _OTHER_FOLDER = "Choose another --output_dir, or give --overwrite to begin anew in this one."
 
 
@@ -119,17 +120,24 @@ class OutputFolder:
         return done
 
     @contextmanager
-    def locked(self, job: str) -> Iterator[Lock]:
-        """Hold the folder: a second command on it is refused; the lock dies with its process."""
+    def locked(self, job: str, shared: bool = False) -> Iterator[Lock]:
+        """Hold the folder: a second command on it is refused; the lock dies with its process.
+
+        Ranks of one command hold it `shared`: while one of them lives, it is held.
+        """
         path = self.root / "lock"
         with path.open("a+") as file:
             lock = Lock(file, path, job)
-            lock.take()
+            if shared:
+                lock.share()
+            else:
+                lock.take()
             try:
                 yield lock
             finally:
-                with suppress(OSError):
-                    path.unlink()
+                if lock.is_ours_alone():
+                    with suppress(OSError):
+                        path.unlink()
 
     def end(self) -> None:
         """Merge the workers' lines and leave nothing else behind."""
@@ -151,12 +159,25 @@ class Lock:
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            if error.errno not in _NO_LOCKS:
                 raise self._refusal() from None
             owner = self._owner()  # a disk without locks: what the file says must do
             if owner.get("host") != socket.gethostname() and time.time() - owner.get("heartbeat", 0) < _FRESH:
                 raise self._refusal() from None
         self.beat()
+
+    def share(self) -> None:
+        """Hold it together with the other ranks of this command."""
+        with suppress(OSError):  # a disk without locks
+            fcntl.lockf(self.file, fcntl.LOCK_SH)
+
+    def is_ours_alone(self) -> bool:
+        """Whether no other rank holds it."""
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno in _NO_LOCKS
+        return True
 
     def beat(self) -> None:
         """Say that the owner is alive; most calls do nothing."""

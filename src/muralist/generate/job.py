@@ -20,11 +20,11 @@ from muralist.errors import UserError
 from muralist.generate import ledger, store
 from muralist.generate.crew import Crew, LocalCrew, choose_devices
 from muralist.generate.fleet import Fleet, Not, Shape
-from muralist.generate.folder import OutputFolder, write_failures
+from muralist.generate.folder import Lock, OutputFolder, write_failures
 from muralist.generate.ledger import Header
 from muralist.generate.messages import Job, Ready
 from muralist.generate.plan import Plan
-from muralist.generate.ranks import Ranks
+from muralist.generate.ranks import Ranks, RankScreen, Refused
 from muralist.generate.screen import open_screen
 from muralist.generate.table import open_table
 from muralist.scale.slurm import adopt_ranks
@@ -41,7 +41,10 @@ def generate(settings: GenerateSettings) -> int:
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     command = _Command.prepare(settings)
     with _stopped_by_signals():
-        return command.run()
+        try:
+            return command.run()
+        except Refused:
+            return 1  # the first rank says why
 
 
 @dataclass
@@ -60,6 +63,17 @@ class _Command:
         """Read the table and what the model says of itself."""
         from muralist.generate.models import check_model
 
+        folder = OutputFolder(Path(settings.output_dir).absolute())
+        copies = settings.images_per_prompt
+        adopt_ranks(os.environ)
+        ranks = Ranks.of_environment(os.environ, folder, copies, settings.worker_timeout)
+        if ranks and settings.engine == "ray":
+            raise UserError(
+                f"--engine ray under a launcher of {ranks.size} ranks: each would hire the whole cluster.",
+                fix="Give the command once, without srun or torchrun, or leave --engine ray out.",
+            )
+        if ranks and ranks.rank:
+            log.setLevel(logging.ERROR)  # the first rank speaks for all
         model = check_model(settings)
         settings = settings.model_copy(update=model.settled)
         assert settings.height and settings.width
@@ -68,35 +82,26 @@ class _Command:
             log.warning("%s", note)
         suffix = store.extension(settings.num_frames, settings.video_format)
         size = (settings.height, settings.width)
-        copies = settings.images_per_prompt
         plan = Plan(table, copies, settings.seed_start, settings.negative_prompt, size, suffix)
         plan.check()
-        folder = OutputFolder(Path(settings.output_dir).absolute())
-        adopt_ranks(os.environ)
-        ranks = Ranks.of_environment(os.environ, folder, copies, settings.worker_timeout)
         return cls(settings, _identity(settings, model.identity), plan, folder, ranks)
 
     def run(self) -> int:
         """Take stock, work, and say what came of it."""
+        devices = self._devices()
         self.folder.create()
         started = time.monotonic()
+        interrupted = False
         with ExitStack() as stack:
-            beat: Callable[[], None]
-            if self.ranks:
-                self.header = self.ranks.share_stock(lambda: self._take_stock(stack)[:2])
-                todo, own, beat = self.ranks.todo, self.ranks.own, self.ranks.beat
-            else:
-                todo, self.header, beat = self._take_stock(stack)
-                own = todo
-            devices = self._devices()
-            interrupted = False
+            todo, own, beat = self._share_stock(stack)
             if len(todo):
                 crew = self._crew(devices)
-                screen = open_screen()
+                screen = RankScreen(self.ranks) if self.ranks else open_screen()
                 more = self.ranks.more if self.ranks else lambda: None
                 timeout = self.settings.worker_timeout
                 fleet = Fleet(self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, timeout)
-                screen.say(self._contract(len(todo), devices))
+                if self._is_first:
+                    screen.say(self._contract(len(todo), devices))
                 patience = 0.0
                 try:
                     fleet.run(list(devices), own)
@@ -106,22 +111,55 @@ class _Command:
                 finally:
                     crew.close(patience)
                     screen.close()
-                    if self.ranks is None or self.ranks.closes_the_folder():
-                        self.folder.end()
-                        write_failures(self.folder, list(devices))
+                    missing = self._close(list(devices))
             else:
-                self.folder.end()
-                write_failures(self.folder, list(devices))
-            missing = self._missing() if self.ranks is None or self.ranks.rank == 0 else 0
+                missing = self._close(list(devices)) if self._is_first else 0
         return self._conclude(len(todo), missing, time.monotonic() - started, interrupted)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.ranks is None or self.ranks.rank == 0
+
+    def _share_stock(self, stack: ExitStack) -> tuple[np.ndarray, np.ndarray, Callable[[], None]]:
+        """What there is to do, what of it is this process's own, and its sign of life."""
+        if self.ranks is None:
+            todo, lock = self._take_stock(stack)
+            return todo, todo, lock.beat
+        ranks, locks = self.ranks, []
+
+        def take_stock() -> np.ndarray:
+            todo, lock = self._take_stock(stack)
+            lock.share()
+            locks.append(lock)
+            return todo
+
+        ranks.share_stock(take_stock)
+        if ranks.rank and len(ranks.todo):
+            stack.enter_context(self.folder.locked(_job(), shared=True))
+
+        def beat() -> None:
+            ranks.beat()
+            for lock in locks:
+                lock.beat()
+
+        return ranks.todo, ranks.own, beat
+
+    def _close(self, labels: list[str]) -> int:
+        """Merge the workers' lines, once nobody writes any more; returns how many pictures are missing."""
+        if self.ranks and len(self.ranks.todo) and not self.ranks.closes_the_folder():
+            return self.ranks.missing()
+        log.setLevel(logging.INFO)
+        self.folder.end()
+        write_failures(self.folder, self.ranks.labels if self.ranks else labels)
+        return self._missing()
 
     @property
     def _digest(self) -> str:
         return Header(self.identity, 0).digest
 
-    def _take_stock(self, stack: ExitStack) -> tuple[np.ndarray, Header | None, Callable[[], None]]:
+    def _take_stock(self, stack: ExitStack) -> tuple[np.ndarray, Lock]:
         """Hold the folder, take up what an earlier command left, and find what is missing."""
-        lock = stack.enter_context(self.folder.locked(os.environ.get("SLURM_JOB_ID", "")))
+        lock = stack.enter_context(self.folder.locked(_job()))
         if self.settings.overwrite:
             self.folder.clear()
         header = Header.read(self.folder.ledger)
@@ -134,7 +172,8 @@ class _Command:
         done = self.folder.finished(self.plan) if header else np.zeros(len(self.plan), dtype=bool)
         if done.any():
             log.info("%s of %s pictures are there already.", f"{done.sum():,}", f"{len(self.plan):,}")
-        return self.plan.in_order(np.flatnonzero(~done)), header, lock.beat
+        self.header = header
+        return self.plan.in_order(np.flatnonzero(~done)), lock
 
     def _check_batch(self, header: Header) -> None:
         asked = self.settings.batch_size
@@ -167,8 +206,10 @@ class _Command:
 
     def _settle(self, ready: Ready, measured: int | None) -> Shape | Not:
         """The shape of batches: the ledger's, else as asked, else as measured; on disk before any picture."""
-        if self.ranks and self.ranks.rank:
-            return self.ranks.published_shape()
+        if self.ranks and self.header is None:
+            self.header = Header.read(self.folder.ledger)  # which the first rank may have begun meanwhile
+            if self.header is None and not self.ranks.decides():
+                return Not.DECIDED
         asked = self.settings.batch_size
         if not ready.batches and asked not in ("auto", 1):
             log.warning("This model's pictures depend on what is painted beside them: one is made at a time.")
@@ -186,8 +227,6 @@ class _Command:
         if self.header is None:
             self.header = Header(self.identity, shape.agreed, ready.made_with)
             ledger.start(self.folder.ledger, self.header)
-        if self.ranks:
-            self.ranks.publish_shape(shape)
         return shape
 
     def _compare(self, now: dict[str, str], before: dict[str, str]) -> None:
@@ -198,6 +237,7 @@ class _Command:
     def _contract(self, todo: int, devices: dict[str, str]) -> str:
         """What is about to happen."""
         settings, (height, width) = self.settings, self.plan.size
+        labels = self.ranks.labels if self.ranks else list(devices)
         kind = "CPU processes" if "cpu" in devices.values() else "GPUs"
         guidance = f"guidance {settings.guidance_scale:g}"
         if settings.cfg_truncation_step is not None:
@@ -206,7 +246,7 @@ class _Command:
         return (
             f"{todo:,} {'clips' if clip else 'pictures'}{clip}, {height} x {width}, from {settings.prompts_csv} with "
             f"{self.identity['model']} ({settings.dtype}, {settings.num_inference_steps} steps, {guidance}) on "
-            f"{len(devices)} {kind}: {' '.join(devices)}. Loading the model."
+            f"{len(labels)} {kind}: {' '.join(labels)}. Loading the model."
         )
 
     def _missing(self) -> int:
@@ -249,6 +289,10 @@ def _identity(settings: GenerateSettings, model: dict[str, Any]) -> dict[str, An
     if settings.num_frames > 1:
         names.append("video_format")
     return model | {name: getattr(settings, name) for name in names}
+
+
+def _job() -> str:
+    return os.environ.get("SLURM_JOB_ID", "")
 
 
 @contextmanager

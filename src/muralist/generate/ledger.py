@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,13 +129,18 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     with path.open("rb") as file:
-        for raw in file:
-            try:
-                line = json.loads(raw)
-            except ValueError:
-                continue  # torn by a kill or a full disk
-            if isinstance(line, dict) and "status" in line:
-                yield line
+        yield from parse_lines(file)
+
+
+def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The samples' lines among these."""
+    for raw in lines:
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            continue  # torn by a kill or a full disk
+        if isinstance(line, dict) and "status" in line:
+            yield line
 
 
 def start(path: Path, header: Header) -> None:

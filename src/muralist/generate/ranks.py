@@ -1,12 +1,18 @@
 """Ranks of `srun` or `torchrun`: each takes its share of the rows by global rank, and the rows of ranks that are lost.
 
 They meet once, through torch's store at MASTER_ADDR, to agree on what there is to do; from then on they know of each other
-through the output folder alone, so that none waits for a rank that is gone, be it the first.
+through the output folder alone, so that none waits for a rank that is gone, be it the first. Each says every few seconds how
+it is:
+
+    working    it has rows to make
+    idle       it has none, and takes those of ranks that are gone or lost
+    closing    it has ended its worker, waits for the others to end, and merges the ledger
+    gone       it has ended
+    (lost)     nothing new came from it for --worker_timeout
 """
 
 from __future__ import annotations
 
-import io
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -19,14 +25,22 @@ import numpy as np
 
 from muralist.errors import UserError
 from muralist.generate import ledger
-from muralist.generate.fleet import Not, Shape
 from muralist.generate.folder import OutputFolder
 from muralist.generate.plan import shares
+from muralist.generate.screen import Counts, Lines, Screen, open_screen
 from muralist.runfolder import write_atomically
 
+_MEETING = 600.0  # seconds for all ranks to come, and for the first to take stock
 _BEAT = 2.0
 _LOOK = 1.0
-_STOCK, _SHAPE = "muralist/stock", "muralist/shape"
+_TAKEN_AT_ONCE = 16  # rows of lost ranks: few enough that all who have time get some
+_OTHERS_END = 10.0
+_STOCK, _TODO, _HEARD = "muralist/stock", "muralist/todo", "muralist/heard"
+_AWAY = ("gone", "lost")
+
+
+class Refused(Exception):
+    """The first rank found that nothing can be done, and says why."""
 
 
 @dataclass
@@ -40,12 +54,15 @@ class Ranks:
     copies: int
     timeout: float
     todo: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    _store: Any = None
+    counts: tuple[int, int, int] = (0, 0, 0)  # done, failed and total of this rank's worker
+    _state: str = "working"
+    _taken: list[int] = field(default_factory=list)  # of other ranks' rows
     _beaten: float = 0.0
+    _beats: int = 0
     _next_look: float = 0.0
-    _count: int = 0
-    _last_words: dict[int, tuple[str, float]] = field(default_factory=dict)  # of each rank, and when it was new to us
-    _taken: set[int] = field(default_factory=set)
+    _last_words: dict[int, tuple[dict[str, Any], float]] = field(default_factory=dict)  # and when they were new
+    _settled: dict[int, str] = field(default_factory=dict)  # by this command
+    _read: dict[Path, int] = field(default_factory=dict)  # bytes
 
     @classmethod
     def of_environment(
@@ -56,113 +73,195 @@ class Ranks:
         if size == 1:
             return None
         rank, local_rank = int(environment["RANK"]), int(environment.get("LOCAL_RANK", "0"))
-        return cls(rank, size, local_rank, folder, copies, timeout)
+        return cls(rank, size, local_rank, folder, copies, max(timeout, 3 * _BEAT))
 
-    def share_stock(self, take_stock: Callable[[], tuple[np.ndarray, ledger.Header | None]]) -> ledger.Header | None:
-        """The first rank looks what there is to do and tells the others, or tells them why nothing can be done."""
-        from torch.distributed import rendezvous
-
-        try:
-            self._store, _, _ = next(
-                rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=self.timeout))
-            )
-        except Exception as error:
-            raise UserError(
-                f"Rank {self.rank} did not meet the other ranks: {str(error).splitlines()[0]:.200}",
-                fix="Start them all with one torchrun or srun.",
-            ) from None
-        if self.rank == 0:
-            try:
-                self.todo, header = take_stock()
-            except BaseException as error:
-                self._store.set(_STOCK, json.dumps({"refused": str(error)}))
-                raise
-            buffer = io.BytesIO()
-            np.save(buffer, self.todo)
-            write_atomically(self.folder.work / "todo.npy", buffer.getvalue())
-            self._store.set(_STOCK, json.dumps({"header": header.line() if header else None}))
-            return header
-        told = json.loads(self._get(_STOCK))
-        if "refused" in told:
-            raise UserError(f"The first rank refused: {told['refused']}")
-        self.todo = np.load(self.folder.work / "todo.npy")
-        return ledger.Header.parse(told["header"]) if told["header"] else None
+    @property
+    def labels(self) -> list[str]:
+        """What the workers of all ranks are called."""
+        return [str(rank) for rank in range(self.size)]
 
     @property
     def own(self) -> np.ndarray:
         """What this rank is to make."""
         return shares(self.todo, self.size)[self.rank]
 
-    def publish_shape(self, shape: Shape) -> None:
-        """The first rank says how many pictures are made at once."""
-        self._store.set(_SHAPE, json.dumps(shape))
+    def share_stock(self, take_stock: Callable[[], np.ndarray]) -> None:
+        """The first rank finds what there is to do and tells the others; `Refused` where it told them to give up."""
+        store = self._meet()
+        if self.rank:
+            go_on = self._hear(store, _STOCK) == b"go on"
+            if go_on:
+                self.todo = np.frombuffer(self._hear(store, _TODO), np.int64)
+            store.add(_HEARD, 1)
+            if not go_on:
+                raise Refused
+        else:
+            try:
+                self.todo = take_stock()
+                store.set(_TODO, self.todo.tobytes())
+                store.set(_STOCK, "go on")
+            except BaseException:
+                store.set(_STOCK, "give up")
+                raise
+            finally:  # the store may be in this process, which may have nothing to do and end
+                _wait(lambda: store.add(_HEARD, 0) == self.size - 1, _OTHERS_END)
+        if self.folder.ledger.is_file():
+            self._read[self.folder.ledger] = self.folder.ledger.stat().st_size  # what failed before is tried again
 
-    def published_shape(self) -> Shape | Not:
-        """What the first rank said, if it has."""
-        return Shape(*json.loads(self._store.get(_SHAPE))) if self._store.check([_SHAPE]) else Not.DECIDED
+    def decides(self) -> bool:
+        """Whether this rank speaks for all: it is the first of those that are there."""
+        return all(self._state_of(rank) in _AWAY for rank in range(self.rank))
 
-    def _get(self, key: str) -> str:
-        try:
-            self._store.wait([key], timedelta(seconds=self.timeout))
-            return self._store.get(key).decode()
-        except Exception:
-            raise UserError(
-                f"Rank {self.rank} heard nothing from the first rank for {self.timeout:.0f} s.",
-                fix="Its own message says why; the same command goes on.",
-            ) from None
-
-    def beat(self, state: str = "working") -> None:
+    def beat(self) -> None:
         """Leave a sign of life in the folder; most calls do nothing."""
-        now = time.monotonic()
-        if state == "working" and now - self._beaten < _BEAT:
-            return
-        self._beaten, self._count = now, self._count + 1
-        write_atomically(self._beat_file(self.rank), f"{state} {self._count}\n")
+        if time.monotonic() - self._beaten >= _BEAT:
+            self._say(self._state)
 
     def more(self) -> np.ndarray | None:
-        """Rows of ranks that fell silent, shared among those that have time; None once every row is settled."""
-        if time.monotonic() < self._next_look:
+        """Some rows of ranks that are gone or lost; None once every row is settled."""
+        began = time.monotonic()
+        if began < self._next_look:
             return np.empty(0, np.int64)
-        if not self.folder.work.is_dir():  # another rank saw the end and tidied up
+        self._look()
+        left = [(place, number) for place, number in enumerate(self.todo.tolist()) if number not in self._settled]
+        if not left:
             return None
-        started = time.monotonic()
-        self.beat("finished")
-        left = self.todo[~np.isin(self.todo, list(self._settled()))]
-        self._next_look = time.monotonic() + max(_LOOK, 20 * (time.monotonic() - started))
-        if not len(left):
-            return None
-        states = [self._state(rank) for rank in range(self.size)]
-        owner = {number: rank for rank, part in enumerate(shares(self.todo, self.size)) for number in part.tolist()}
-        free = [number for number in left.tolist() if states[owner[number]] != "working" and owner[number] != self.rank]
-        idle = [rank for rank, state in enumerate(states) if state == "finished"]
-        mine = [number for number in free[idle.index(self.rank) :: len(idle)] if number not in self._taken]
-        self._taken.update(mine)
-        return np.array(mine, dtype=np.int64)
+        states = [self._state_of(rank) for rank in range(self.size)]
+        there = [rank for rank, state in enumerate(states) if state not in _AWAY]
+        taken = {number for rank in there if rank != self.rank for number in self._last_words[rank][0]["taken"]}
+        free = [number for place, number in left if place % self.size not in there and number not in taken]
+        idle = [rank for rank in there if states[rank] == "idle" or rank == self.rank]
+        # Two ranks that look at the same moment may take the same row: it costs time, but gives the same picture.
+        self._taken = free[idle.index(self.rank) :: len(idle)][:_TAKEN_AT_ONCE]
+        self._say("working" if self._taken else "idle")
+        self._next_look = time.monotonic() + max(_LOOK, 10 * (time.monotonic() - began))
+        return np.array(self._taken, dtype=np.int64)
+
+    def missing(self) -> int:
+        """Rows of this command that have no picture."""
+        self._look()
+        return sum(self._settled.get(number) != ledger.DONE for number in self.todo.tolist())
 
     def closes_the_folder(self) -> bool:
-        """Whether this rank is the one to merge the ledger: the first of those that are left."""
-        return all(self._state(rank) == "lost" for rank in range(self.rank))
+        """The last thing a rank asks: whether it is to merge the ledger, which waits until no other needs the folder.
 
-    def _state(self, rank: int) -> str:
-        """`working`, `finished`, or `lost` when nothing new came for a while; one that never came counts from now."""
-        if rank == self.rank:
-            return "finished"
+        Where others work on without this rank, one of them will; where none does, the next command takes it up.
+        """
+        if not self.folder.work.is_dir() or not self.decides():
+            self._say("gone")
+            return False
+        self._say("closing")
+
+        def alone() -> bool:
+            self.beat()
+            return all(self._state_of(rank) in _AWAY for rank in range(self.size) if rank != self.rank)
+
+        self._look()
+        closes = _wait(alone, _OTHERS_END) or all(number in self._settled for number in self.todo.tolist())
+        if not closes:
+            self._say("gone")
+        return closes
+
+    def all_counts(self) -> Counts:
+        """Done, failed and total of every rank's worker, as far as they have told."""
+        counts = {str(self.rank): self.counts}
+        for rank, part in enumerate(shares(self.todo, self.size)):
+            if rank != self.rank:
+                state = self._state_of(rank)
+                done, failed, total = self._last_words[rank][0].get("counts", (0, 0, len(part)))
+                counts[str(rank)] = (done, failed, done + failed if state in _AWAY else total)
+        return dict(sorted(counts.items(), key=lambda item: int(item[0])))
+
+    def _meet(self) -> Any:
+        from torch.distributed import rendezvous
+
         try:
-            word = self._beat_file(rank).read_text()
-        except OSError:
-            word = "working"
-        seen, since = self._last_words.get(rank, ("", 0.0))
-        if word != seen:
-            self._last_words[rank] = (word, time.monotonic())
-        elif not word.startswith("finished") and time.monotonic() - since > self.timeout:
-            return "lost"
-        return word.split()[0]
+            return next(rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=_MEETING)))[0]
+        except Exception as error:
+            raise UserError(
+                f"Rank {self.rank} did not meet the other ranks: {str(error).splitlines()[0]:.200}",
+                fix="Start them all with one torchrun or srun.",
+            ) from None
 
-    def _settled(self) -> set[int]:
-        """Rows that are made or have failed; the ledger last, because lines go there before they leave the shards."""
-        files = [*self.folder.work.glob("*.jsonl"), self.folder.ledger]
-        lines = (line for file in files for line in ledger.read_lines(file) if line["copy"] < self.copies)
-        return {line["index"] * self.copies + line["copy"] for line in lines}
+    def _hear(self, store: Any, key: str) -> bytes:
+        try:
+            if _wait(lambda: store.check([key]), _MEETING):
+                return bytes(store.get(key))
+        except RuntimeError:  # the first rank is gone, and the store with it
+            pass
+        raise UserError(
+            f"Rank {self.rank} heard nothing from the first rank.", fix="See why that ended; the same command goes on."
+        )
+
+    def _say(self, state: str) -> None:
+        self._state, self._beaten, self._beats = state, time.monotonic(), self._beats + 1
+        if self.folder.work.is_dir():  # else another rank saw the end and tidied up
+            words = {"state": state, "beat": self._beats, "taken": self._taken, "counts": self.counts}
+            write_atomically(self._beat_file(self.rank), json.dumps(words))
+
+    def _state_of(self, rank: int) -> str:
+        """How a rank is; one that never said anything counts as working from the first time we ask."""
+        if rank == self.rank:
+            return self._state
+        try:
+            words = json.loads(self._beat_file(rank).read_text())
+        except OSError:
+            words = {"state": "working", "taken": []}
+        before, since = self._last_words.get(rank, ({}, 0.0))
+        if words != before:
+            self._last_words[rank] = (words, time.monotonic())
+        elif words["state"] != "gone" and time.monotonic() - since > self.timeout:
+            return "lost"
+        return str(words["state"])
+
+    def _look(self) -> None:
+        """Read what workers have written since the last look."""
+        # The ledger last: lines are there before they leave the shards.
+        for file in (*self.folder.work.glob("*.jsonl"), self.folder.ledger):
+            try:
+                with file.open("rb") as lines:
+                    lines.seek(self._read.get(file, 0))
+                    news = lines.read()
+            except OSError:
+                continue  # merged meanwhile, or not yet begun
+            whole = news.rfind(b"\n") + 1
+            self._read[file] = self._read.get(file, 0) + whole
+            for line in ledger.parse_lines(news[:whole].splitlines()):
+                self._settled[line["index"] * self.copies + line["copy"]] = line["status"]
 
     def _beat_file(self, rank: int) -> Path:
         return self.folder.work / f"rank{rank}.beat"
+
+
+class RankScreen:
+    """The first rank shows how far all are; the others only say what goes wrong."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._screen: Screen = Lines() if ranks.rank else open_screen()
+        self._shown = 0.0
+
+    def show(self, counts: Counts) -> None:
+        """Remember how far this rank is, and show how far all are."""
+        (self.ranks.counts,) = counts.values()
+        if self.ranks.rank == 0 and time.monotonic() - self._shown > _LOOK:
+            self._shown = time.monotonic()
+            self._screen.show(self.ranks.all_counts())
+
+    def say(self, sentence: str) -> None:
+        """Something worth a line."""
+        self._screen.say(sentence)
+
+    def close(self) -> None:
+        """No more comes."""
+        self._screen.close()
+
+
+def _wait(happened: Callable[[], bool], seconds: float) -> bool:
+    """Whether it happened in time; in short naps, which a signal can end."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -84,7 +84,7 @@ class RayCrew:
             try:
                 said = self._ray.get(call)
             except self._ray.exceptions.RayError as error:
-                said = [Gone(f"on the cluster is gone ({_first_line(error)})")]
+                said = [Gone(_obituary(error))]
             reports += [(label, report) for report in said]
             if any(isinstance(report, Gone) for report in said):
                 self._forget(label)
@@ -158,7 +158,8 @@ def _connected() -> Any:
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS") or "auto"
         try:
-            ray.init(address=address, logging_level=logging.ERROR)
+            # What workers have to say comes as reports; their output stays in Ray's own logs.
+            ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise UserError(
                 "There is no Ray cluster to run on.",
@@ -172,6 +173,13 @@ def _connected() -> Any:
 def _nodes(ray: Any) -> list[str]:
     """Ids of the nodes that are alive."""
     return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+
+
+def _obituary(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if "creation task" in str(error):  # such as a node on which muralist is not installed
+        return f"could not start: {lines[-1].strip():.200}"
+    return "cannot be reached any more: it died, or its node is lost"
 
 
 def _first_line(error: BaseException) -> str:
