@@ -244,6 +244,14 @@ def test_a_long_look_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(calls) == 3 and "shapes of pictures: 2 of 3" in said.stream.getvalue()
 
 
+def test_a_broken_picture_is_named_at_once(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder", CHOSEN)
+    (folder / "class_1" / "b.png").write_bytes(b"no picture")
+    source = measurable(open_source(str(folder), 32), str(folder))
+    with pytest.raises(UserError, match=r"class_1/b\.png is a broken image: no image decoder.*Remove it, or"):
+        measure(source, len(source))
+
+
 def test_a_packed_folder_is_refused(tmp_path: Path) -> None:
     pack(str(write_folder(tmp_path / "folder", CHOSEN)), tmp_path / "packed", 32, workers=1, progress=False)
     with pytest.raises(UserError, match=r"packed folder.*all cropped to one size.*data set that was packed"):

@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from muralist.data.hydit_index import IndexSource
-from muralist.data.images import size_words
+from muralist.data.images import BrokenImage, size_words
 from muralist.data.item import Item
 from muralist.data.sources import Source
 from muralist.data.stream import Numbers, permute
@@ -93,7 +93,10 @@ def measure(source: MeasurableSource, count: int, meanwhile: Callable[[], object
     shapes = np.empty((count, 2), dtype=np.int32)
     told = time.monotonic()
     for index in range(count):
-        shapes[index] = source.shape(index)
+        try:
+            shapes[index] = source.shape(index)
+        except BrokenImage as error:
+            raise BrokenImage(error.name, error.reason, "Remove it, or put a whole one in its place.") from error
         if time.monotonic() - told > _SECONDS_BETWEEN_NEWS:
             log.info("Looking at the shapes of pictures: %s of %s", f"{index + 1:,}", f"{count:,}")
             meanwhile()
