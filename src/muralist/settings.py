@@ -46,6 +46,12 @@ class DataSettings(Section):
     the column or file that is named like one."""
     max_samples: PositiveInt | None = None
     """Use only the first this many images of the source."""
+    multireso: bool = False
+    """HunyuanDiT: train each picture at the size, of about the area of img_size, whose shape is nearest its own; all
+    pictures of a batch have one size."""
+    reso_step: PositiveInt | None = None
+    """With multireso: by how many pixels each size is taller and narrower than the next; default: img_size / 16, rounded to
+    a multiple of 16."""
     random_flip: bool = True
     """Mirror each image with probability one half."""
     val_fraction: Fraction = 0.01

@@ -11,12 +11,13 @@ import numpy as np
 from muralist.data import waymo
 from muralist.data.captions import Caption
 from muralist.data.fields import LABEL_FIELDS, pick, sample_files, settle_labels, short_hash
-from muralist.data.images import BrokenImage, Size, read_cropped
+from muralist.data.images import BrokenImage, Size, read_cropped, stored_shape
 from muralist.data.item import Item
 from muralist.data.recent import Recent
 from muralist.errors import UserError
 
 _IMAGE_FIELDS = ("image", "img", "jpg", "png", "bytes")  # which one, where several columns hold bytes
+_SHAPE_FIELDS = ("height", "width")
 _MOST_OPEN_FILES = 64
 
 
@@ -76,6 +77,8 @@ class ColumnSource:
         self._image_field = _image_field(self.kind, paths[first], schema)
         self._settle_labels(schema, known)
         self._settle_captions(schema, caption)
+        self._shapes: Recent[Any] = Recent(min(groups_kept))
+        self._tells_shapes = all(_is_whole(schema, name) for name in _SHAPE_FIELDS)
 
     def _settle_labels(self, schema: Any, known: list[str] | None) -> None:
         field = pick(schema.names, LABEL_FIELDS)
@@ -111,17 +114,10 @@ class ColumnSource:
 
     def read(self, index: int) -> Item:
         """Decode the image of row `index`."""
-        number = index if self._rows is None else int(self._rows[index])
-        place = int(np.searchsorted(self._starts, number, side="right")) - 1
-        row = number - int(self._starts[place])
-        file, _, first_row = self._places[place]
-        where = f"row {first_row + row} of {self.paths[file]}"
+        number, place, row, where = self._find(index)
         group = self._groups.get(place, self._read_group)
         cells = {name: group[name][row].as_py() for name in self._columns}
-        cell = cells[self._image_field]
-        data = cell["bytes"] if isinstance(cell, dict) else cell
-        if data is None:
-            raise BrokenImage(where, "the row holds no bytes")
+        data = _image_bytes(cells[self._image_field], where)
         label = 0 if self._labels is None else int(self._labels[number])
         if self.label_names:
             cells["label"] = self.label_names[label]
@@ -129,12 +125,31 @@ class ColumnSource:
             cells["camera"] = waymo.camera_words(cells[waymo.CAMERA_COLUMN], where)
         return Item(read_cropped(data, self.img_size, where), label, self._caption.text(cells, where))
 
+    def shape(self, index: int) -> tuple[int, int]:
+        """Return height and width of the image of row `index`, from the columns that tell them if there are any."""
+        _, place, row, where = self._find(index)
+        if self._tells_shapes:
+            group = self._shapes.get(place, self._read_shapes)
+            height, width = (group[name][row].as_py() for name in _SHAPE_FIELDS)
+            if height and width:
+                return height, width
+        group = self._groups.get(place, self._read_group)
+        return stored_shape(_image_bytes(group[self._image_field][row].as_py(), where), where)
+
     def fingerprint(self) -> str:
         """Hash names, row counts and samples of the files, and which rows are picked."""
         names = [path.name for path in self.paths]
         samples = sample_files(len(self.paths), self.paths.__getitem__)
         picked = [] if self._rows is None else [self._rows]
         return short_hash(self.kind.lower(), *names, self._starts, samples, *picked, *self._caption.hashed)
+
+    def _find(self, index: int) -> tuple[int, int, int, str]:
+        """Return the row's number through all files, its group, its number there, and words for where that is."""
+        number = index if self._rows is None else int(self._rows[index])
+        place = int(np.searchsorted(self._starts, number, side="right")) - 1
+        row = number - int(self._starts[place])
+        file, _, first_row = self._places[place]
+        return number, place, row, f"row {first_row + row} of {self.paths[file]}"
 
     def _file(self, number: int) -> Reader:
         return self._files.get(number, self._open)
@@ -151,6 +166,10 @@ class ColumnSource:
     def _read_group(self, place: int) -> Any:
         number, group, _ = self._places[place]
         return self._read_columns(number, group, self._columns)
+
+    def _read_shapes(self, place: int) -> Any:
+        number, group, _ = self._places[place]
+        return self._read_columns(number, group, list(_SHAPE_FIELDS))
 
     def _read_columns(self, number: int, group: int, columns: list[str]) -> Any:
         import pyarrow
@@ -189,6 +208,20 @@ def _image_field(kind: str, path: Path, schema: Any) -> str:
             "Image files that a table only names are read from a CSV or JSONL table.",
         )
     return name
+
+
+def _image_bytes(cell: Any, where: str) -> bytes:
+    data = cell["bytes"] if isinstance(cell, dict) else cell
+    if data is None:
+        raise BrokenImage(where, "the row holds no bytes")
+    return data
+
+
+def _is_whole(schema: Any, name: str) -> bool:
+    """Say whether there is a column of this name that holds whole numbers."""
+    from pyarrow import types
+
+    return name in schema.names and types.is_integer(schema.field(name).type)
 
 
 def _is_plain(kind: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from muralist.data.sources import Source, read_batch
-from muralist.data.stream import Split, Stream
+from muralist.data.stream import Order, Split
 from muralist.errors import UserError
 from muralist.machine import usable_cores
 from muralist.settings import DataSettings
@@ -45,7 +45,7 @@ class Batch(NamedTuple):
 class _StreamDataset(Dataset[Batch]):
     """Reads whole batches of sample numbers at once."""
 
-    def __init__(self, source: Source, split: Split, stream: Stream) -> None:
+    def __init__(self, source: Source, split: Split, stream: Order) -> None:
         self.source, self.split, self.stream = source, split, stream
 
     def __getitems__(self, numbers: list[int]) -> Batch | UserError:
@@ -72,7 +72,7 @@ def loader_processes(settings: DataSettings) -> int:
 
 
 def training_batches(
-    source: Source, split: Split, stream: Stream, parts: Iterable[list[int]], settings: DataSettings
+    source: Source, split: Split, stream: Order, parts: Iterable[list[int]], settings: DataSettings
 ) -> Iterator[Batch]:
     """One batch for every list of sample numbers in `parts`, in order; loader processes start at once."""
     workers = loader_processes(settings)

@@ -200,7 +200,8 @@ class HunyuanFamily:
     def encode(self, batch: Batch, keys: SampleKeys) -> HunyuanEncoded:
         """Picture to latents and caption to embeddings; dropped captions become the empty one, for each encoder apart."""
         images = to_unit(batch.images_u8, keys if self.random_flip else None)
-        noise = keys.normal(Purpose.LATENT, (4, self.size[0] // 8, self.size[1] // 8))
+        height, width = images.shape[-2:]  # not always those of `size`: batches may differ (--multireso)
+        noise = keys.normal(Purpose.LATENT, (4, height // 8, width // 8))
         text, empty = self.parts.embed(batch.captions), self._empty
         dropped = keys.uniform(Purpose.CAPTION_DROP, (2,)) < torch.tensor(
             [self.uncond_p, self.uncond_p_t5], device=noise.device
@@ -233,8 +234,8 @@ class HunyuanFamily:
 
     def _predict(self, network: nn.Module, latents: Tensor, step: Tensor, text: Text) -> Tensor:
         conditions: dict[str, Tensor | None] = {"image_meta_size": None, "style": None}
+        height, width = 8 * latents.shape[-2], 8 * latents.shape[-1]
         if self.config["use_style_cond_and_image_meta_size"]:  # version 1.1 and before
-            height, width = self.size
             meta = torch.tensor([[width, height, width, height, 0, 0]], dtype=torch.float32, device=latents.device)
             conditions["image_meta_size"] = meta.repeat(len(latents), 1)
             conditions["style"] = torch.zeros(len(latents), dtype=torch.int64, device=latents.device)
@@ -245,14 +246,11 @@ class HunyuanFamily:
             text_embedding_mask=text.bert_mask,
             encoder_hidden_states_t5=text.t5,
             text_embedding_mask_t5=text.t5_mask,
-            image_rotary_emb=self._rotation(latents.device),
+            image_rotary_emb=rotary_table(self.config["attention_head_dim"], (height, width), latents.device),
             return_dict=False,
             **conditions,
         )[0]
         return output.chunk(2, dim=1)[0]  # the other half is a variance that nothing samples with
-
-    def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return rotary_table(self.config["attention_head_dim"], self.size, device)
 
     def default_prompts(self) -> list[str]:
         """The eight of guide 3."""
