@@ -55,6 +55,14 @@ def _pack(arguments: Sequence[str]) -> int:
     from muralist.settings import PackSettings
 
     settings = load(PackSettings, arguments, {}, positional=SOURCE_AND_DESTINATION)
+    if settings.encode:
+        from muralist.models.encode import encode
+
+        print(encode(settings))
+        return 0
+    if stray := {"dtype", "random_flip"} & settings.model_fields_set:
+        fix = "Add --encode MODEL_FOLDER, or leave it out."
+        raise UserError(f"--{min(stray)} is for latents, and pixels are packed here.", fix=fix)
     from muralist.data.packed import pack
 
     report = pack(

@@ -56,10 +56,15 @@ class EncodedSource:
 
     def read(self, index: int) -> Item:
         """Refuse: there are no pixels."""
-        raise UserError(
-            f"{self.folder} holds latents of {self.manifest.model} and no pixels.",
-            fix="Give the data set it was made from.",
-        )
+        raise self._no_pixels()
+
+    def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Refuse likewise."""
+        raise self._no_pixels()
+
+    def _no_pixels(self) -> UserError:
+        what = f"{self.folder} holds latents of the model {self.manifest.model} and no pixels."
+        return UserError(what, fix="Give the data set it was made from.")
 
     def gather(self, indices: np.ndarray) -> EncodedRows:
         """Read pictures by number."""

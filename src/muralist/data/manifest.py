@@ -108,8 +108,8 @@ class EncodedManifest(Manifest):
 
     @property
     def captions(self) -> int:
-        """How many distinct ones are embedded, the empty one included."""
-        return sum(file.rows for file in self.caption_files)
+        """How many distinct ones are embedded besides the empty one, which always is."""
+        return sum(file.rows for file in self.caption_files) - 1
 
 
 def is_packed(folder: Path) -> bool:

@@ -35,6 +35,7 @@ __all__ = ["Chunk", "Facts", "Kind", "PackReport", "PackedSource", "pack", "writ
 _CHUNK_BYTES = 8 * 2**20  # what a worker sends back at once
 _MOST_CHUNK_ROWS = 128
 _LOCK = "lock"
+_LESS_SPACE = "Free some space, choose another place, or pack at a smaller --img_size."
 _OTHER_KIND = (
     "What is kept of the images differs: pixels there and latents here, another model, or other settings of it."
 )
@@ -334,14 +335,14 @@ def _is_finished(destination: Path, parts: dict[str, Source], img_size: Size, ki
     return True
 
 
-def check_space(destination: Path, needed: int) -> None:
+def check_space(destination: Path, needed: int, fix: str = _LESS_SPACE) -> None:
     """Refuse to go on where a disk cannot hold so many bytes more."""
     place = next(parent for parent in destination.parents if parent.is_dir())
     free = shutil.disk_usage(place).free
     if needed > free:
         raise UserError(
             f"The packed images need {needed / 1e9:,.1f} GB, but {place} has {free / 1e9:,.1f} GB free.",
-            fix="Free some space, choose another place, or pack at a smaller --img_size.",
+            fix=fix,
         )
 
 

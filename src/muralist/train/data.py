@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from muralist.data.cache import cached
+from muralist.data.encoded import EncodedSource
 from muralist.data.loader import loader_processes
 from muralist.data.sources import Source, open_held_out, open_source
 from muralist.data.stream import Split, split
 from muralist.errors import UserError
+from muralist.models import variants
 from muralist.settings import TrainSettings
 
 
@@ -26,6 +29,11 @@ class Data:
     facts: dict[str, Any]
     """What a checkpoint remembers of the data, to tell whether it changed."""
 
+    @property
+    def encoded(self) -> EncodedSource | None:
+        """The source, where it holds what a model's frozen parts made."""
+        return self.source if isinstance(self.source, EncodedSource) else None
+
 
 def open_data(settings: TrainSettings) -> Data:
     """Open the source; its own held-out part serves for val/loss if it has one, else a fixed part of it is held out."""
@@ -36,6 +44,8 @@ def open_data(settings: TrainSettings) -> Data:
             f"--enable_condition needs labels, and {path} has none.",
             fix="Put the images into one sub-folder per class, or leave --enable_condition out.",
         )
+    if isinstance(source, EncodedSource):
+        _check_encoded(source, settings)
     size = min(len(source), settings.data.max_samples or len(source))
     source = cached(source, size, img_size, loader_processes(settings.data))
     own = _open_own_held_out(settings) if settings.data.val_fraction > 0 else None
@@ -52,3 +62,16 @@ def _open_own_held_out(settings: TrainSettings) -> Source | None:
     except UserError as error:
         way_out = "Or give --val_fraction 0 to train without held-out images."
         raise UserError(error.what, error.why, f"{error.fix} {way_out}".strip()) from None
+
+
+def _check_encoded(source: EncodedSource, settings: TrainSettings) -> None:
+    model = settings.model
+    if not variants.is_hunyuan(model.name):
+        raise UserError(
+            f"{source.folder} holds latents for HunyuanDiT, and {model.name} is trained on pixels.",
+            fix="Pack the data set without --encode, or train --model HunyuanDiT.",
+        )
+    from muralist.models.frozen import check_encoded
+    from muralist.models.hunyuan_family import small_folder
+
+    check_encoded(source, Path(model.path) if model.path else small_folder(settings), settings.data.random_flip)

@@ -114,7 +114,7 @@ def _train(
         prepare_family(settings)
     engine.wait()
     heartbeat.report("loading the model")
-    family = build_family(settings, data.source.label_names)
+    family = build_family(settings, data.source.label_names, data.encoded)
     prompts = samples.read_prompts(settings.samples.prompts, family)
 
     found = start.find_checkpoint(run, settings.checkpoint.resume)
