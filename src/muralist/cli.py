@@ -17,6 +17,7 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist train    --data_path ./data/train --img_size 64 --model JiT-B/4 --batch_size 64 --epochs 100
   muralist hydit    --ckpt-every 500 ...       HunyuanDiT fine-tuning, with the official script's flags
   muralist pack     SRC DST --img_size 64      crop images once, ahead of training
+  muralist pack     SRC DST --img_size 512 --encode MODEL      and run a HunyuanDiT's frozen parts on them
   muralist export   SRC DST                    weights as a diffusers-style folder
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
   muralist launch   --slurm --nodes 2 --gpus-per-node 4 train ...    the same as a job of SLURM

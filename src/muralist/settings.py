@@ -33,8 +33,8 @@ class DataSettings(Section):
     """Where the images come from and how they are batched."""
 
     path: str | None = None
-    """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tars, Parquet, .npz, a packed folder, or
-    driving_world."""
+    """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tars, Parquet, .npz, a packed or encoded
+    folder, or driving_world."""
     batch_size: PositiveInt = 64
     """Images per GPU and optimizer step part; total batch = batch_size x GPUs x gradient_accumulation_steps."""
     global_batch_size: PositiveInt | None = None

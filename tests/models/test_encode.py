@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,7 @@ from muralist.models.family import to_unit
 from muralist.models.hunyuan_family import FrozenParts
 from muralist.models.small_hunyuan import build_small_hunyuan
 from muralist.settings import PackSettings
+from tests.support.disks import small_disk
 from tests.support.hunyuan import write_scenes
 
 SIZE, COUNT, HELD_OUT = 32, 14, 6
@@ -198,18 +198,15 @@ def test_broken_pictures_are_left_out(model: Path, scenes: Path, encoded: Path, 
     assert np.array_equal(ours.latents, shifted.latents) and ours.captions == shifted.captions != theirs.captions
 
 
-def test_a_disk_that_captions_would_fill_is_foreseen(
-    model: Path, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_captions_fill_is_told_of_and_left_clean(
+    model: Path, scenes: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from muralist.data import packed
-
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(packed, "_MOST_CHUNK_ROWS", 4)
-    # Enough for all latents, but not for a caption of each picture: 14 x 87 kB.
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 400_000))
-    with pytest.raises(UserError, match="--dtype bf16 takes half"):
-        run(scenes, tmp_path / "latents", model)
-    assert list(tmp_path.iterdir()) == []
+    # Of a megabyte: enough for all latents, but not for twelve captions of 86 kB.
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        with pytest.raises(UserError, match="No space left on device"):
+            run(scenes, disk / "latents", model)
+        assert list(disk.iterdir()) == []
+    assert "this needs up to 0.0 GB, and 0.0 GB are free" in capfd.readouterr().err
 
 
 def test_numbers_too_large_for_fp16_are_not_kept(model: Path, scenes: Path, tmp_path: Path) -> None:

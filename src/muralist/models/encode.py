@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from muralist.settings import PackSettings
 SMALL = "small"
 BATCH = 4
 """Pictures or captions at once, always: how many a GPU or CPU computes together can change the last bits of each."""
+_LESS_SPACE = "Free some space or choose another place; --dtype bf16 takes half of what fp32 does."
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -97,10 +101,15 @@ class _Encoded:
         return str(self.dtype).removeprefix("torch.")
 
     def writer(self, folder: Path, images: int) -> _Writer:
-        """Begin a part; only now is the model loaded."""
+        """Begin a part."""
+        return _Writer(self, self._parts, folder, images)
+
+    @cached_property
+    def _parts(self) -> FrozenParts:
+        """Loaded when the first picture is to be encoded, not for a pack that is finished already."""
         parts = FrozenParts.load(self.folder)
         parts.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"), self.dtype)
-        return _Writer(self, parts, folder, images)
+        return parts
 
 
 class _Writer:
@@ -129,8 +138,15 @@ class _Writer:
         self.rows: dict[str, int] = {}  # of the captions seen so far
         self.new_captions: list[str] = []
         self.images: list[tuple[np.ndarray, int, int]] = []  # pixels, label, caption's row
-        self.done = 0
         self._row_of("")
+        # How many captions differ shows only on the way, and they are what takes most of the space.
+        most, free = images * (kind.row_bytes + self.texts.row_bytes), shutil.disk_usage(folder).free
+        if most > free:
+            print(
+                f"If every picture has a caption of its own, this needs up to {most / 1e9:,.1f} GB, and "
+                f"{free / 1e9:,.1f} GB are free.",
+                file=sys.stderr,
+            )
 
     def add(self, chunk: Chunk) -> None:
         """Encode the images of a chunk and the captions that are new, in whole batches."""
@@ -139,11 +155,7 @@ class _Writer:
             if len(self.images) == BATCH:
                 self._write_images()
         self.left -= chunk.asked
-        # How many captions differ shows only now, and they are what takes most of the space.
-        rate = len(self.rows) / max(self.done, 1)
-        needed = self.left * (self.latents.row_bytes + rate * self.texts.row_bytes)
-        fix = "Free some space or choose another place; --dtype bf16 takes half of what fp32 does."
-        check_space(self.folder, int(needed), fix)
+        check_space(self.folder, self.left * self.latents.row_bytes, _LESS_SPACE)
 
     def close(self, facts: Facts) -> Manifest | None:
         """Write what is left."""
@@ -184,7 +196,6 @@ class _Writer:
         latents = torch.stack([torch.stack(self.parts.posterior(image), dim=1) for image in images], dim=1)
         _, labels, captions = zip(*self.images, strict=True)
         self.latents.add(self._bytes(latents[:count]), labels, captions)
-        self.done += count
         self.images = []
 
     def _write_captions(self) -> None:
