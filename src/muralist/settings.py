@@ -33,8 +33,8 @@ class DataSettings(Section):
     """Where the images come from and how they are batched."""
 
     path: str | None = None
-    """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tars, Parquet, .npz, a packed folder, or
-    driving_world."""
+    """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tars, Parquet, .npz, a packed or encoded
+    folder, or driving_world."""
     batch_size: PositiveInt = 64
     """Images per GPU and optimizer step part; total batch = batch_size x GPUs x gradient_accumulation_steps."""
     global_batch_size: PositiveInt | None = None
@@ -277,7 +277,8 @@ TRAIN_FLAT_NAMES = {
 
 
 class PackSettings(Section):
-    """muralist pack SOURCE DESTINATION: crop every image once, ahead of training."""
+    """muralist pack SOURCE DESTINATION: crop every image once, ahead of training; with --encode also run the VAE and the
+    text encoders of a HunyuanDiT on them."""
 
     source: str
     """What to read: anything train reads."""
@@ -289,6 +290,13 @@ class PackSettings(Section):
     """Where captions come from, as in training: a column's name, or a text with {column} fields."""
     num_workers: PositiveInt | None = None
     """Decoding processes; default: one per core."""
+    encode: str | None = None
+    """Keep latents and text embeddings of this HunyuanDiT (a folder in diffusers layout, or small: the one that train
+    builds) instead of pixels; training from them runs no VAE encoder and no text encoder, and has the same losses."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """With --encode: what the model computes in and what is kept; train with --use_amp computes in bf16."""
+    random_flip: bool = True
+    """With --encode: keep each mirror image's latents too, for training with --random_flip."""
 
 
 class GenerateSettings(Section):

@@ -11,12 +11,13 @@ import numpy as np
 from muralist.data import waymo
 from muralist.data.arrays import ArraySource, has_held_out
 from muralist.data.arrow import ArrowSource
+from muralist.data.encoded import open_packed
 from muralist.data.folder import HELD_OUT_NAMES, FolderSource
 from muralist.data.hydit_index import open_index
 from muralist.data.images import EXTENSIONS as IMAGE_EXTENSIONS
 from muralist.data.images import Size
 from muralist.data.item import Item
-from muralist.data.packed_source import HELD_OUT_FOLDER, PackedSource, is_packed
+from muralist.data.manifest import HELD_OUT_FOLDER, is_packed
 from muralist.data.parquet import ParquetSource
 from muralist.data.paths import check_exists
 from muralist.data.tables import TableSource
@@ -85,7 +86,7 @@ def open_held_out(path: str, img_size: Size, same_classes: bool = True, caption:
     place = Path(path).expanduser()
     if is_packed(place):
         held_out = place / HELD_OUT_FOLDER
-        return PackedSource(held_out, img_size, caption) if is_packed(held_out) else None
+        return open_packed(held_out, img_size, caption) if is_packed(held_out) else None
     if place.suffix.lower() == ".npz":
         return ArraySource(place, img_size, known(), caption, held_out=True) if has_held_out(place) else None
     if not place.is_dir():
@@ -134,7 +135,7 @@ def _open(path: Path, img_size: Size, known: Known, caption: str | None) -> Sour
 
 def _open_folder(folder: Path, img_size: Size, known: Known, caption: str | None) -> Source:
     if is_packed(folder):
-        return PackedSource(folder, img_size, caption)
+        return open_packed(folder, img_size, caption)
     for suffix, kind in _SHARDS.items():
         if not (shards := _shards(folder, suffix, held_out=False)):
             continue

@@ -22,12 +22,14 @@ from muralist.data.buckets import (
     nearest_size,
 )
 from muralist.data.cache import cached
+from muralist.data.encoded import EncodedSource
 from muralist.data.fields import short_hash
 from muralist.data.hydit_index import IndexSource
 from muralist.data.loader import loader_processes
 from muralist.data.sources import Source, open_held_out, open_source
 from muralist.data.stream import Numbers, Order, Split, Stream, split
 from muralist.errors import UserError
+from muralist.models import variants
 from muralist.runfolder import write_atomically
 from muralist.settings import TrainSettings
 from muralist.train.distributed import Engine
@@ -65,6 +67,11 @@ class Data:
     def _trained_on(self) -> Numbers:
         return self.split.training_index(np.arange(self.split.training_size))
 
+    @property
+    def encoded(self) -> EncodedSource | None:
+        """The source, where it holds what a model's frozen parts made."""
+        return self.source if isinstance(self.source, EncodedSource) else None
+
 
 def open_data(settings: TrainSettings) -> Data:
     """Open the source; its own held-out part serves for val/loss if it has one, else a fixed part of it is held out."""
@@ -75,6 +82,8 @@ def open_data(settings: TrainSettings) -> Data:
             f"--enable_condition needs labels, and {path} has none.",
             fix="Put the images into one sub-folder per class, or leave --enable_condition out.",
         )
+    if isinstance(source, EncodedSource):
+        _check_encoded(source, settings)
     size = min(len(source), settings.data.max_samples or len(source))
     if settings.data.multireso:
         measurable(source, path)
@@ -139,3 +148,16 @@ def _recall(remembered: Path, count: int, fingerprint: str) -> np.ndarray | None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return shapes if found == fingerprint and shapes.shape == (count, 2) else None
+
+
+def _check_encoded(source: EncodedSource, settings: TrainSettings) -> None:
+    model = settings.model
+    if not variants.is_hunyuan(model.name):
+        raise UserError(
+            f"{source.folder} holds latents for HunyuanDiT, and {model.name} is trained on pixels.",
+            fix="Pack the data set without --encode, or train --model HunyuanDiT.",
+        )
+    from muralist.models.frozen import check_encoded
+    from muralist.models.hunyuan_family import small_folder
+
+    check_encoded(source, Path(model.path) if model.path else small_folder(settings), settings.data.random_flip)

@@ -116,7 +116,7 @@ def _train(
         heartbeat.report("looking at the shapes of pictures")
         data = in_buckets(data, settings, engine, run.shapes)
     heartbeat.report("loading the model")
-    family = build_family(settings, data.source.label_names)
+    family = build_family(settings, data.source.label_names, data.encoded)
     prompts = samples.read_prompts(settings.samples.prompts, family)
 
     found = start.find_checkpoint(run, settings.checkpoint.resume)
