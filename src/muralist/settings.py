@@ -32,9 +32,9 @@ class Section(BaseModel):
 class DataSettings(Section):
     """Where the images come from and how they are batched."""
 
-    path: str | None = None
-    """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tars, Parquet, .npz, a packed folder, or
-    driving_world."""
+    path: str | list[str] | None = None
+    """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tars, Parquet, .npz, a packed folder,
+    HunyuanDiT's index, or driving_world; several are one data set, in their order."""
     batch_size: PositiveInt = 64
     """Images per GPU and optimizer step part; total batch = batch_size x GPUs x gradient_accumulation_steps."""
     global_batch_size: PositiveInt | None = None
@@ -57,6 +57,18 @@ class DataSettings(Section):
     """Keep the loader processes alive; they always are: the stream goes on from epoch to epoch without a restart."""
     pin_memory: Annotated[bool, Apart] = True
     """Load into page-locked memory (only where there is a GPU)."""
+
+    @field_validator("path")
+    @classmethod
+    def _a_text_for_one(cls, path: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(path, list) and len(path) < 2:
+            return path[0] if path else None
+        return path
+
+    @property
+    def paths(self) -> list[str]:
+        """The data sets, in their order."""
+        return self.path if isinstance(self.path, list) else [self.path] if self.path else []
 
 
 class ModelSettings(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from muralist.data.images import Size
 from muralist.data.item import Item
 from muralist.data.packed_source import HELD_OUT_FOLDER, PackedSource, is_packed
 from muralist.data.parquet import ParquetSource
+from muralist.data.several import SeveralSources
 from muralist.data.tables import TableSource
 from muralist.data.tars import TarSource, expand_ranges
 from muralist.errors import UserError, nearest
@@ -57,8 +58,13 @@ _SHARDS: dict[str, Callable[[list[Path], Size, Known, str | None], Source]] = {
 }
 
 
-def open_source(path: str, img_size: Size, caption: str | None = None) -> Source:
-    """Open the data set at a path, or the embedded one by its name; `caption` is a column or a template (captions.py)."""
+def open_source(path: str | Sequence[str], img_size: Size, caption: str | None = None) -> Source:
+    """Open the data set at a path, or the embedded one by its name; `caption` is a column or a template (captions.py).
+
+    Several paths are one data set, in their order.
+    """
+    if not isinstance(path, str):
+        return SeveralSources([open_source(one, img_size, caption) for one in path])
     if path == _DRIVING_WORLD:
         from muralist.data.driving_world import DrivingWorld
 
@@ -66,12 +72,18 @@ def open_source(path: str, img_size: Size, caption: str | None = None) -> Source
     return _open(Path(path).expanduser(), img_size, None, caption)
 
 
-def open_held_out(path: str, img_size: Size, same_classes: bool = True, caption: str | None = None) -> Source | None:
+def open_held_out(
+    path: str | Sequence[str], img_size: Size, same_classes: bool = True, caption: str | None = None
+) -> Source | None:
     """Open the part that the data set itself holds out from training, with the same classes; None if there is none.
 
     That is the test_x of an .npz file, the val... or test... files beside train... files in a folder, the folder val,
-    validation or test beside a folder train, Waymo's validation part, and what a packed folder holds out.
+    validation or test beside a folder train, Waymo's validation part, and what a packed folder holds out. Of several data
+    sets, those that hold out something do.
     """
+    if not isinstance(path, str):
+        parts = [open_held_out(one, img_size, same_classes, caption) for one in path]
+        return SeveralSources(found) if (found := [part for part in parts if part is not None]) else None
     if path == _DRIVING_WORLD:
         from muralist.data.driving_world import DrivingWorld
 

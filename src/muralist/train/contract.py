@@ -87,7 +87,7 @@ def lines(
     text = [
         f"model      {model}, {trained / 1e6:.1f}M "
         + (f"of {(trained + beside) / 1e6:.1f}M parameters trained" if beside else "parameters"),
-        f"data       {settings.data.path}: {clock.samples:,} images to train on, {held_out:,} held out",
+        f"data       {' '.join(settings.data.paths)}: {clock.samples:,} images to train on, {held_out:,} held out",
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {steps_per_epoch:,.1f} steps/epoch = {clock.last_step:,} steps"
         + (f", stopping after {stop:,}" if stop < clock.last_step else ""),

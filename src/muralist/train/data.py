@@ -33,8 +33,11 @@ def open_data(settings: TrainSettings) -> Data:
     source = open_source(path, img_size, settings.data.caption)
     if settings.model.enable_condition and not source.label_names:
         raise UserError(
-            f"--enable_condition needs labels, and {path} has none.",
-            fix="Put the images into one sub-folder per class, or leave --enable_condition out.",
+            f"--enable_condition needs labels, and {' '.join(settings.data.paths)} has none.",
+            "Several data sets have labels together only if their classes are the same."
+            if len(settings.data.paths) > 1
+            else "",
+            "Put the images into one sub-folder per class, or leave --enable_condition out.",
         )
     size = min(len(source), settings.data.max_samples or len(source))
     source = cached(source, size, img_size, loader_processes(settings.data))
