@@ -92,7 +92,7 @@ def test_official_flags_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
     official = ("--model DiT-g/2 --rope-img base512 --rope-real --qk-norm --lr 1e-4 --ckpt-every 500 "
                 "--ckpt-latest-every 100 --max-training-steps=900 "
                 "--global-seed 7 --use-zero-stage 3 --ckpt-every-n-epoch 1 --no-fp16")  # fmt: skip
-    words, strategy = translate(official.split())
+    words, strategy, _ = translate(official.split())
     assert strategy == "zero3"
     assert " ".join(words) == (
         "--learning_rate 1e-4 --ckpt_every 500 --keep_every 500 --ckpt-latest-every 100 --max_steps=900 --seed 7 "
