@@ -184,8 +184,8 @@ class CheckpointSettings(Section):
     """auto: go on with this run if it has a checkpoint; PATH: go on from that checkpoint; none: start at step 0, refused
     if the run has a checkpoint."""
     init_from: str = "default"
-    """Weights to start from: a run, a checkpoint, an official .pth, auto (newest unconditional run of this model and
-    size) or none; default: auto with --enable_condition, else none."""
+    """Weights to start from: a run, a checkpoint, an official .pth, a LoRA folder of PEFT's, auto (newest unconditional
+    run of this model and size) or none; default: auto with --enable_condition, else none."""
 
 
 class SampleSettings(Section):
