@@ -44,6 +44,8 @@ class DataSettings(Section):
     caption: str | None = None
     """Where captions come from: a column's name, or a text with {column} fields such as "A photo of {label}"; default:
     the column or file that is named like one."""
+    cameras: list[str] = []
+    """Waymo's files: only images by these cameras, of FRONT FRONT_LEFT FRONT_RIGHT SIDE_LEFT SIDE_RIGHT; default: all."""
     max_samples: PositiveInt | None = None
     """Use only the first this many images of the source."""
     random_flip: bool = True
@@ -293,6 +295,8 @@ class PackSettings(Section):
     """Side of the square images in pixels, or height and width."""
     caption: str | None = None
     """Where captions come from, as in training: a column's name, or a text with {column} fields."""
+    cameras: list[str] = []
+    """Waymo's files: only images by these cameras, as in training."""
     num_workers: PositiveInt | None = None
     """Decoding processes; default: one per core."""
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -76,6 +76,7 @@ def pack(
     workers: int | None = None,
     progress: bool = True,
     caption: str | None = None,
+    cameras: Sequence[str] = (),
 ) -> PackReport:
     """Pack a data set, and the part it holds out, into a folder; the bytes do not depend on the number of workers.
 
@@ -87,8 +88,8 @@ def pack(
     destination = Path(destination).expanduser().resolve()
     if destination.is_relative_to(Path(source_path).expanduser().resolve()):
         raise UserError(f"{destination} lies inside the data set {source_path} itself.", fix="Choose another place.")
-    parts = {"": open_source(source_path, img_size, caption)}
-    if held_out := open_held_out(source_path, img_size, caption=caption):
+    parts = {"": open_source(source_path, img_size, caption, cameras)}
+    if held_out := open_held_out(source_path, img_size, caption=caption, cameras=cameras):
         parts[HELD_OUT_FOLDER] = held_out
     finished_before = _is_finished(destination, parts, img_size)
     if not finished_before:

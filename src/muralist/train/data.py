@@ -30,7 +30,7 @@ class Data:
 def open_data(settings: TrainSettings) -> Data:
     """Open the source; its own held-out part serves for val/loss if it has one, else a fixed part of it is held out."""
     path, img_size = settings.data.path or "", settings.model.img_size
-    source = open_source(path, img_size, settings.data.caption)
+    source = open_source(path, img_size, settings.data.caption, settings.data.cameras)
     if settings.model.enable_condition and not source.label_names:
         raise UserError(
             f"--enable_condition needs labels, and {' '.join(settings.data.paths)} has none.",
@@ -51,7 +51,7 @@ def open_data(settings: TrainSettings) -> Data:
 def _open_own_held_out(settings: TrainSettings) -> Source | None:
     try:
         model, data = settings.model, settings.data
-        return open_held_out(data.path or "", model.img_size, model.enable_condition, data.caption)
+        return open_held_out(data.path or "", model.img_size, model.enable_condition, data.caption, data.cameras)
     except UserError as error:
         way_out = "Or give --val_fraction 0 to train without held-out images."
         raise UserError(error.what, error.why, f"{error.fix} {way_out}".strip()) from None
