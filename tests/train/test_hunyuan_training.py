@@ -20,9 +20,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from muralist import keyed_random
 from muralist.cli import main
+from muralist.config import load
 from muralist.errors import UserError
 from muralist.hydit import train_words, translate
 from muralist.keyed_random import Purpose
+from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
+from muralist.train.data import has_captions, open_data
 from muralist.train.hunyuan_samples import sample_images_multi_gpu
 from muralist.train.samples import to_u8
 from tests.conftest import REPOSITORY
@@ -217,3 +220,29 @@ def test_a_rank_that_cannot_draw_says_so_and_all_go_on(project: Path, strategy: 
         assert "directory" in (folder / "gpu_1_error.txt").read_text()
         assert (folder / "gpu_0_sample.png").is_file() and not (folder / "gpu_0_error.txt").exists()
     assert len(losses(run)) == 4
+
+
+# Captions
+
+
+def test_images_without_captions_are_worth_a_warning(trained: Path, photo_folder: Path) -> None:
+    run = train(trained.parent, "silent", "--data_path", photo_folder, "--max_steps", 1, "--samples_per_gpu", 0)
+    log = (run / "logs" / "train.log").read_text()
+    assert log.count("The images have no captions") == log.count("--data.caption names a column") == 1
+    assert "no captions" not in (trained / "logs" / "train.log").read_text()
+
+
+def test_one_caption_among_many_images_looked_at_is_enough(tmp_path: Path) -> None:
+    def looked_at(captions: list[str], *more: str) -> bool:
+        rows = [f"{number}.png,{caption}" for number, caption in enumerate(captions)]
+        (tmp_path / "table.csv").write_text("\n".join(["image,caption", *rows]))
+        words = ["--data_path", str(tmp_path / "table.csv"), "--img_size", "16", "--val_fraction", "0", *more]
+        return has_captions(open_data(load(TrainSettings, words, TRAIN_FLAT_NAMES)))
+
+    for number in range(5):
+        Image.new("RGB", (20, 20)).save(tmp_path / f"{number}.png")
+    assert looked_at(["", "", "", "", "a road"])
+    assert not looked_at(["", " ", "", "", ""])
+    assert looked_at([""] * 5, "--caption", "A photo")
+    (tmp_path / "4.png").write_bytes(b"broken")
+    assert not looked_at([""] * 5)

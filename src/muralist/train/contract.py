@@ -12,6 +12,11 @@ from muralist.words import duration
 
 _BYTES_ON_DISK = 20  # float32 weights, two moments, two averages
 SMALL_BATCH = 256
+NO_CAPTIONS = (
+    "The images have no captions (all that were looked at): HunyuanDiT will learn pictures, but not to follow a prompt. "
+    "--data.caption names a column that holds them, or is a text such as 'A photo of {label}'; in a folder, picture.txt "
+    "beside picture.jpg is one."
+)
 
 
 def check(settings: TrainSettings) -> None:

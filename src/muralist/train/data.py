@@ -14,6 +14,8 @@ from muralist.data.stream import Split, split
 from muralist.errors import UserError
 from muralist.settings import TrainSettings
 
+_LOOKED_AT = 32  # images, for captions
+
 
 @dataclass(frozen=True)
 class Data:
@@ -46,6 +48,18 @@ def open_data(settings: TrainSettings) -> Data:
     held_out = own or (source if len(parts.held_out) else None)
     indices = split(len(own), 1.0).held_out if own else parts.held_out
     return Data(source, parts, held_out, indices, {"fingerprint": source.fingerprint(), "samples": parts.training_size})
+
+
+def has_captions(data: Data) -> bool:
+    """Whether any of some training images has one; they are chosen evenly, since reading all may take hours."""
+    size = data.split.training_size
+    for index in data.split.training_index(np.unique(np.linspace(0, size - 1, _LOOKED_AT).astype(np.int64))):
+        try:
+            if data.source.read(int(index)).caption.strip():
+                return True
+        except UserError:
+            continue  # a broken image is named when training comes to it
+    return False
 
 
 def _open_own_held_out(settings: TrainSettings) -> Source | None:
