@@ -29,7 +29,7 @@ from muralist.train.data import has_captions, open_data
 from muralist.train.hunyuan_samples import sample_images_multi_gpu
 from muralist.train.samples import to_u8
 from tests.conftest import REPOSITORY
-from tests.support.disks import PAGE, leave_free, small_disk
+from tests.support.disks import PAGE, leave_free, read_only_view, small_disk
 from tests.support.hunyuan import SMALL, small_family
 from tests.support.runs import TINY, assert_same_state, finish, last_checkpoint, losses, metrics, start
 
@@ -203,6 +203,16 @@ def test_a_full_disk_under_the_samples_stops_no_training(tmp_path: Path, capfd: 
         run = train(tmp_path, "run", "--max_steps", 2, "--ckpt_every", 1, "--img_size", 64)
     assert "Error during sampling on GPU 0: " in capfd.readouterr().out
     assert len(losses(run)) == 2 and last_checkpoint(run).name == "step_0000002"
+
+
+def test_samples_that_may_not_be_written_stop_no_training(trained: Path) -> None:
+    run = trained.parent / "frozen"
+    with read_only_view(trained.parent / "elsewhere", run / "samples"):
+        train(trained.parent, "frozen", "--max_steps", 2, "--ckpt_every", 1)
+    log = (run / "logs" / "train.log").read_text()
+    assert log.count("Error during sampling on GPU 0: ") == log.count("Read-only file system") == 2
+    assert losses(run) == losses(trained)[:2] and last_checkpoint(run).name == "step_0000002"
+    assert not list((trained.parent / "elsewhere").iterdir())
 
 
 @pytest.mark.slow
