@@ -98,6 +98,7 @@ def test_flags_that_work(written: str) -> None:
 def test_flags_that_are_always_so_say_nothing() -> None:
     words, strategy, claims = translate([*ALWAYS_SO.split(), "--lr", "1"])
     assert (words, strategy, claims) == (["--at_epoch_end", "false", "--learning_rate", "1"], None, {})
+    assert translate(["--use-ema=true", "--gc-interval", "--lr=1"]).words == ["--learning_rate=1"]
     assert translate(["--use-zero-stage", "1"]).strategy == translate(["--use-zero-stage=2"]).strategy == "zero2"
 
 

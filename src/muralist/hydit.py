@@ -75,7 +75,7 @@ def translate(arguments: Sequence[str]) -> Translation:
         value = values[0] if values else ""
         match rule:
             case Always(count):
-                taken = count
+                taken = min(max(count, bool(equals)), len(values))
             case OfModel():
                 claims[flag], taken = " ".join(values), len(values)
             case Fixed(allowed, because):
