@@ -68,7 +68,12 @@ def _pack(arguments: Sequence[str]) -> int:
     from muralist.data.packed import pack
 
     report = pack(
-        settings.source, settings.destination, settings.img_size, settings.num_workers, caption=settings.caption
+        settings.source,
+        settings.destination,
+        settings.img_size,
+        settings.num_workers,
+        caption=settings.caption,
+        cameras=settings.cameras,
     )
     print(report)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -82,7 +83,7 @@ class ColumnSource:
 
     def _settle_labels(self, schema: Any, known: list[str] | None) -> None:
         field = pick(schema.names, LABEL_FIELDS)
-        labels = [self._label_column(number, field) for number in range(len(self.paths))] if field else []
+        labels = [self._column(number, field) for number in range(len(self.paths))] if field else []
         self._labels, self.label_names = settle_labels(
             np.concatenate(labels) if labels else None, known, f"{self.paths[0]}, column {field},"
         )
@@ -101,6 +102,17 @@ class ColumnSource:
         self._caption = Caption.settle(caption, columns, str(self.paths[0]), default)
         needed = [*self._caption.columns, *([waymo.CAMERA_COLUMN] if "camera" in derived else [])]
         self._columns = list(dict.fromkeys([self._image_field, *(name for name in needed if name in schema.names)]))
+
+    def keep_cameras(self, names: Sequence[str]) -> None:
+        """Pick the rows of some cameras; only Waymo's files tell."""
+        numbers = [str(number) for number in waymo.camera_numbers(names)]
+        if self._image_field != waymo.IMAGE_COLUMN:
+            raise waymo.no_cameras(str(self.paths[0]))
+        cameras = np.concatenate([self._column(file, waymo.CAMERA_COLUMN) for file in range(len(self.paths))])
+        rows = np.arange(len(cameras)) if self._rows is None else self._rows
+        self._rows = rows[np.isin(cameras[rows].astype(str), numbers)]
+        if not len(self._rows):
+            raise UserError(f"No image of {self.paths[0].parent} is by the cameras {' '.join(names)}.")
 
     def __len__(self) -> int:
         return int(self._starts[-1]) if self._rows is None else len(self._rows)
@@ -179,7 +191,7 @@ class ColumnSource:
         except (OSError, pyarrow.ArrowException) as error:
             raise UserError(f"The {self.kind} file {self.paths[number]} is damaged: {error}.") from error
 
-    def _label_column(self, number: int, field: str) -> np.ndarray:
+    def _column(self, number: int, field: str) -> np.ndarray:
         groups = range(len(self._file(number).group_rows))
         columns = [self._read_columns(number, group, [field])[field] for group in groups]
         if missing := sum(column.null_count for column in columns):

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -113,9 +113,10 @@ def pack(
     workers: int | None = None,
     progress: bool = True,
     caption: str | None = None,
+    cameras: Sequence[str] = (),
 ) -> PackReport:
     """Pack the pixels of a data set."""
-    return write_pack(source_path, destination, img_size, _Pixels(img_size), workers, progress, caption)
+    return write_pack(source_path, destination, img_size, _Pixels(img_size), workers, progress, caption, cameras)
 
 
 def write_pack(
@@ -126,6 +127,7 @@ def write_pack(
     workers: int | None = None,
     progress: bool = True,
     caption: str | None = None,
+    cameras: Sequence[str] = (),
 ) -> PackReport:
     """Pack a data set, and the part it holds out, into a folder; the bytes do not depend on the number of workers.
 
@@ -137,8 +139,8 @@ def write_pack(
     destination = Path(destination).expanduser().resolve()
     if destination.is_relative_to(Path(source_path).expanduser().resolve()):
         raise UserError(f"{destination} lies inside the data set {source_path} itself.", fix="Choose another place.")
-    parts = {"": open_source(source_path, img_size, caption)}
-    if held_out := open_held_out(source_path, img_size, caption=caption):
+    parts = {"": open_source(source_path, img_size, caption, cameras)}
+    if held_out := open_held_out(source_path, img_size, caption=caption, cameras=cameras):
         parts[HELD_OUT_FOLDER] = held_out
     finished_before = _is_finished(destination, parts, img_size, kind)
     if not finished_before:

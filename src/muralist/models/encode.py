@@ -49,6 +49,7 @@ def encode(settings: PackSettings, progress: bool = True) -> PackReport:
                 settings.num_workers,
                 progress,
                 settings.caption,
+                settings.cameras,
             )
         except torch.cuda.OutOfMemoryError:
             raise UserError(

@@ -13,6 +13,11 @@ from muralist.words import duration
 _BYTES_ON_DISK = 20  # float32 weights, two moments, two averages
 SMALL_BATCH = 256
 _TOKEN = variants.HUNYUAN_PIXELS_PER_TOKEN
+NO_CAPTIONS = (
+    "The images have no captions (all that were looked at): HunyuanDiT will learn pictures, but not to follow a prompt. "
+    "--data.caption names a column that holds them, or is a text such as 'A photo of {label}'; in a folder, picture.txt "
+    "beside picture.jpg is one."
+)
 
 
 def check(settings: TrainSettings) -> None:
@@ -115,7 +120,7 @@ def lines(
     text = [
         f"model      {model}, {trained / 1e6:.1f}M "
         + (f"of {(trained + beside) / 1e6:.1f}M parameters trained" if beside else "parameters"),
-        f"data       {settings.data.path}: {clock.samples:,} images to train on, {held_out:,} held out",
+        f"data       {' '.join(settings.data.paths)}: {clock.samples:,} images to train on, {held_out:,} held out",
         *sizes,
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {steps_per_epoch:,.1f} steps/epoch = {clock.last_step:,} steps"

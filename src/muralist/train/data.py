@@ -34,6 +34,8 @@ from muralist.runfolder import write_atomically
 from muralist.settings import TrainSettings
 from muralist.train.distributed import Engine
 
+_LOOKED_AT = 32  # images, for captions
+
 
 @dataclass(frozen=True)
 class Data:
@@ -76,17 +78,20 @@ class Data:
 def open_data(settings: TrainSettings) -> Data:
     """Open the source; its own held-out part serves for val/loss if it has one, else a fixed part of it is held out."""
     path, img_size = settings.data.path or "", settings.model.img_size
-    source = open_source(path, img_size, settings.data.caption)
+    source = open_source(path, img_size, settings.data.caption, settings.data.cameras)
     if settings.model.enable_condition and not source.label_names:
         raise UserError(
-            f"--enable_condition needs labels, and {path} has none.",
-            fix="Put the images into one sub-folder per class, or leave --enable_condition out.",
+            f"--enable_condition needs labels, and {' '.join(settings.data.paths)} has none.",
+            "Several data sets have labels together only if their classes are the same."
+            if len(settings.data.paths) > 1
+            else "",
+            "Put the images into one sub-folder per class, or leave --enable_condition out.",
         )
     if isinstance(source, EncodedSource):
         _check_encoded(source, settings)
     size = min(len(source), settings.data.max_samples or len(source))
     if settings.data.multireso:
-        measurable(source, path)
+        measurable(source, " ".join(settings.data.paths))
     else:
         source = cached(source, size, img_size, loader_processes(settings.data))
     own = _open_own_held_out(settings) if settings.data.val_fraction > 0 else None
@@ -96,10 +101,22 @@ def open_data(settings: TrainSettings) -> Data:
     return Data(source, parts, held_out, indices, {"fingerprint": source.fingerprint(), "samples": parts.training_size})
 
 
+def has_captions(data: Data) -> bool:
+    """Whether any of some training images has one; they are chosen evenly, since reading all may take hours."""
+    size = data.split.training_size
+    for index in data.split.training_index(np.unique(np.linspace(0, size - 1, _LOOKED_AT).astype(np.int64))):
+        try:
+            if data.source.read(int(index)).caption.strip():
+                return True
+        except UserError:
+            continue  # a broken image is named when training comes to it
+    return False
+
+
 def _open_own_held_out(settings: TrainSettings) -> Source | None:
     try:
         model, data = settings.model, settings.data
-        return open_held_out(data.path or "", model.img_size, model.enable_condition, data.caption)
+        return open_held_out(data.path or "", model.img_size, model.enable_condition, data.caption, data.cameras)
     except UserError as error:
         way_out = "Or give --val_fraction 0 to train without held-out images."
         raise UserError(error.what, error.why, f"{error.fix} {way_out}".strip()) from None

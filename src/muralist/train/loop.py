@@ -18,13 +18,14 @@ import torch
 
 from muralist.data.loader import Batch, held_out_batches, training_batches
 from muralist.errors import UserError
+from muralist.models import variants
 from muralist.models.family import build_family, prepare_family
 from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
 from muralist.scale.flops import matmul_rate
 from muralist.scale.slurm import adopt_ranks
 from muralist.settings import CheckpointSettings, TrainSettings
 from muralist.train import checkpoint, contract, samples, start
-from muralist.train.data import Data, in_buckets, open_data
+from muralist.train.data import Data, has_captions, in_buckets, open_data
 from muralist.train.distributed import Engine, lost_contact
 from muralist.train.heartbeat import SAVING, WAITING, Heartbeat, rank_and_size
 from muralist.train.keeper import Keeper
@@ -179,6 +180,8 @@ def _train(
                                  len(data.held_out_indices), floor, data.bucket_lines(plan.total)))  # fmt: skip
     if initial:
         log.info("starting from the weights of %s", initial[1])
+    if engine.is_main and variants.is_hunyuan(settings.model.name) and not has_captions(data):
+        log.warning(contract.NO_CAPTIONS)
     if first_step >= last_step:
         log.info(
             "Nothing left to do: the run is at step %d, asked for %d. More --epochs or --max_steps goes on.",
