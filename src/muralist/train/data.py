@@ -104,7 +104,10 @@ def open_data(settings: TrainSettings) -> Data:
 def has_captions(data: Data) -> bool:
     """Whether any of some training images has one; they are chosen evenly, since reading all may take hours."""
     size = data.split.training_size
-    for index in data.split.training_index(np.unique(np.linspace(0, size - 1, _LOOKED_AT).astype(np.int64))):
+    chosen = data.split.training_index(np.unique(np.linspace(0, size - 1, _LOOKED_AT).astype(np.int64)))
+    if data.encoded:
+        return any(caption.strip() for caption in data.encoded.gather(chosen).captions)
+    for index in chosen:
         try:
             if data.source.read(int(index)).caption.strip():
                 return True
