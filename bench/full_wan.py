@@ -7,9 +7,28 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import UMT5Config, UMT5EncoderModel
 
 from muralist.models.small_hunyuan import assemble_small_hunyuan
+
+_TRANSFORMER: dict[str, Any] = {
+    "num_attention_heads": 12,
+    "attention_head_dim": 128,
+    "num_layers": 30,
+    "ffn_dim": 8960,
+    "text_dim": 4096,
+}
+_WORDS = 512
+
+
+def operations_of_a_pass(height: int, width: int) -> int:
+    """Operations of the network on one frame, counted on shapes alone."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        latents = torch.zeros(1, 16, 1, height // 8, width // 8)
+        network: Any = WanTransformer3DModel(**_TRANSFORMER)
+        network(latents, torch.zeros(1), torch.zeros(1, _WORDS, _TRANSFORMER["text_dim"]))
+    return int(counter.get_total_flops())
 
 
 def build_full_wan(folder: Path) -> Path:
@@ -20,9 +39,7 @@ def build_full_wan(folder: Path) -> Path:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with device:
-            transformer = WanTransformer3DModel(
-                num_attention_heads=12, attention_head_dim=128, num_layers=30, ffn_dim=8960, text_dim=4096
-            )
+            transformer = WanTransformer3DModel(**_TRANSFORMER)
             encoder = UMT5EncoderModel(
                 UMT5Config(
                     vocab_size=len(tokenizer),

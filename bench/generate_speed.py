@@ -18,14 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import full_hunyuan, full_wan
 from bench.full_hunyuan import build_full_hunyuan
 from bench.full_wan import build_full_wan
 from bench.measure_training import RESULTS, hardware
 
 from muralist import __version__
 from muralist.runfolder import write_json
+from muralist.scale.flops import matmul_rate
 
-MODELS = {"wan-1.3b": build_full_wan, "DiT-g/2": build_full_hunyuan}
+MODELS = {
+    "wan-1.3b": (build_full_wan, full_wan.operations_of_a_pass),
+    "DiT-g/2": (build_full_hunyuan, full_hunyuan.operations_of_a_pass),
+}
 STEPS = 20
 ROWS = 32
 
@@ -60,19 +65,24 @@ def measure(model: Path, size: tuple[int, int], batch: str, folder: Path) -> dic
 def main(name: str, cases: list[str]) -> None:
     """Measure each case and write the result."""
     results: dict[str, Any] = {}
+    matmul = matmul_rate(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         for case in cases:
             model, size, batch = case.split("@")
             height, width = map(int, size.split("x"))
             path = Path(folder) / model.replace("/", "-")
             if not path.exists():
-                MODELS[model](path)
+                MODELS[model][0](path)
             results[case] = measure(path, (height, width), batch, Path(tempfile.mkdtemp(dir=folder)))
+            operations = 2 * STEPS * MODELS[model][1](height, width)  # guidance takes two passes a step
+            rate = results[case]["images per second, median batch"] * operations
+            results[case]["TFLOP of an image's denoising"] = round(operations / 1e12, 1)
+            results[case]["part of the matmul rate"] = round(rate / matmul, 3)
             print(case, results[case], flush=True)
     content = {
         "command": f"python bench/generate_speed.py {name} {' '.join(cases)}",
         "settings": f"{STEPS} steps, guidance 7.5, bf16, random weights of the published sizes, {ROWS} prompts",
-        "hardware": hardware(),
+        "hardware": hardware() | {"matmul TFLOP/s": round(matmul / 1e12)},
         "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "results": results,
     }
