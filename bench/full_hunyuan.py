@@ -9,6 +9,7 @@ import torch
 from diffusers import AutoencoderKL, HunyuanDiT2DModel
 from transformers import BertConfig, BertModel, T5Config, T5EncoderModel
 
+from muralist.models.hunyuan_family import HunyuanFamily
 from muralist.models.small_hunyuan import assemble_small_hunyuan
 
 _TRANSFORMER = {
@@ -38,6 +39,13 @@ _VAE = {
     "sample_size": 1024,
     "scaling_factor": 0.13025,
 }
+
+
+def operations_of_a_pass(height: int, width: int) -> int:
+    """Operations of the network on one picture, counted on shapes alone."""
+    parts: Any = None  # VAE and text encoders have no part in it
+    family = HunyuanFamily(parts, _TRANSFORMER, {}, (height, width))
+    return family.flops_per_image() // 3  # forward alone
 
 
 def build_full_hunyuan(folder: Path) -> Path:

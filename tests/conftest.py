@@ -9,6 +9,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TERM"] = "dumb"
 
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -48,3 +49,18 @@ def photo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             image = Image.fromarray(picture.astype(np.uint8)).resize((40 + number, 36 + 2 * number))
             image.save(root / name / f"{number:03d}.{'jpg' if number % 2 else 'png'}")
     return root
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of tiny pipelines in diffusers layout by name, built once for all processes of a test run."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "pipelines"
+    shared.mkdir(exist_ok=True)
+
+    def build(name: str) -> Path:
+        from tests.support.pipelines import build_pipeline
+
+        return build_pipeline(name, shared)
+
+    return build

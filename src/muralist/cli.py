@@ -17,6 +17,7 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist train    --data_path ./data/train --img_size 64 --model JiT-B/4 --batch_size 64 --epochs 100
   muralist hydit    --ckpt-every 500 ...       HunyuanDiT fine-tuning, with the official script's flags
   muralist pack     SRC DST --img_size 64      crop images once, ahead of training
+  muralist pack     SRC DST --img_size 512 --encode MODEL      and run a HunyuanDiT's frozen parts on them
   muralist export   SRC DST                    weights as a diffusers-style folder
   muralist generate --prompts_csv prompts.csv --output_dir images --model_path MODEL      a picture for every prompt
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
@@ -56,10 +57,23 @@ def _pack(arguments: Sequence[str]) -> int:
     from muralist.settings import PackSettings
 
     settings = load(PackSettings, arguments, {}, positional=SOURCE_AND_DESTINATION)
+    if settings.encode:
+        from muralist.models.encode import encode
+
+        print(encode(settings))
+        return 0
+    if stray := {"dtype", "random_flip"} & settings.model_fields_set:
+        fix = "Add --encode MODEL_FOLDER, or leave it out."
+        raise UserError(f"--{min(stray)} is for latents, and pixels are packed here.", fix=fix)
     from muralist.data.packed import pack
 
     report = pack(
-        settings.source, settings.destination, settings.img_size, settings.num_workers, caption=settings.caption
+        settings.source,
+        settings.destination,
+        settings.img_size,
+        settings.num_workers,
+        caption=settings.caption,
+        cameras=settings.cameras,
     )
     print(report)
     return 0

@@ -129,7 +129,8 @@ def _read_flags(
                 raise UserError(f"{token} needs at least one value.")
         elif _may_be_list(field):
             value = _take(queue, token)
-            while queue and queue[0].isdecimal():  # what is no number may be an argument of the command
+            # After numbers, what is no number may be an argument of the command.
+            while queue and (queue[0].isdecimal() if _of_numbers(field) else not queue[0].startswith("--")):
                 value = [*([value] if isinstance(value, str) else value), queue.pop(0)]
         else:
             value = _take(queue, token)
@@ -230,6 +231,10 @@ def _may_be_list(field: FieldInfo) -> bool:
     return any(get_origin(part) in (list, tuple) for part in get_args(field.annotation))
 
 
+def _of_numbers(field: FieldInfo) -> bool:
+    return str not in [element for part in get_args(field.annotation) for element in get_args(part)]
+
+
 def _is_bool(field: FieldInfo | None) -> bool:
     return field is not None and (field.annotation is bool or bool in get_args(field.annotation))
 
@@ -292,8 +297,8 @@ def identity(settings: TrainSettings) -> dict[str, Any]:
     shaping = {path: value for path, value in values.items() if path not in apart and value != usual[path]}
     if settings.optim.lr_schedule == "cosine":
         shaping["epochs"] = settings.epochs
-    if settings.data.path:
-        shaping["data.path"] = os.path.normpath(settings.data.path)
+    if paths := [os.path.normpath(path) for path in settings.data.paths]:
+        shaping["data.path"] = paths if len(paths) > 1 else paths[0]
     return shaping
 
 

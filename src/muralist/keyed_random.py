@@ -35,6 +35,7 @@ class Purpose(IntEnum):
     LATENT = 10
     CAPTION_DROP = 11
     INIT = 12
+    BUCKET = 13
     DROPOUT = 1 << 16  # plus a site number: one stream per dropout layer
 
 

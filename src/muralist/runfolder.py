@@ -129,6 +129,11 @@ class RunFolder:
         return self.root / "heartbeats"
 
     @property
+    def shapes(self) -> Path:
+        """Height and width of every picture of the data, where --multireso had to look at them."""
+        return self.root / "picture_shapes.npz"
+
+    @property
     def save_request(self) -> Path:
         """Touch this file to get a checkpoint at the next step."""
         return self.root / "save"

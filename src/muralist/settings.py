@@ -32,9 +32,9 @@ class Section(BaseModel):
 class DataSettings(Section):
     """Where the images come from and how they are batched."""
 
-    path: str | None = None
-    """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tars, Parquet, .npz, a packed folder, or
-    driving_world."""
+    path: str | list[str] | None = None
+    """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tars, Parquet, .npz, a packed or encoded
+    folder, HunyuanDiT's index, or driving_world; several are one data set, in their order."""
     batch_size: PositiveInt = 64
     """Images per GPU and optimizer step part; total batch = batch_size x GPUs x gradient_accumulation_steps."""
     global_batch_size: PositiveInt | None = None
@@ -44,8 +44,16 @@ class DataSettings(Section):
     caption: str | None = None
     """Where captions come from: a column's name, or a text with {column} fields such as "A photo of {label}"; default:
     the column or file that is named like one."""
+    cameras: list[str] = []
+    """Waymo's files: only images by these cameras, of FRONT FRONT_LEFT FRONT_RIGHT SIDE_LEFT SIDE_RIGHT; default: all."""
     max_samples: PositiveInt | None = None
     """Use only the first this many images of the source."""
+    multireso: bool = False
+    """HunyuanDiT: train each picture at the size, of about the area of img_size, whose shape is nearest its own; all
+    pictures of a batch have one size."""
+    reso_step: PositiveInt | None = None
+    """With multireso: by how many pixels each size is taller and narrower than the next; default: img_size / 16, rounded to
+    a multiple of 16."""
     random_flip: bool = True
     """Mirror each image with probability one half."""
     val_fraction: Fraction = 0.01
@@ -57,6 +65,18 @@ class DataSettings(Section):
     """Keep the loader processes alive; they always are: the stream goes on from epoch to epoch without a restart."""
     pin_memory: Annotated[bool, Apart] = True
     """Load into page-locked memory (only where there is a GPU)."""
+
+    @field_validator("path")
+    @classmethod
+    def _a_text_for_one(cls, path: str | list[str] | None) -> str | list[str] | None:
+        if isinstance(path, list) and len(path) < 2:
+            return path[0] if path else None
+        return path
+
+    @property
+    def paths(self) -> list[str]:
+        """The data sets, in their order."""
+        return self.path if isinstance(self.path, list) else [self.path] if self.path else []
 
 
 class ModelSettings(Section):
@@ -172,8 +192,8 @@ class CheckpointSettings(Section):
     """auto: go on with this run if it has a checkpoint; PATH: go on from that checkpoint; none: start at step 0, refused
     if the run has a checkpoint."""
     init_from: str = "default"
-    """Weights to start from: a run, a checkpoint, an official .pth, auto (newest unconditional run of this model and
-    size) or none; default: auto with --enable_condition, else none."""
+    """Weights to start from: a run, a checkpoint, an official .pth, a LoRA folder of PEFT's, auto (newest unconditional
+    run of this model and size) or none; default: auto with --enable_condition, else none."""
 
 
 class SampleSettings(Section):
@@ -271,7 +291,8 @@ TRAIN_FLAT_NAMES = {
 
 
 class PackSettings(Section):
-    """muralist pack SOURCE DESTINATION: crop every image once, ahead of training."""
+    """muralist pack SOURCE DESTINATION: crop every image once, ahead of training; with --encode also run the VAE and the
+    text encoders of a HunyuanDiT on them."""
 
     source: str
     """What to read: anything train reads."""
@@ -281,8 +302,17 @@ class PackSettings(Section):
     """Side of the square images in pixels, or height and width."""
     caption: str | None = None
     """Where captions come from, as in training: a column's name, or a text with {column} fields."""
+    cameras: list[str] = []
+    """Waymo's files: only images by these cameras, as in training."""
     num_workers: PositiveInt | None = None
     """Decoding processes; default: one per core."""
+    encode: str | None = None
+    """Keep latents and text embeddings of this HunyuanDiT (a folder in diffusers layout, or small: the one that train
+    builds) instead of pixels; training from them runs no VAE encoder and no text encoder, and has the same losses."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """With --encode: what the model computes in and what is kept; train with --use_amp computes in bf16."""
+    random_flip: bool = True
+    """With --encode: keep each mirror image's latents too, for training with --random_flip."""
 
 
 class GenerateSettings(Section):

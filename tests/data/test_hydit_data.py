@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow
 import pytest
 
+from muralist.data.buckets import BucketedSource, Buckets, measurable
+from muralist.data.hydit_index import IndexSource
 from muralist.data.images import BrokenImage, centre_crop
 from muralist.data.sources import Source, open_source, read_batch
 from muralist.errors import UserError
@@ -103,6 +105,25 @@ def test_an_index_of_many_resolutions_is_read_by_shape_at_one_size(arrows: Path)
     path = index_of(arrows, {}, indices_file="m.index.npz", group_length=lengths)
     np.savez_compressed(path.parent / "m.index.npz", **{key: np.array(rows) for key, rows in groups.items()})
     check(open_source(str(path), SIZE), [5, 11, 0, 2, 2, 1, 8])
+
+
+def index_of_sizes(arrows: Path, groups: dict[str, list[int]]) -> IndexSource:
+    source = open_source(str(index_of(arrows, groups, group_length={})), SIZE)
+    assert isinstance(source, IndexSource)
+    return source
+
+
+def test_its_groups_are_the_buckets_of_multireso(arrows: Path) -> None:
+    source = index_of_sizes(arrows, {"32x16": [1, 8], "16x16": [0, 2, 2], "16x32": [5, 11], "48x16": []})
+    buckets = Buckets.of_index(source, 6)
+    assert buckets.sizes == [(16, 32), (16, 16), (32, 16)] and buckets.of_picture.tolist() == [0, 0, 1, 1, 1, 2]
+    divided = BucketedSource(measurable(source, "m.json"), buckets)
+    for index, row in enumerate([5, 11, 0, 2, 2, 1]):
+        size = buckets.sizes[buckets.of_picture[index]]
+        assert np.array_equal(divided.read(index).image, centre_crop(CHOSEN[row].image, size))
+        assert divided.read(index).caption == CHOSEN[row].caption
+    with pytest.raises(UserError, match=r"index m\.json has pictures of 16 x 40 pixels\. Both sides.*multiples of 16"):
+        measurable(index_of_sizes(arrows, {"16x40": [1, 8]}), "m.json")
 
 
 def test_the_fingerprint_follows_the_rows_and_the_files(arrows: Path) -> None:

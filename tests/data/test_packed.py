@@ -16,6 +16,7 @@ import pyarrow
 import pytest
 
 from muralist.data import packed as packing
+from muralist.data import packed_rows
 from muralist.data.images import centre_crop
 from muralist.data.packed import PackedSource, pack
 from muralist.data.sources import open_held_out, open_source, read_batch
@@ -102,10 +103,10 @@ def test_a_file_that_cannot_be_read_stops_the_pack(workers: int, tmp_path: Path)
 
 def test_many_batches_and_files(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = SIZE * SIZE * 3
-    monkeypatch.setattr(packing, "_BATCH_BYTES", 5 * row)
+    monkeypatch.setattr(packed_rows, "_BATCH_BYTES", 5 * row)
     monkeypatch.setattr(packing, "_CHUNK_BYTES", 3 * row)
-    monkeypatch.setattr(packing, "_FOOTER_BYTES", 1000)
-    monkeypatch.setattr(packing, "_MOST_FILE_BYTES", 12 * row + 1000)
+    monkeypatch.setattr(packed_rows, "_FOOTER_BYTES", 1000)
+    monkeypatch.setattr(packed_rows, "_MOST_FILE_BYTES", 12 * row + 1000)
     (table.parent / "files" / "2.png").write_bytes(b"broken")
     pack(str(table), tmp_path / "packed", SIZE, workers=1)
     source = PackedSource(tmp_path / "packed", SIZE)

@@ -12,13 +12,17 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from muralist.cli import main
+from muralist.config import identity, load
 from muralist.data import parquet
 from muralist.data.images import BrokenImage, centre_crop
 from muralist.data.packed import pack
 from muralist.data.sources import open_held_out, open_source, read_batch
 from muralist.errors import UserError
+from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
+from muralist.train.data import open_data
 from tests.data.driving_files import WAYMO_SCHEMA, write_waymo
-from tests.support.pictures import encoded, pictures
+from tests.support.pictures import encoded, pictures, write_parquet
 
 SIZE = (16, 24)
 CAMERAS = [1, 2, 4, 3, 5]
@@ -101,6 +105,46 @@ def test_the_validation_part_is_held_out(training: Path) -> None:
     assert held_out is not None
     assert read_batch(held_out, np.arange(3))[2] == ["the side right camera", "the front camera", "the front camera"]
     assert open_held_out(str(training.parents[1] / "validation" / "camera_image"), SIZE) is None
+
+
+def test_only_the_cameras_that_are_chosen(training: Path) -> None:
+    source = open_source(str(training), SIZE, cameras=["SIDE_LEFT", "front"])
+    everything = open_source(str(training), SIZE)
+    rows = [0, 2, 5, 7, 10, 12]  # by file and row as before, whatever the order of the names
+    images, _, captions = read_batch(source, np.arange(len(source)))
+    assert np.array_equal(images, read_batch(everything, np.array(rows))[0])
+    assert captions == [f"A driving scene seen by the {words} camera" for words in ("front", "side left")] * 3
+    assert source.fingerprint() == open_source(str(training), SIZE, cameras=["FRONT", "side-left"]).fingerprint()
+    other = open_source(str(training), SIZE, cameras=["FRONT", "SIDE_RIGHT"])
+    assert len({source.fingerprint(), other.fingerprint(), everything.fingerprint()}) == 3
+    validation = training.parents[1] / "validation" / "camera_image" / "5.parquet"
+    write_waymo(validation, pictures(3, first=60), [5, 1, 1])
+    held_out = open_held_out(str(training), SIZE, cameras=["FRONT"])
+    assert held_out is not None and len(held_out) == 2
+    with pytest.raises(UserError, match=r"No image of \S*/validation/camera_image is by the cameras SIDE_LEFT"):
+        open_held_out(str(training), SIZE, cameras=["SIDE_LEFT"])
+
+
+def test_cameras_that_cannot_be_chosen(training: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no camera FRONT_LEFF\. There are FRONT, FRONT_LEFT, .* mean FRONT_LEFT\?"):
+        open_source(str(training), SIZE, cameras=["FRONT_LEFF"])
+    pack(str(training), tmp_path / "packed", SIZE, workers=1)
+    plain = write_parquet(tmp_path / "plain.parquet", pictures(2))
+    for other in ("driving_world", str(tmp_path / "packed"), str(plain)):
+        with pytest.raises(UserError, match=r"cameras of the Waymo Open Dataset, and \S+ is not of it"):
+            open_source(other, SIZE, cameras=["FRONT"])
+
+
+def test_a_pack_of_some_cameras(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["pack", str(training), str(tmp_path / "packed"), "--img_size", "16", "24", "--num_workers", "1"]
+    assert main([*words, "--cameras", "FRONT", "FRONT_LEFT"]) == 0
+    captions = read_batch(open_source(str(tmp_path / "packed"), SIZE), np.arange(6))[2]
+    assert captions == ["A driving scene seen by the front camera", "A driving scene seen by the front left camera"] * 3
+    assert main([*words, "--cameras", "FRONT"]) == 1
+    read = load(TrainSettings, ["--data_path", str(training), "--cameras", "FRONT", "--img_size", "16", "24",
+                                "--val_fraction", "0"], TRAIN_FLAT_NAMES)  # fmt: skip
+    assert open_data(read).split.training_size == 3
+    assert identity(read)["data.cameras"] == ["FRONT"]
 
 
 def test_a_pack_keeps_pictures_and_captions(training: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,18 @@ def test_a_picture_depends_on_its_prompt_and_seed_alone(family: HunyuanFamily) -
     assert torch.equal(torch.get_rng_state(), before)
     other = family.sample(network, PROMPTS[1:], [7], settings)
     assert float((other - alone).abs().max()) > 0.05
+
+
+def test_a_batch_of_another_size_is_trained_as_by_a_family_of_that_size(family: HunyuanFamily) -> None:
+    square = scenes(64, 3)
+    wide = square._replace(images_u8=square.images_u8[:, 8:40].contiguous())
+    keys = SampleKeys(0, wide.numbers)
+    network = family.network().eval()
+    with torch.no_grad():
+        mine, theirs = (
+            each.loss(network, each.encode(wide, keys), keys) for each in (family, replace(family, size=(32, 64)))
+        )
+    assert torch.equal(mine, theirs) and float(mine.min()) > 0
 
 
 def test_encoding_is_a_function_of_the_sample(family: HunyuanFamily) -> None:

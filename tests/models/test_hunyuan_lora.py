@@ -26,6 +26,7 @@ from muralist.keyed_random import Purpose, SampleKeys
 from muralist.models.hunyuan_family import HunyuanFamily
 from muralist.models.lora import Lora
 from muralist.models.small_hunyuan import build_small_hunyuan
+from muralist.models.weights import read_weights
 from muralist.settings import TRAIN_FLAT_NAMES, OptimSettings, SampleSettings, TrainSettings
 from muralist.train import checkpoint
 from muralist.train.stepper import build_optimizer
@@ -230,6 +231,55 @@ def test_other_runs_to_start_from(model: Path, run: Path, tmp_path: Path, capsys
     save_file(weights, tmp_path / "whole.safetensors")
     train(model, tmp_path, "narrow", 1, "--init_from", tmp_path / "whole.safetensors", expect=1)
     assert "here LoRA is trained, and they are a whole network" in capsys.readouterr().err
+
+
+def official_adapter(weights: dict[str, Tensor], folder: Path, alpha: int) -> dict[str, Tensor]:
+    """LoRA as the official script saves it, of fused layers; returns the sums it stands for, by our names."""
+    blocks = {name.partition(".attn")[0] for name in weights}
+    layers = {"attn1.Wqkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"), "attn2.kv_proj": ("attn2.to_k", "attn2.to_v"),
+              "attn2.q_proj": ("attn2.to_q",), "attn1.out_proj": ("attn1.to_out.0",),
+              "attn2.out_proj": ("attn2.to_out.0",)}  # fmt: skip
+    stored, added = {"base_model.model.pooler.q_proj.lora_A.weight": torch.ones(4, 64)}, {}
+    stored["base_model.model.pooler.q_proj.lora_B.weight"] = torch.zeros(64, 4)
+    for block in sorted(blocks):
+        for fused, parts in layers.items():
+            inner = weights[f"{block}.{parts[0]}.lora_A.default.weight"]
+            outer = torch.cat([weights[f"{block}.{part}.lora_B.default.weight"] for part in parts])
+            stored[f"base_model.model.{block}.{fused}.lora_A.weight"] = inner
+            stored[f"base_model.model.{block}.{fused}.lora_B.weight"] = outer
+            for part, rows in zip(parts, (outer @ inner * (alpha / 4)).chunk(len(parts)), strict=True):
+                added[f"{block}.{part}"] = rows
+    save_file({name: value.contiguous() for name, value in stored.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": alpha}))
+    return added
+
+
+def test_lora_of_others_to_start_from(model: Path, run: Path, tmp_path: Path) -> None:
+    """A folder that PEFT wrote, and one of the official script, whose layers are fused."""
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    mine = load_file(last_checkpoint(run) / "ema1.safetensors")
+    again = read_weights(tmp_path / "out" / "lora")
+    assert again.keys() == mine.keys() and all(torch.equal(value, mine[name]) for name, value in again.items())
+
+    (tmp_path / "official").mkdir()
+    added = official_adapter(mine, tmp_path / "official", alpha=8)
+    theirs = read_weights(tmp_path / "official")
+    assert theirs.keys() == mine.keys()
+    for layer, expected in added.items():
+        product = theirs[f"{layer}.lora_B.default.weight"] @ theirs[f"{layer}.lora_A.default.weight"]
+        torch.testing.assert_close(product, expected)
+    words, _, _ = translate(["--lora-ckpt", str(tmp_path / "official")])
+    train(model, tmp_path, "further", 1, *words, "--learning_rate", "1e-9", *QUIET)
+    stored = load_file(last_checkpoint(tmp_path / "further") / "model.safetensors")
+    for name, value in theirs.items():
+        torch.testing.assert_close(stored[name], value, rtol=0, atol=1e-7)
+
+    (tmp_path / "official" / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, "use_dora": True}))
+    with pytest.raises(UserError, match="of a kind that is not read"):
+        read_weights(tmp_path / "official")
+    (tmp_path / "official" / "adapter_config.json").unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        read_weights(tmp_path / "official")
 
 
 def test_settings_make_another_run() -> None:

@@ -35,3 +35,21 @@ def leave_free(disk: Path, wanted: int) -> None:
     filler = disk / "filler"
     filler.unlink(missing_ok=True)
     filler.write_bytes(b"\0" * (shutil.disk_usage(disk).free // PAGE * PAGE - wanted // PAGE * PAGE))
+
+
+@contextmanager
+def read_only_view(folder: Path, view: Path) -> Iterator[Path]:
+    """Show a folder at a second place where nobody, not even root, can write; or skip the test."""
+    folder.mkdir(parents=True, exist_ok=True)
+    view.mkdir(parents=True, exist_ok=True)
+    try:
+        done = subprocess.run(["mount", "--bind", str(folder), str(view)], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command here")
+    if done.returncode:
+        pytest.skip(f"a folder cannot be shown twice here: {done.stderr.strip()}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(view)], check=True)
+        yield view
+    finally:
+        subprocess.run(["umount", "--lazy", str(view)], check=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
 from muralist.data.driving_world import DrivingWorld
 from muralist.data.loader import Batch
@@ -30,3 +31,14 @@ def scenes(size: int, count: int, first: int = 0) -> Batch:
     numbers = torch.arange(first, first + count)
     images = torch.from_numpy(np.stack([item.image for item in items]))
     return Batch(images, torch.zeros(count, dtype=torch.int64), [item.caption for item in items], numbers)
+
+
+def write_scenes(folder: Path, size: int, count: int, first: int = 0) -> Path:
+    """A folder of driving scenes with captions; every sixth has the caption of the first, and the last has none."""
+    folder.mkdir(parents=True)
+    items = [DrivingWorld(size).read(first + index) for index in range(count)]
+    for index, item in enumerate(items):
+        Image.fromarray(item.image).save(folder / f"{index:03}.png")
+        if index < count - 1:
+            (folder / f"{index:03}.txt").write_text(items[0].caption if index % 6 == 0 else item.caption)
+    return folder

@@ -1,4 +1,9 @@
-"""Tiny pipelines of every kind in diffusers layout, random but told apart by prompt and seed, made offline."""
+"""Tiny pipelines of every kind in diffusers layout, random but told apart by prompt and seed, made offline.
+
+Widths are multiples of 32, as in all real models. A CPU computes the last few numbers of a tensor, those that fill no
+vector, by another function than the rest, which may round otherwise: were a picture's share no whole number of vectors,
+its last bits would depend on its place in the batch.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +46,8 @@ def hunyuan(version: str = "1.2") -> Any:
     bert_tokenizer, bert = tiny_text.bert()
     t5_tokenizer, t5 = tiny_text.t5()
     transformer = diffusers.HunyuanDiT2DModel(
-        sample_size=8, in_channels=4, patch_size=2, num_layers=4, num_attention_heads=2, attention_head_dim=8,
-        hidden_size=16, mlp_ratio=2.0, activation_fn="gelu-approximate", learn_sigma=True, cross_attention_dim=WIDTH,
+        sample_size=8, in_channels=4, patch_size=2, num_layers=4, num_attention_heads=2, attention_head_dim=16,
+        hidden_size=32, mlp_ratio=2.0, activation_fn="gelu-approximate", learn_sigma=True, cross_attention_dim=WIDTH,
         cross_attention_dim_t5=WIDTH, pooled_projection_dim=WIDTH, text_len=77, text_len_t5=256,
         use_style_cond_and_image_meta_size=version == "1.1",
     )  # fmt: skip
@@ -62,8 +67,8 @@ def hunyuan11() -> Any:
 
 
 _UNET = {"sample_size": 8, "in_channels": 4, "out_channels": 4, "layers_per_block": 1, "norm_num_groups": 4,
-         "block_out_channels": (8, 16), "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 2}  # fmt: skip
+         "block_out_channels": (64, 64), "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "attention_head_dim": 4}  # fmt: skip
 
 
 def sd() -> Any:
@@ -82,8 +87,8 @@ def sdxl() -> Any:
     tokenizer, text_encoder = tiny_text.clip()
     tokenizer_2, text_encoder_2 = tiny_text.clip(projected=True)
     unet = diffusers.UNet2DConditionModel(
-        cross_attention_dim=2 * WIDTH, addition_embed_type="text_time", addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=6 * 8 + WIDTH, use_linear_projection=True,
+        cross_attention_dim=2 * WIDTH, addition_embed_type="text_time", addition_time_embed_dim=64,
+        projection_class_embeddings_input_dim=6 * 64 + WIDTH, use_linear_projection=True,
         transformer_layers_per_block=(1, 1), **_UNET,
     )  # fmt: skip
     return diffusers.StableDiffusionXLPipeline(
@@ -98,8 +103,8 @@ def sd3() -> Any:
     tokenizer_2, text_encoder_2 = tiny_text.clip(projected=True)
     tokenizer_3, text_encoder_3 = tiny_text.t5(2 * WIDTH)
     transformer = diffusers.SD3Transformer2DModel(
-        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=8,
-        num_attention_heads=2, joint_attention_dim=2 * WIDTH, caption_projection_dim=16,
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=2 * WIDTH, caption_projection_dim=32,
         pooled_projection_dim=2 * WIDTH, pos_embed_max_size=16,
     )  # fmt: skip
     return diffusers.StableDiffusion3Pipeline(
@@ -123,11 +128,15 @@ def flux(guidance_embeds: bool = True) -> Any:
     )  # fmt: skip
 
 
+def schnell() -> Any:
+    return flux(guidance_embeds=False)
+
+
 def pixart() -> Any:
     tokenizer, text_encoder = tiny_text.t5()
     transformer = diffusers.PixArtTransformer2DModel(
-        sample_size=8, num_layers=2, patch_size=2, attention_head_dim=8, num_attention_heads=2, caption_channels=WIDTH,
-        in_channels=4, out_channels=8, cross_attention_dim=16, num_embeds_ada_norm=1000, norm_num_groups=4,
+        sample_size=8, num_layers=2, patch_size=2, attention_head_dim=16, num_attention_heads=2, caption_channels=WIDTH,
+        in_channels=4, out_channels=8, cross_attention_dim=32, num_embeds_ada_norm=1000, norm_num_groups=4,
     )  # fmt: skip
     return diffusers.PixArtSigmaPipeline(
         tokenizer=tokenizer, text_encoder=text_encoder, vae=_vae(), transformer=transformer,
@@ -145,8 +154,8 @@ def sana() -> Any:
         upsample_block_type="interpolate", decoder_norm_types="rms_norm", decoder_act_fns="silu",
     )  # fmt: skip
     transformer = diffusers.SanaTransformer2DModel(
-        patch_size=1, in_channels=4, out_channels=4, num_layers=1, num_attention_heads=2, attention_head_dim=4,
-        num_cross_attention_heads=2, cross_attention_head_dim=4, cross_attention_dim=8, caption_channels=WIDTH,
+        patch_size=1, in_channels=4, out_channels=4, num_layers=1, num_attention_heads=2, attention_head_dim=16,
+        num_cross_attention_heads=2, cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=WIDTH,
         sample_size=32,
     )  # fmt: skip
     return diffusers.SanaPipeline(
@@ -158,8 +167,8 @@ def sana() -> Any:
 
 def _wan_transformer() -> Any:
     return diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
-        text_dim=WIDTH, freq_dim=32, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=16, in_channels=16, out_channels=16,
+        text_dim=WIDTH, freq_dim=64, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
         rope_max_seq_len=32,
     )  # fmt: skip
 
@@ -199,8 +208,15 @@ def zimage() -> Any:
     )  # fmt: skip
 
 
+# The beginning of what QwenImagePipeline writes around a prompt, of which it drops the first 34 tokens.
+_QWEN_TEMPLATE = (
+    "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
+    "objects and background:\nuser\nassistant"
+)
+
+
 def qwenimage() -> Any:
-    tokenizer, text_encoder = tiny_text.qwen25_vl()
+    tokenizer, text_encoder = tiny_text.qwen25_vl(_QWEN_TEMPLATE)
     vae = diffusers.AutoencoderKLQwenImage(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
         latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
@@ -218,7 +234,7 @@ def qwenimage() -> Any:
 
 BUILDERS: dict[str, Callable[[], Any]] = {
     build.__name__: build
-    for build in (hunyuan, hunyuan11, sd, sdxl, sd3, flux, pixart, sana, wan21, wan22, zimage, qwenimage)
+    for build in (hunyuan, hunyuan11, sd, sdxl, sd3, flux, schnell, pixart, sana, wan21, wan22, zimage, qwenimage)
 }
 
 

@@ -20,13 +20,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from muralist import keyed_random
 from muralist.cli import main
+from muralist.config import load
 from muralist.errors import UserError
 from muralist.hydit import train_words, translate
 from muralist.keyed_random import Purpose
 from muralist.pictures import to_u8
+from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
+from muralist.train.data import has_captions, open_data
 from muralist.train.hunyuan_samples import sample_images_multi_gpu
 from tests.conftest import REPOSITORY
-from tests.support.disks import PAGE, leave_free, small_disk
+from tests.support.disks import PAGE, leave_free, read_only_view, small_disk
 from tests.support.hunyuan import SMALL, small_family
 from tests.support.runs import TINY, assert_same_state, finish, last_checkpoint, losses, metrics, start
 
@@ -92,7 +95,7 @@ def test_official_flags_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
     official = ("--model DiT-g/2 --rope-img base512 --rope-real --qk-norm --lr 1e-4 --ckpt-every 500 "
                 "--ckpt-latest-every 100 --max-training-steps=900 "
                 "--global-seed 7 --use-zero-stage 3 --ckpt-every-n-epoch 1 --no-fp16")  # fmt: skip
-    words, strategy = translate(official.split())
+    words, strategy, _ = translate(official.split())
     assert strategy == "zero3"
     assert " ".join(words) == (
         "--learning_rate 1e-4 --ckpt_every 500 --keep_every 500 --ckpt-latest-every 100 --max_steps=900 --seed 7 "
@@ -202,6 +205,16 @@ def test_a_full_disk_under_the_samples_stops_no_training(tmp_path: Path, capfd: 
     assert len(losses(run)) == 2 and last_checkpoint(run).name == "step_0000002"
 
 
+def test_samples_that_may_not_be_written_stop_no_training(trained: Path) -> None:
+    run = trained.parent / "frozen"
+    with read_only_view(trained.parent / "elsewhere", run / "samples"):
+        train(trained.parent, "frozen", "--max_steps", 2, "--ckpt_every", 1)
+    log = (run / "logs" / "train.log").read_text()
+    assert log.count("Error during sampling on GPU 0: ") == log.count("Read-only file system") == 2
+    assert losses(run) == losses(trained)[:2] and last_checkpoint(run).name == "step_0000002"
+    assert not list((trained.parent / "elsewhere").iterdir())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_rank_that_cannot_draw_says_so_and_all_go_on(project: Path, strategy: str) -> None:
@@ -217,3 +230,29 @@ def test_a_rank_that_cannot_draw_says_so_and_all_go_on(project: Path, strategy: 
         assert "directory" in (folder / "gpu_1_error.txt").read_text()
         assert (folder / "gpu_0_sample.png").is_file() and not (folder / "gpu_0_error.txt").exists()
     assert len(losses(run)) == 4
+
+
+# Captions
+
+
+def test_images_without_captions_are_worth_a_warning(trained: Path, photo_folder: Path) -> None:
+    run = train(trained.parent, "silent", "--data_path", photo_folder, "--max_steps", 1, "--samples_per_gpu", 0)
+    log = (run / "logs" / "train.log").read_text()
+    assert log.count("The images have no captions") == log.count("--data.caption names a column") == 1
+    assert "no captions" not in (trained / "logs" / "train.log").read_text()
+
+
+def test_one_caption_among_many_images_looked_at_is_enough(tmp_path: Path) -> None:
+    def looked_at(captions: list[str], *more: str) -> bool:
+        rows = [f"{number}.png,{caption}" for number, caption in enumerate(captions)]
+        (tmp_path / "table.csv").write_text("\n".join(["image,caption", *rows]))
+        words = ["--data_path", str(tmp_path / "table.csv"), "--img_size", "16", "--val_fraction", "0", *more]
+        return has_captions(open_data(load(TrainSettings, words, TRAIN_FLAT_NAMES)))
+
+    for number in range(5):
+        Image.new("RGB", (20, 20)).save(tmp_path / f"{number}.png")
+    assert looked_at(["", "", "", "", "a road"])
+    assert not looked_at(["", " ", "", "", ""])
+    assert looked_at([""] * 5, "--caption", "A photo")
+    (tmp_path / "4.png").write_bytes(b"broken")
+    assert not looked_at([""] * 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from muralist.train.samples import (
     write_samples,
     write_sheet,
 )
+from tests.support.disks import read_only_view
 
 GAP, LEFT, TOP = 6, 190, 34  # of the sheet
 
@@ -168,6 +170,52 @@ def test_files_of_two_gpus(tmp_path: Path) -> None:
         assert np.abs(kept.astype(int) - alone).max() <= 1
     assert len(list(folder.iterdir())) == 8
     assert (tmp_path / "sheet.png").is_file()
+
+
+# What goes wrong
+
+
+def draw_on_two_gpus(folders: list[Path]) -> list[str]:
+    """Both ranks' samples of step 500, each into the folder it sees; returns what is logged as an error."""
+    pets = family("cat", "dog")
+    net = network(pets)
+    net.train()
+    records: list[logging.LogRecord] = []
+    mine = logging.Logger("mine")
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    mine.addHandler(handler)
+    for rank, folder in enumerate(folders):
+        write_samples(folder, 500, rank, 2, pets, net, ["cat", "dog"], SampleSettings(steps=2), None, [], mine)
+        assert net.training, "training goes on"
+    return [record.getMessage() for record in records if record.levelno == logging.ERROR]
+
+
+def test_a_gpu_that_may_not_write_says_so_and_the_other_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "samples"
+    with read_only_view(folder, tmp_path / "view") as view:
+        errors = draw_on_two_gpus([folder, view])
+        assert len(errors) == 1 and "Read-only file system" in errors[0]
+        assert errors[0].startswith("Error during sampling on GPU 1: ")
+    assert {path.name for path in (folder / "step_0000500").iterdir()} == {"gpu_0_sample.png", "gpu_0_prompt.txt"}
+
+
+def test_a_file_where_the_folder_must_be(tmp_path: Path) -> None:
+    (tmp_path / "step_0000500").write_text("in the way")
+    errors = draw_on_two_gpus([tmp_path, tmp_path])
+    assert [error.partition(": ")[0] for error in errors] == [f"Error during sampling on GPU {rank}" for rank in (0, 1)]
+    assert all("step_0000500" in error for error in errors)
+    assert (tmp_path / "step_0000500").read_text() == "in the way"
+
+
+def test_the_reason_is_left_beside_the_prompts_where_that_can_be(tmp_path: Path) -> None:
+    folder = tmp_path / "step_0000500"
+    (folder / "gpu_1_sample.png").mkdir(parents=True)
+    (error,) = draw_on_two_gpus([tmp_path, tmp_path])
+    assert error == f"Error during sampling on GPU 1: {(folder / 'gpu_1_error.txt').read_text().strip()}"
+    assert (
+        "directory" in error and (folder / "gpu_0_sample.png").is_file() and not (folder / "gpu_0_error.txt").exists()
+    )
 
 
 # The sheet

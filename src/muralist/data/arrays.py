@@ -74,6 +74,11 @@ class ArraySource:
         caption = self._caption.own_text("", self.label_names, label, f"image {index} of {self.path}")
         return Item(image, label, caption)
 
+    def shape(self, index: int) -> tuple[int, int]:
+        """Return height and width of image `index`, which all have in common."""
+        _, height, width, _ = self._images().shape
+        return height, width
+
     def fingerprint(self) -> str:
         """Hash the checksums that the archive keeps of its arrays."""
         with zipfile.ZipFile(self.path) as archive:

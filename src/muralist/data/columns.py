@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -11,12 +12,13 @@ import numpy as np
 from muralist.data import waymo
 from muralist.data.captions import Caption
 from muralist.data.fields import LABEL_FIELDS, pick, sample_files, settle_labels, short_hash
-from muralist.data.images import BrokenImage, Size, read_cropped
+from muralist.data.images import BrokenImage, Size, read_cropped, stored_shape
 from muralist.data.item import Item
 from muralist.data.recent import Recent
 from muralist.errors import UserError
 
 _IMAGE_FIELDS = ("image", "img", "jpg", "png", "bytes")  # which one, where several columns hold bytes
+_SHAPE_FIELDS = ("height", "width")
 _MOST_OPEN_FILES = 64
 
 
@@ -76,10 +78,12 @@ class ColumnSource:
         self._image_field = _image_field(self.kind, paths[first], schema)
         self._settle_labels(schema, known)
         self._settle_captions(schema, caption)
+        self._shapes: Recent[Any] = Recent(min(groups_kept))
+        self._tells_shapes = all(_is_whole(schema, name) for name in _SHAPE_FIELDS)
 
     def _settle_labels(self, schema: Any, known: list[str] | None) -> None:
         field = pick(schema.names, LABEL_FIELDS)
-        labels = [self._label_column(number, field) for number in range(len(self.paths))] if field else []
+        labels = [self._column(number, field) for number in range(len(self.paths))] if field else []
         self._labels, self.label_names = settle_labels(
             np.concatenate(labels) if labels else None, known, f"{self.paths[0]}, column {field},"
         )
@@ -99,6 +103,17 @@ class ColumnSource:
         needed = [*self._caption.columns, *([waymo.CAMERA_COLUMN] if "camera" in derived else [])]
         self._columns = list(dict.fromkeys([self._image_field, *(name for name in needed if name in schema.names)]))
 
+    def keep_cameras(self, names: Sequence[str]) -> None:
+        """Pick the rows of some cameras; only Waymo's files tell."""
+        numbers = [str(number) for number in waymo.camera_numbers(names)]
+        if self._image_field != waymo.IMAGE_COLUMN:
+            raise waymo.no_cameras(str(self.paths[0]))
+        cameras = np.concatenate([self._column(file, waymo.CAMERA_COLUMN) for file in range(len(self.paths))])
+        rows = np.arange(len(cameras)) if self._rows is None else self._rows
+        self._rows = rows[np.isin(cameras[rows].astype(str), numbers)]
+        if not len(self._rows):
+            raise UserError(f"No image of {self.paths[0].parent} is by the cameras {' '.join(names)}.")
+
     def __len__(self) -> int:
         return int(self._starts[-1]) if self._rows is None else len(self._rows)
 
@@ -111,17 +126,10 @@ class ColumnSource:
 
     def read(self, index: int) -> Item:
         """Decode the image of row `index`."""
-        number = index if self._rows is None else int(self._rows[index])
-        place = int(np.searchsorted(self._starts, number, side="right")) - 1
-        row = number - int(self._starts[place])
-        file, _, first_row = self._places[place]
-        where = f"row {first_row + row} of {self.paths[file]}"
+        number, place, row, where = self._find(index)
         group = self._groups.get(place, self._read_group)
         cells = {name: group[name][row].as_py() for name in self._columns}
-        cell = cells[self._image_field]
-        data = cell["bytes"] if isinstance(cell, dict) else cell
-        if data is None:
-            raise BrokenImage(where, "the row holds no bytes")
+        data = _image_bytes(cells[self._image_field], where)
         label = 0 if self._labels is None else int(self._labels[number])
         if self.label_names:
             cells["label"] = self.label_names[label]
@@ -129,12 +137,31 @@ class ColumnSource:
             cells["camera"] = waymo.camera_words(cells[waymo.CAMERA_COLUMN], where)
         return Item(read_cropped(data, self.img_size, where), label, self._caption.text(cells, where))
 
+    def shape(self, index: int) -> tuple[int, int]:
+        """Return height and width of the image of row `index`, from the columns that tell them if there are any."""
+        _, place, row, where = self._find(index)
+        if self._tells_shapes:
+            group = self._shapes.get(place, self._read_shapes)
+            height, width = (group[name][row].as_py() for name in _SHAPE_FIELDS)
+            if height and width:
+                return height, width
+        group = self._groups.get(place, self._read_group)
+        return stored_shape(_image_bytes(group[self._image_field][row].as_py(), where), where)
+
     def fingerprint(self) -> str:
         """Hash names, row counts and samples of the files, and which rows are picked."""
         names = [path.name for path in self.paths]
         samples = sample_files(len(self.paths), self.paths.__getitem__)
         picked = [] if self._rows is None else [self._rows]
         return short_hash(self.kind.lower(), *names, self._starts, samples, *picked, *self._caption.hashed)
+
+    def _find(self, index: int) -> tuple[int, int, int, str]:
+        """Return the row's number through all files, its group, its number there, and words for where that is."""
+        number = index if self._rows is None else int(self._rows[index])
+        place = int(np.searchsorted(self._starts, number, side="right")) - 1
+        row = number - int(self._starts[place])
+        file, _, first_row = self._places[place]
+        return number, place, row, f"row {first_row + row} of {self.paths[file]}"
 
     def _file(self, number: int) -> Reader:
         return self._files.get(number, self._open)
@@ -152,6 +179,10 @@ class ColumnSource:
         number, group, _ = self._places[place]
         return self._read_columns(number, group, self._columns)
 
+    def _read_shapes(self, place: int) -> Any:
+        number, group, _ = self._places[place]
+        return self._read_columns(number, group, list(_SHAPE_FIELDS))
+
     def _read_columns(self, number: int, group: int, columns: list[str]) -> Any:
         import pyarrow
 
@@ -160,7 +191,7 @@ class ColumnSource:
         except (OSError, pyarrow.ArrowException) as error:
             raise UserError(f"The {self.kind} file {self.paths[number]} is damaged: {error}.") from error
 
-    def _label_column(self, number: int, field: str) -> np.ndarray:
+    def _column(self, number: int, field: str) -> np.ndarray:
         groups = range(len(self._file(number).group_rows))
         columns = [self._read_columns(number, group, [field])[field] for group in groups]
         if missing := sum(column.null_count for column in columns):
@@ -189,6 +220,20 @@ def _image_field(kind: str, path: Path, schema: Any) -> str:
             "Image files that a table only names are read from a CSV or JSONL table.",
         )
     return name
+
+
+def _image_bytes(cell: Any, where: str) -> bytes:
+    data = cell["bytes"] if isinstance(cell, dict) else cell
+    if data is None:
+        raise BrokenImage(where, "the row holds no bytes")
+    return data
+
+
+def _is_whole(schema: Any, name: str) -> bool:
+    """Say whether there is a column of this name that holds whole numbers."""
+    from pyarrow import types
+
+    return name in schema.names and types.is_integer(schema.field(name).type)
 
 
 def _is_plain(kind: Any) -> bool:

@@ -90,6 +90,11 @@ class DrivingWorld:
         words = self._caption.own_text(caption(kind, number, self.seed), self.label_names, kind, f"scene {index}")
         return Item(np.ascontiguousarray(image), kind, words)
 
+    def shape(self, index: int) -> tuple[int, int]:
+        """Return height and width of scene `index` as it is drawn: a square."""
+        side = max(height_width(self.img_size))
+        return side, side
+
     def fingerprint(self) -> str:
         """Name what the items depend on."""
         size = size_words(self.img_size).replace(" ", "")

@@ -11,7 +11,7 @@ import numpy as np
 from muralist.data import waymo
 from muralist.data.fields import sample_files, short_hash
 from muralist.data.folder_captions import METADATA_NAMES, TEXT_SUFFIX, FolderCaptions
-from muralist.data.images import EXTENSIONS, Size, read_cropped
+from muralist.data.images import EXTENSIONS, Size, read_cropped, stored_shape
 from muralist.data.item import Item
 from muralist.errors import UserError, nearest
 
@@ -52,6 +52,10 @@ class FolderSource:
         label = int(self._labels[index])
         caption = self._captions.text(index, self._name(index), self.label_names[label] if self.label_names else None)
         return Item(read_cropped(self._path_of(index), self.img_size), label, caption)
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Return height and width of image `index` in its file."""
+        return stored_shape(self._path_of(index))
 
     def fingerprint(self) -> str:
         """Hash all names, and samples of the files and of the captions."""

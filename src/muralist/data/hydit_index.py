@@ -6,7 +6,8 @@
     indices_file   an .npz file beside the index that holds them instead, where they are many (as the array x)
     group_length   for its own shuffling only; in a multi-resolution index it and the indices are divided by size ("512x768")
 
-All rows of a multi-resolution index are read, cropped to the one size that is asked for, in the order of the shapes.
+All rows of a multi-resolution index are read, in the order of the shapes: cropped to the one size that is asked for, or
+with --multireso each to the size of its group.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from muralist.errors import UserError
 _MAKE_AGAIN = "Make the index again with `idk`."
 
 
-def open_index(path: Path, img_size: Size, known: list[str] | None = None, caption: str | None = None) -> ArrowSource:
+class IndexSource(ArrowSource):
+    """The rows that an index picks."""
+
+    groups: list[tuple[tuple[int, int], int]]
+    """Of a multi-resolution index: height and width of each group, and how many rows it has; they come in this order."""
+
+
+def open_index(path: Path, img_size: Size, known: list[str] | None = None, caption: str | None = None) -> IndexSource:
     """Open the rows that an index file picks."""
     index = _read(path)
     files = _arrow_files(path, index["arrow_files"])
@@ -37,7 +45,8 @@ def open_index(path: Path, img_size: Size, known: list[str] | None = None, capti
             f"The index {path} names {len(files):,} Arrow files, but counts the rows of {len(lengths):,}.",
             fix=_MAKE_AGAIN,
         )
-    rows = _rows(path, index)
+    groups = _groups(path, index)
+    rows = np.concatenate([rows for _, rows in groups]) if groups else np.empty(0, dtype=np.int64)
     if not len(rows):
         raise UserError(f"The index {path} picks no rows.", "Its filters may have left none.", _MAKE_AGAIN)
     if (outside := rows[(rows < 0) | (rows >= lengths[-1])]).size:
@@ -46,7 +55,8 @@ def open_index(path: Path, img_size: Size, known: list[str] | None = None, capti
             f"{outside.size:,} of its {len(rows):,} rows do so.",
             _MAKE_AGAIN,
         )
-    source = ArrowSource(files, img_size, known, caption, rows)
+    source = IndexSource(files, img_size, known, caption, rows)
+    source.groups = [(shape, len(rows)) for shape, rows in groups if shape]
     for file, found, counted in zip(files, source.file_rows, np.diff(lengths, prepend=0).tolist(), strict=True):
         if found != counted:
             raise UserError(
@@ -87,8 +97,8 @@ def _arrow_files(path: Path, names: Any) -> list[Path]:
     return files
 
 
-def _rows(path: Path, index: dict[str, Any]) -> np.ndarray:
-    """Return the rows that are picked: from the index, or from the file beside it."""
+def _groups(path: Path, index: dict[str, Any]) -> list[tuple[tuple[int, int] | None, np.ndarray]]:
+    """Return the rows that are picked, from the index or from the file beside it: divided by shape, or all in one."""
     indices = index["indices"]
     if name := index.get("indices_file"):
         beside = path.parent / str(name)
@@ -103,19 +113,19 @@ def _rows(path: Path, index: dict[str, Any]) -> np.ndarray:
                 raise UserError(f"{beside} has no array x, which holds the rows of {path}.", fix=_MAKE_AGAIN)
             indices = indices["x"]
     if not isinstance(indices, dict):
-        return _whole_numbers(indices, "indices", path)
-    groups = [
-        _whole_numbers(indices[key], "indices", path) for key in sorted(indices, key=lambda key: _shape(key, path))
-    ]
-    return np.concatenate(groups) if groups else np.empty(0, dtype=np.int64)
+        return [(None, _whole_numbers(indices, "indices", path))]
+    shapes = {key: _shape(key, path) for key in indices}
+    by_ratio = sorted(shapes, key=lambda key: (shapes[key][0] / shapes[key][1], key))
+    return [(shapes[key], _whole_numbers(indices[key], "indices", path)) for key in by_ratio]
 
 
-def _shape(group: str, path: Path) -> tuple[float, str]:
-    """Return what groups are sorted by: how much higher than wide their pictures are."""
+def _shape(group: str, path: Path) -> tuple[int, int]:
     try:
         height, width = map(int, group.split("x"))
-        return height / width, group
-    except (ValueError, ZeroDivisionError) as error:
+        if min(height, width) < 1:
+            raise ValueError(group)
+        return height, width
+    except ValueError as error:
         raise UserError(f"The index {path} has a group {group!r:.60}, which is no size.", fix=_MAKE_AGAIN) from error
 
 

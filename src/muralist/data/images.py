@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +30,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_ON_ITS_SIDE = (5, 6, 7, 8)
 
 _MOST_PIXELS = (
     1 << 28
@@ -54,19 +57,41 @@ def decode(data: bytes | Path, name: str = "") -> Image.Image:
         try:
             data = data.read_bytes()
         except OSError as error:
-            # Not a broken image: a lost disk or a moved folder must not end as a data set with holes.
-            raise UserError(
-                f"The image {name} could not be read: {error.strerror}.", fix="Check that it exists and is readable."
-            ) from error
+            raise _unreadable(name, error) from error
     if not data:
         raise BrokenImage(name, "the file is empty")
     # Other libraries set this to make Pillow fill missing rows with grey.
     ImageFile.LOAD_TRUNCATED_IMAGES = False
+    with _broken_where_pillow_fails(name), Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        image.load()
+        _check_container(image, data)
+        return _to_rgb(_upright(image))
+
+
+def stored_shape(data: bytes | Path, name: str = "") -> tuple[int, int]:
+    """Height and width of what `decode` would return, from the header of an image file alone; or raise `BrokenImage`."""
+    name = name or str(data) if isinstance(data, Path) else name
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            image.load()
-            _check_container(image, data)
-            return _to_rgb(_upright(image))
+        file = data.open("rb") if isinstance(data, Path) else io.BytesIO(data)
+    except OSError as error:
+        raise _unreadable(name, error) from error
+    with file, _broken_where_pillow_fails(name), Image.open(file, formats=_FORMATS) as image:
+        width, height = image.size
+        turned = image.format != "TIFF" and _orientation(image) in _ON_ITS_SIDE  # of a TIFF, Pillow tells it upright
+        return (width, height) if turned else (height, width)
+
+
+def _unreadable(name: str, error: OSError) -> UserError:
+    """Not a broken image: a lost disk or a moved folder must not end as a data set with holes."""
+    return UserError(
+        f"The image {name} could not be read: {error.strerror}.", fix="Check that it exists and is readable."
+    )
+
+
+@contextmanager
+def _broken_where_pillow_fails(name: str) -> Iterator[None]:
+    try:
+        yield
     except Image.UnidentifiedImageError as error:
         raise BrokenImage(name, "no image decoder recognises its content") from error
     except Image.DecompressionBombError as error:
@@ -134,6 +159,14 @@ def _jpeg_ends(data: bytes) -> bool:
         else:
             position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
     return False
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """How a picture lies, without decoding it: Pillow would read a whole PNG in case its EXIF follows the pixels."""
+    try:
+        return Image.Image.getexif(image).get(_ORIENTATION_TAG)
+    except Exception:  # as below
+        return None
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from muralist.data.encoded import EncodedSource
+from muralist.data.encoded_batch import EncodedBatch, read_encoded
 from muralist.data.sources import Source, read_batch
-from muralist.data.stream import Split, Stream
+from muralist.data.stream import Order, Split
 from muralist.errors import UserError
 from muralist.machine import usable_cores
 from muralist.settings import DataSettings
@@ -23,10 +25,11 @@ from muralist.settings import DataSettings
 class Batch(NamedTuple):
     """Images as they are stored, and the number of each in the global stream: the key of all its randomness."""
 
-    images_u8: Tensor  # [B, H, W, 3]
+    images_u8: Tensor  # [B, H, W, 3]; of encoded data [B, 0, 0, 3]
     labels: Tensor  # [B] int64
     captions: list[str]
     numbers: Tensor  # [B] int64
+    encoded: EncodedBatch | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; the copy overlaps with work already queued there."""
@@ -35,17 +38,24 @@ class Batch(NamedTuple):
             self.labels.to(device, non_blocking=True),
             self.captions,
             self.numbers.to(device, non_blocking=True),
+            self.encoded and self.encoded.to(device),
         )
 
     def pin_memory(self) -> Batch:
         """Called by the loader's pinning thread."""
-        return Batch(self.images_u8.pin_memory(), self.labels.pin_memory(), self.captions, self.numbers.pin_memory())
+        return Batch(
+            self.images_u8.pin_memory(),
+            self.labels.pin_memory(),
+            self.captions,
+            self.numbers.pin_memory(),
+            self.encoded and self.encoded.pin_memory(),
+        )
 
 
 class _StreamDataset(Dataset[Batch]):
     """Reads whole batches of sample numbers at once."""
 
-    def __init__(self, source: Source, split: Split, stream: Stream) -> None:
+    def __init__(self, source: Source, split: Split, stream: Order) -> None:
         self.source, self.split, self.stream = source, split, stream
 
     def __getitems__(self, numbers: list[int]) -> Batch | UserError:
@@ -55,11 +65,16 @@ class _StreamDataset(Dataset[Batch]):
 
 
 def _read(source: Source, indices: np.ndarray, numbers: np.ndarray) -> Batch | UserError:
+    encoded = None
     try:
-        images, labels, captions = read_batch(source, indices)
+        if isinstance(source, EncodedSource):
+            encoded, labels, captions = read_encoded(source, indices)
+            images = np.empty((len(indices), 0, 0, 3), dtype=np.uint8)
+        else:
+            images, labels, captions = read_batch(source, indices)
     except UserError as error:
         return error  # raised by the main process: a loader process would wrap it into a traceback
-    return Batch(torch.from_numpy(images), torch.from_numpy(labels), captions, torch.from_numpy(numbers))
+    return Batch(torch.from_numpy(images), torch.from_numpy(labels), captions, torch.from_numpy(numbers), encoded)
 
 
 def loader_processes(settings: DataSettings) -> int:
@@ -72,7 +87,7 @@ def loader_processes(settings: DataSettings) -> int:
 
 
 def training_batches(
-    source: Source, split: Split, stream: Stream, parts: Iterable[list[int]], settings: DataSettings
+    source: Source, split: Split, stream: Order, parts: Iterable[list[int]], settings: DataSettings
 ) -> Iterator[Batch]:
     """One batch for every list of sample numbers in `parts`, in order; loader processes start at once."""
     workers = loader_processes(settings)

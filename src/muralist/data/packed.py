@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import multiprocessing
 import os
 import shutil
@@ -11,31 +10,35 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from muralist.data.encoded import open_packed
 from muralist.data.images import BrokenImage, Size, height_width, size_words
-from muralist.data.packed_source import HELD_OUT_FOLDER, Manifest, PackedFile, PackedSource, is_packed
+from muralist.data.manifest import HELD_OUT_FOLDER, Manifest, is_packed, read_manifest
+from muralist.data.packed_rows import RowWriter
+from muralist.data.packed_source import PackedSource
 from muralist.data.sources import Source, open_held_out, open_source
 from muralist.errors import UserError
 from muralist.machine import usable_cores
 from muralist.words import duration
 
-__all__ = ["PackReport", "PackedSource", "pack"]
+__all__ = ["Chunk", "Facts", "Kind", "PackReport", "PackedSource", "pack", "write_pack"]
 
-_MOST_FILE_BYTES = 10**9
-_FOOTER_BYTES = 10**6  # an Arrow file ends with its schema and a list of its batches
-_BATCH_BYTES = 16 * 2**20
 _CHUNK_BYTES = 8 * 2**20  # what a worker sends back at once
 _MOST_CHUNK_ROWS = 128
 _LOCK = "lock"
+_LESS_SPACE = "Free some space, choose another place, or pack at a smaller --img_size."
+_OTHER_KIND = (
+    "What is kept of the images differs: pixels there and latents here, another model, or other settings of it."
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class PackReport:
     destination: Path
     images: int
     held_out: int
+    captions: int | None  # distinct ones of both parts, where they are embedded
     broken: int
     bytes: int
     seconds: float
@@ -53,13 +57,14 @@ class PackReport:
     def __str__(self) -> str:
         held_out = f", {self.held_out:,} held out" if self.held_out else ""
         done = "is this pack already" if self.finished_before else f"packed in {duration(self.seconds)}"
-        text = f"{self.destination} {done}: {self.images:,} images{held_out}, {self.bytes / 1e6:,.0f} MB."
+        captions = "" if self.captions is None else f", {self.captions:,} distinct captions"
+        text = f"{self.destination} {done}: {self.images:,} images{held_out}{captions}, {self.bytes / 1e6:,.0f} MB."
         if self.broken:
             text += f"\nBroken images left out: {self.broken:,}; {self.destination / 'broken.txt'} names them."
         return text
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     """Consecutive images of a source, less the broken ones."""
 
     asked: int
@@ -69,6 +74,38 @@ class _Chunk(NamedTuple):
     broken: list[tuple[str, str]]
 
 
+class Facts(NamedTuple):
+    """What every manifest says of the part that was packed."""
+
+    img_size: Size
+    label_names: list[str]
+    broken: int
+    source: str
+    source_fingerprint: str
+
+
+class Writer(Protocol):
+    """Writes one part of a data set."""
+
+    def add(self, chunk: Chunk) -> None:
+        """Append the images of a chunk."""
+
+    def close(self, facts: Facts) -> Manifest | None:
+        """Write what is left; returns the manifest, or nothing where there was no image."""
+
+
+class Kind(Protocol):
+    """What is kept of an image."""
+
+    row_bytes: int  # at least, of one image
+
+    def made(self, manifest: Manifest) -> bool:
+        """Whether a finished pack holds just what this kind would."""
+
+    def writer(self, folder: Path, images: int) -> Writer:
+        """Begin a part of so many images, the broken ones included, in a folder."""
+
+
 def pack(
     source_path: str,
     destination: str | Path,
@@ -76,6 +113,21 @@ def pack(
     workers: int | None = None,
     progress: bool = True,
     caption: str | None = None,
+    cameras: Sequence[str] = (),
+) -> PackReport:
+    """Pack the pixels of a data set."""
+    return write_pack(source_path, destination, img_size, _Pixels(img_size), workers, progress, caption, cameras)
+
+
+def write_pack(
+    source_path: str,
+    destination: str | Path,
+    img_size: Size,
+    kind: Kind,
+    workers: int | None = None,
+    progress: bool = True,
+    caption: str | None = None,
+    cameras: Sequence[str] = (),
 ) -> PackReport:
     """Pack a data set, and the part it holds out, into a folder; the bytes do not depend on the number of workers.
 
@@ -87,55 +139,61 @@ def pack(
     destination = Path(destination).expanduser().resolve()
     if destination.is_relative_to(Path(source_path).expanduser().resolve()):
         raise UserError(f"{destination} lies inside the data set {source_path} itself.", fix="Choose another place.")
-    parts = {"": open_source(source_path, img_size, caption)}
-    if held_out := open_held_out(source_path, img_size, caption=caption):
+    parts = {"": open_source(source_path, img_size, caption, cameras)}
+    if held_out := open_held_out(source_path, img_size, caption=caption, cameras=cameras):
         parts[HELD_OUT_FOLDER] = held_out
-    finished_before = _is_finished(destination, parts, img_size)
+    finished_before = _is_finished(destination, parts, img_size, kind)
     if not finished_before:
-        _check_space(destination, sum(map(len, parts.values())), img_size)
+        check_space(destination, sum(map(len, parts.values())) * (kind.row_bytes + 64))
         with _workplace(destination) as workplace:
             for name, source in parts.items():
                 label = "Packing" if not name else "Packing the held-out part"
                 with _bar(label, len(source), progress) as advance:
-                    _pack_part(source, source_path, workplace / name, img_size, workers or usable_cores(), advance)
-    manifests = {name: Manifest.read(destination / name) for name in parts}
-    images = {name: sum(file.rows for file in manifest.files) for name, manifest in manifests.items()}
+                    _pack_part(
+                        source, source_path, workplace / name, img_size, kind, workers or usable_cores(), advance
+                    )
+    manifests = {name: read_manifest(destination / name) for name in parts}
+    captions = [manifest.captions for manifest in manifests.values() if manifest.captions is not None]
     return PackReport(
         destination,
-        images[""],
-        images.get(HELD_OUT_FOLDER, 0),
+        manifests[""].images,
+        manifests[HELD_OUT_FOLDER].images if HELD_OUT_FOLDER in manifests else 0,
+        sum(captions) if captions else None,
         sum(manifest.broken for manifest in manifests.values()),
-        sum(file.bytes for manifest in manifests.values() for file in manifest.files),
+        sum(manifest.bytes for manifest in manifests.values()),
         time.monotonic() - started,
         finished_before,
     )
 
 
 def _pack_part(
-    source: Source, source_path: str, folder: Path, img_size: Size, workers: int, advance: Callable[[int], None]
+    source: Source,
+    source_path: str,
+    folder: Path,
+    img_size: Size,
+    kind: Kind,
+    workers: int,
+    advance: Callable[[int], None],
 ) -> None:
     folder.mkdir(exist_ok=True)
-    writer = _Writer(folder, img_size)
+    writer = kind.writer(folder, len(source))
     broken: list[tuple[str, str]] = []
     for chunk in _chunks(source, img_size, workers):
         writer.add(chunk)
         broken += chunk.broken
         advance(chunk.asked)
-    files = writer.close()
-    if not files:
+    manifest = writer.close(Facts(img_size, list(source.label_names), len(broken), source_path, source.fingerprint()))
+    if manifest is None:
         raise UserError(
             f"All {len(broken):,} images of {source_path} are broken.", f"The first: {': '.join(broken[0])}."
         )
     if broken:
         lines = "".join(f"{_one_line(name)}\t{_one_line(reason)}\n" for name, reason in broken)
         (folder / "broken.txt").write_text(lines, encoding="utf-8", errors="surrogateescape")
-    names = list(source.label_names)
-    Manifest(img_size, writer.rows_per_batch, names, files, len(broken), source_path, source.fingerprint()).write(
-        folder
-    )
+    manifest.write(folder)
 
 
-def _chunks(source: Source, img_size: Size, workers: int) -> Iterator[_Chunk]:
+def _chunks(source: Source, img_size: Size, workers: int) -> Iterator[Chunk]:
     """Read a whole source in order, decoding in several processes."""
     count = len(source)
     rows = min(_MOST_CHUNK_ROWS, max(1, _CHUNK_BYTES // _row_bytes(img_size)), -(-count // workers))
@@ -146,7 +204,7 @@ def _chunks(source: Source, img_size: Size, workers: int) -> Iterator[_Chunk]:
     # Fresh processes rather than forked ones: a fork would copy locks that Arrow's and rich's threads may hold.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(spans)), context, _start_worker, (source,)) as pool:
-        waiting: deque[Future[_Chunk]] = deque()
+        waiting: deque[Future[Chunk]] = deque()
         try:
             for span in spans:
                 waiting.append(pool.submit(_read_in_worker, span))
@@ -162,7 +220,7 @@ def _chunks(source: Source, img_size: Size, workers: int) -> Iterator[_Chunk]:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _read(source: Source, span: range) -> _Chunk:
+def _read(source: Source, span: range) -> Chunk:
     items, broken = [], []
     for index in span:
         try:
@@ -171,7 +229,7 @@ def _read(source: Source, span: range) -> _Chunk:
             broken.append((error.name, error.reason))
     images = np.array([item.image.reshape(-1) for item in items], dtype=np.uint8)
     labels = np.array([item.label for item in items], dtype=np.int32)
-    return _Chunk(len(span), images, labels, [item.caption for item in items], broken)
+    return Chunk(len(span), images, labels, [item.caption for item in items], broken)
 
 
 _source_of_worker: Source
@@ -183,79 +241,42 @@ def _start_worker(source: Source) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches every process; the packing one ends the others
 
 
-def _read_in_worker(span: range) -> _Chunk:
+def _read_in_worker(span: range) -> Chunk:
     return _read(_source_of_worker, span)
 
 
-class _Writer:
-    """Writes rows to Arrow files in batches of one size, whatever the sizes they come in."""
+class _Pixels:
+    """Keeps the pixels."""
 
-    def __init__(self, folder: Path, img_size: Size) -> None:
+    def __init__(self, img_size: Size) -> None:
+        self.row_bytes = _row_bytes(img_size)
+
+    def made(self, manifest: Manifest) -> bool:
+        """Any pack of pixels: the size and the source are compared anyway."""
+        return type(manifest) is Manifest
+
+    def writer(self, folder: Path, images: int) -> _PixelWriter:
+        """Begin a part."""
+        return _PixelWriter(folder, self.row_bytes)
+
+
+class _PixelWriter:
+    """Writes pixels, label and caption."""
+
+    def __init__(self, folder: Path, width: int) -> None:
         import pyarrow
 
-        self._folder = folder
-        width = _row_bytes(img_size)
-        self.rows_per_batch = min(max(1, _BATCH_BYTES // width), 2**16)
-        self._schema = pyarrow.schema(
-            {"image": pyarrow.binary(width), "label": pyarrow.int32(), "caption": pyarrow.string()}
-        )
-        self._images = np.empty((self.rows_per_batch, width), dtype=np.uint8)
-        self._labels = np.empty(self.rows_per_batch, dtype=np.int32)
-        self._captions: list[str] = []
-        self._files: list[PackedFile] = []
-        self._stream: Any = None
-        self._rows = 0  # in the file being written
+        columns = {"image": pyarrow.binary(width), "label": pyarrow.int32(), "caption": pyarrow.string()}
+        self._rows = RowWriter(folder, columns)
 
-    def add(self, chunk: _Chunk) -> None:
-        """Append the rows of a chunk."""
-        taken = 0
-        while taken < len(chunk.labels):
-            filled = len(self._captions)
-            until = min(len(chunk.labels), taken + self.rows_per_batch - filled)
-            self._images[filled : filled + until - taken] = chunk.images[taken:until]
-            self._labels[filled : filled + until - taken] = chunk.labels[taken:until]
-            self._captions += chunk.captions[taken:until]
-            taken = until
-            if len(self._captions) == self.rows_per_batch:
-                self._write_batch()
+    def add(self, chunk: Chunk) -> None:
+        """Append the images of a chunk."""
+        self._rows.add(chunk.images, chunk.labels.tolist(), chunk.captions)
 
-    def close(self) -> list[PackedFile]:
-        """Write what is left, and describe the files."""
-        if self._captions:
-            self._write_batch()
-        if self._stream is not None:
-            self._close_file()
-        return self._files
-
-    def _write_batch(self) -> None:
-        import pyarrow
-
-        rows = len(self._captions)
-        pixels = [None, pyarrow.py_buffer(self._images[:rows])]
-        images = pyarrow.FixedSizeBinaryArray.from_buffers(self._schema.field("image").type, rows, pixels)
-        columns = [images, pyarrow.array(self._labels[:rows]), pyarrow.array(self._captions, pyarrow.string())]
-        batch = pyarrow.record_batch(columns, schema=self._schema)
-        if self._stream is not None and self._stream.tell() + batch.nbytes + _FOOTER_BYTES > _MOST_FILE_BYTES:
-            self._close_file()
-        if self._stream is None:
-            self._stream = pyarrow.OSFile(str(self._path()), "wb")
-            self._arrow = pyarrow.ipc.new_file(self._stream, self._schema)
-        self._arrow.write_batch(batch)
-        self._rows += rows
-        self._captions = []
-
-    def _close_file(self) -> None:
-        self._arrow.close()
-        self._stream.close()
-        path = self._path()
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self._files.append(PackedFile(path.name, self._rows, path.stat().st_size, digest))
-        self._stream, self._rows = None, 0
-
-    def _path(self) -> Path:
-        return self._folder / f"{len(self._files):05}.arrow"
+    def close(self, facts: Facts) -> Manifest | None:
+        """Write what is left."""
+        files = self._rows.close()
+        return Manifest(rows_per_batch=self._rows.rows_per_batch, files=files, **facts._asdict()) if files else None
 
 
 @contextmanager
@@ -295,33 +316,35 @@ def _take(lock: int, folder: Path, destination: Path) -> None:
         raise UserError(f"Another process is packing into {destination}.", fix="Wait for it, or choose another place.")
 
 
-def _is_finished(destination: Path, parts: dict[str, Source], img_size: Size) -> bool:
+def _is_finished(destination: Path, parts: dict[str, Source], img_size: Size, kind: Kind) -> bool:
     """Say whether the destination holds this very pack; anything else there is refused."""
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
         return False
     if not is_packed(destination):
         raise UserError(f"{destination} exists and is not empty.", fix="Choose another place, or remove it.")
-    manifest = Manifest.read(destination)
+    manifest = read_manifest(destination)
     for name, source in parts.items():
-        packed = Manifest.read(destination / name).source_fingerprint if is_packed(destination / name) else None
+        packed = read_manifest(destination / name).source_fingerprint if is_packed(destination / name) else None
         same_size = height_width(manifest.img_size) == height_width(img_size)
-        if not same_size or packed != source.fingerprint():
+        if not (same_size and kind.made(manifest) and packed == source.fingerprint()):
+            reason = "The images have changed since, or are others." if kind.made(manifest) else _OTHER_KIND
             raise UserError(
                 f"{destination} holds another pack: of {manifest.source} at {size_words(manifest.img_size)} pixels.",
-                "The images have changed since, or are others." if same_size else "",
+                reason if same_size else "",
                 "Choose another place, or remove it.",
             )
-        PackedSource(destination / name, img_size)  # its files must all be there
+        open_packed(destination / name, img_size)  # its files must all be there
     return True
 
 
-def _check_space(destination: Path, images: int, img_size: Size) -> None:
+def check_space(destination: Path, needed: int, fix: str = _LESS_SPACE) -> None:
+    """Refuse to go on where a disk cannot hold so many bytes more."""
     place = next(parent for parent in destination.parents if parent.is_dir())
-    needed, free = images * (_row_bytes(img_size) + 64), shutil.disk_usage(place).free
+    free = shutil.disk_usage(place).free
     if needed > free:
         raise UserError(
             f"The packed images need {needed / 1e9:,.1f} GB, but {place} has {free / 1e9:,.1f} GB free.",
-            fix="Free some space, choose another place, or pack at a smaller --img_size.",
+            fix=fix,
         )
 
 

@@ -34,7 +34,7 @@ def table_rows(path: Path) -> Iterator[NumberedRow]:
 
 
 def csv_rows(path: Path, lines: Iterable[str], strict: bool = False) -> Iterator[NumberedRow]:
-    """Yield the rows of a CSV or TSV table; `strict` refuses stray and unclosed quotes where others guess."""
+    """Yield the rows of a CSV or TSV table; for `strict`, see `csv_reader`."""
     reader = csv_reader(path, lines, strict)
     header = csv_header(reader)
     for cells in reader:
@@ -49,9 +49,13 @@ def csv_rows(path: Path, lines: Iterable[str], strict: bool = False) -> Iterator
 
 
 def csv_reader(path: Path, lines: Iterable[str], strict: bool = False) -> Reader:
-    """Return a reader of cells, for the separator that the name of the table tells."""
+    """Return a reader of cells, for the separator that the name of the table tells.
+
+    A strict one refuses quotes that are stray or never closed, where others guess, and takes blanks before a quote.
+    """
     csv.field_size_limit(_LONGEST_CELL)
-    return csv.reader(lines, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=strict)
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    return csv.reader(lines, delimiter=delimiter, strict=strict, skipinitialspace=strict)
 
 
 def csv_header(reader: Iterator[list[str]]) -> list[str]:

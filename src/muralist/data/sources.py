@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,14 +11,17 @@ import numpy as np
 from muralist.data import waymo
 from muralist.data.arrays import ArraySource, has_held_out
 from muralist.data.arrow import ArrowSource
+from muralist.data.columns import ColumnSource
+from muralist.data.encoded import open_packed
 from muralist.data.folder import HELD_OUT_NAMES, FolderSource
 from muralist.data.hydit_index import open_index
 from muralist.data.images import EXTENSIONS as IMAGE_EXTENSIONS
 from muralist.data.images import Size
 from muralist.data.item import Item
-from muralist.data.packed_source import HELD_OUT_FOLDER, PackedSource, is_packed
+from muralist.data.manifest import HELD_OUT_FOLDER, is_packed
 from muralist.data.parquet import ParquetSource
 from muralist.data.paths import check_exists
+from muralist.data.several import SeveralSources
 from muralist.data.tables import TableSource
 from muralist.data.tars import TarSource, expand_ranges
 from muralist.errors import UserError
@@ -58,21 +61,43 @@ _SHARDS: dict[str, Callable[[list[Path], Size, Known, str | None], Source]] = {
 }
 
 
-def open_source(path: str, img_size: Size, caption: str | None = None) -> Source:
-    """Open the data set at a path, or the embedded one by its name; `caption` is a column or a template (captions.py)."""
+def open_source(
+    path: str | Sequence[str], img_size: Size, caption: str | None = None, cameras: Sequence[str] = ()
+) -> Source:
+    """Open the data set at a path, or the embedded one by its name; `caption` is a column or a template (captions.py).
+
+    Several paths are one data set, in their order. Of Waymo's files some `cameras` may be chosen.
+    """
+    if not isinstance(path, str):
+        return SeveralSources([open_source(one, img_size, caption, cameras) for one in path])
     if path == _DRIVING_WORLD:
         from muralist.data.driving_world import DrivingWorld
 
-        return DrivingWorld(img_size, caption=caption)
-    return _open(Path(path).expanduser(), img_size, None, caption)
+        return _by_cameras(DrivingWorld(img_size, caption=caption), cameras, path)
+    return _by_cameras(_open(Path(path).expanduser(), img_size, None, caption), cameras, path)
 
 
-def open_held_out(path: str, img_size: Size, same_classes: bool = True, caption: str | None = None) -> Source | None:
+def open_held_out(
+    path: str | Sequence[str],
+    img_size: Size,
+    same_classes: bool = True,
+    caption: str | None = None,
+    cameras: Sequence[str] = (),
+) -> Source | None:
     """Open the part that the data set itself holds out from training, with the same classes; None if there is none.
 
     That is the test_x of an .npz file, the val... or test... files beside train... files in a folder, the folder val,
-    validation or test beside a folder train, Waymo's validation part, and what a packed folder holds out.
+    validation or test beside a folder train, Waymo's validation part, and what a packed folder holds out. Of several data
+    sets, those that hold out something do.
     """
+    if not isinstance(path, str):
+        parts = [open_held_out(one, img_size, same_classes, caption, cameras) for one in path]
+        return SeveralSources(found) if (found := [part for part in parts if part is not None]) else None
+    held_out = _open_held_out(path, img_size, same_classes, caption)
+    return held_out and _by_cameras(held_out, cameras, path)
+
+
+def _open_held_out(path: str, img_size: Size, same_classes: bool, caption: str | None) -> Source | None:
     if path == _DRIVING_WORLD:
         from muralist.data.driving_world import DrivingWorld
 
@@ -85,7 +110,7 @@ def open_held_out(path: str, img_size: Size, same_classes: bool = True, caption:
     place = Path(path).expanduser()
     if is_packed(place):
         held_out = place / HELD_OUT_FOLDER
-        return PackedSource(held_out, img_size, caption) if is_packed(held_out) else None
+        return open_packed(held_out, img_size, caption) if is_packed(held_out) else None
     if place.suffix.lower() == ".npz":
         return ArraySource(place, img_size, known(), caption, held_out=True) if has_held_out(place) else None
     if not place.is_dir():
@@ -100,6 +125,14 @@ def open_held_out(path: str, img_size: Size, same_classes: bool = True, caption:
             if (sibling := place.absolute().parent / name).is_dir():
                 return _open(sibling, img_size, known(), caption)
     return None
+
+
+def _by_cameras(source: Source, cameras: Sequence[str], path: str) -> Source:
+    if cameras and not isinstance(source, ColumnSource):
+        raise waymo.no_cameras(path)
+    if cameras and isinstance(source, ColumnSource):
+        source.keep_cameras(cameras)
+    return source
 
 
 def read_batch(source: Source, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
@@ -134,7 +167,7 @@ def _open(path: Path, img_size: Size, known: Known, caption: str | None) -> Sour
 
 def _open_folder(folder: Path, img_size: Size, known: Known, caption: str | None) -> Source:
     if is_packed(folder):
-        return PackedSource(folder, img_size, caption)
+        return open_packed(folder, img_size, caption)
     for suffix, kind in _SHARDS.items():
         if not (shards := _shards(folder, suffix, held_out=False)):
             continue

@@ -7,6 +7,7 @@ to build or keep, so the start of a resumed run costs nothing at any size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +77,14 @@ def split(source_size: int, fraction: float) -> Split:
     positions = np.arange(count, dtype=np.int64)
     chosen = permute(positions, np.zeros_like(positions), source_size, _HELD_OUT_SEED, Purpose.HELD_OUT)
     return Split(source_size, np.sort(chosen))
+
+
+class Order(Protocol):
+    """Which image is sample n of a run."""
+
+    def positions(self, numbers: Numbers) -> Numbers:
+        """Position in the training set of each sample number."""
+        ...
 
 
 @dataclass(frozen=True)

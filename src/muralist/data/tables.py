@@ -10,7 +10,7 @@ import numpy as np
 
 from muralist.data.captions import Caption
 from muralist.data.fields import LABEL_FIELDS, label_number, pick, sample_files, settle_labels, short_hash
-from muralist.data.images import Size, read_cropped
+from muralist.data.images import Size, read_cropped, stored_shape
 from muralist.data.item import Item
 from muralist.data.paths import start_of_paths
 from muralist.data.rows import table_rows
@@ -63,6 +63,10 @@ class TableSource:
         """Decode the image of row `index`."""
         label = 0 if self._labels is None else int(self._labels[index])
         return Item(read_cropped(self._path_of(index), self.img_size), label, self._captions[index].as_py())
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Return height and width of the image of row `index` in its file."""
+        return stored_shape(self._path_of(index))
 
     def fingerprint(self) -> str:
         """Hash what the rows say, and samples of the files they name."""

@@ -24,12 +24,13 @@ from muralist.data.fields import (
     short_hash,
 )
 from muralist.data.images import EXTENSIONS as IMAGE_EXTENSIONS
-from muralist.data.images import Size, read_cropped
+from muralist.data.images import BrokenImage, Size, read_cropped, stored_shape
 from muralist.data.item import Item
 from muralist.data.recent import Recent
 from muralist.errors import UserError
 
 _MOST_OPEN_FILES = 64
+_HEADER_BYTES = 1 << 16  # enough of nearly every image file to tell its size
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
@@ -89,20 +90,33 @@ class TarSource:
 
     def read(self, index: int) -> Item:
         """Decode the image of sample `index`."""
-        tar, offset, size = (int(value) for value in self._places[index])
-        data = os.pread(self._files.get(tar, self._open).fileno(), size, offset)
-        name = f"{os.fsdecode(self._names[index].as_py())} in {self.paths[tar]}"
-        if len(data) < size:
-            raise UserError(f"The image {name} could not be read: the file has become shorter since it was opened.")
+        data, name = self._bytes(index)
         label = 0 if self._labels is None else int(self._labels[index])
         caption = self._caption.own_text(self._captions[index].as_py(), self.label_names, label, name)
         return Item(read_cropped(data, self.img_size, name), label, caption)
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Return height and width of the image of sample `index`, from its first bytes if they tell."""
+        try:
+            return stored_shape(*self._bytes(index, _HEADER_BYTES))
+        except BrokenImage:
+            return stored_shape(*self._bytes(index))
 
     def fingerprint(self) -> str:
         """Hash the names and places of all images, what is said of them, and samples of the files."""
         labels = b"" if self._labels is None else self._labels
         samples = sample_files(len(self.paths), self.paths.__getitem__)
         return short_hash("tar", self._names, self._places, self._captions, labels, samples, *self._caption.hashed)
+
+    def _bytes(self, index: int, most: int | None = None) -> tuple[bytes, str]:
+        """Return the image file of a sample, or the beginning of it, and its name."""
+        tar, offset, size = (int(value) for value in self._places[index])
+        size = min(size, most or size)
+        data = os.pread(self._files.get(tar, self._open).fileno(), size, offset)
+        name = f"{os.fsdecode(self._names[index].as_py())} in {self.paths[tar]}"
+        if len(data) < size:
+            raise UserError(f"The image {name} could not be read: the file has become shorter since it was opened.")
+        return data, name
 
     def _open(self, tar: int) -> IO[bytes]:
         try:

@@ -6,9 +6,10 @@ Pictures are in the component camera_image, in the column `[CameraImageComponent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from muralist.errors import UserError
+from muralist.errors import UserError, nearest
 
 COMPONENT = "camera_image"
 IMAGE_COLUMN = "[CameraImageComponent].image"
@@ -47,6 +48,26 @@ def camera_words(camera: object, where: str) -> str:
             f"Known are {', '.join(f'{number} ({name})' for number, name in _CAMERAS.items())}.",
         )
     return words
+
+
+def camera_numbers(names: Sequence[str]) -> list[int]:
+    """Return the numbers of cameras that are named as Waymo does, such as FRONT_LEFT."""
+    known = {words.upper().replace(" ", "_"): number for number, words in _CAMERAS.items()}
+    numbers = []
+    for name in names:
+        if (written := name.upper().replace("-", "_").replace(" ", "_")) not in known:
+            raise UserError(f"There is no camera {name}.", f"There are {', '.join(known)}.", nearest(written, known))
+        numbers.append(known[written])
+    return numbers
+
+
+def no_cameras(where: str) -> UserError:
+    """What to say where cameras are chosen of data that has none."""
+    return UserError(
+        f"--cameras chooses among the cameras of the Waymo Open Dataset, and {where} is not of it.",
+        "A packed folder does not know them any more.",
+        "Leave it out, or give it to `muralist pack`.",
+    )
 
 
 def validation_folder(folder: Path) -> Path | None:

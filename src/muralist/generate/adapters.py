@@ -76,7 +76,7 @@ def add_adapters(pipe: Any, adapters: Sequence[Adapter]) -> None:
 
 
 def _merge(pipe: Any, adapter: Adapter) -> None:
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
     from peft.tuners.lora import LoraLayer
 
     part = "transformer" if getattr(pipe, "transformer", None) is not None else "unet"
@@ -86,6 +86,9 @@ def _merge(pipe: Any, adapter: Adapter) -> None:
         model: Any = PeftModel.from_pretrained(network.float(), str(adapter.path), local_files_only=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise _does_not_fit(adapter, pipe, error) from error
+    wanted, given = set(get_peft_model_state_dict(model)), set(load_peft_weights(str(adapter.path)))
+    if wanted != given:  # PEFT itself goes on with what fits
+        raise _does_not_fit(adapter, pipe, KeyError(f"{min(wanted ^ given)} is only on one side"))
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.scale_layer(adapter.weight)

@@ -27,6 +27,8 @@ _SAMPLES_AHEAD = 16  # whose text is encoded together
 _DEATHS_PER_SAMPLE = 2
 _NEW_LIVES = 3  # of a worker, when none is left
 _HOPELESS_FAILURES = 16
+_LARGEST_BATCH = 64
+_WORKERS_TO_FEED = 8
 
 
 class Shape(NamedTuple):
@@ -179,7 +181,12 @@ class Fleet:
                 return  # a rank that may yet get rows of others
             largest = max(numbers, key=lambda number: math.prod(self.plan.size_of(number)))
             self.measuring = ready.label
-            self.crew.send(ready.label, Measure(self.plan.sample(largest)))
+            self.crew.send(ready.label, Measure(self.plan.sample(largest), self._largest_batch))
+
+    @property
+    def _largest_batch(self) -> int:
+        """Small tables are not padded to large batches; the number of workers has no say, or pictures would depend on it."""
+        return max(1, min(_LARGEST_BATCH, len(self.plan) // _WORKERS_TO_FEED))
 
     def _hand_out(self) -> None:
         if self.shape is None:

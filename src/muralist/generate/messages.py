@@ -23,9 +23,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Measure:
-    """Find the largest batch that fits, painting this sample."""
+    """Find the largest batch that fits, up to a limit, painting this sample."""
 
     sample: Sample
+    most: int
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muralist.errors import UserError
-from muralist.generate.table import PromptTable, file_stem, find_collision
+from muralist.generate.names import file_stem
+from muralist.generate.table import PromptTable, refuse_collision
 
 SEEDS_BETWEEN_COPIES = 1_000_000
 """Copy c of a row has the row's seed plus c times this: the same whatever the number of rows or copies."""
@@ -92,15 +92,8 @@ class Plan:
 
     def check(self) -> None:
         """Refuse a table whose rows would overwrite each other's files."""
-        # Copies of one row meet copies of another where their seeds are a multiple of the step apart.
-        seeds = self.row_seeds if self.copies == 1 else self.row_seeds % SEEDS_BETWEEN_COPIES
-        if pair := find_collision(self.table, seeds):
-            first, second = (self.sample(index * self.copies) for index in pair)
-            raise UserError(
-                f"Rows {first.row + 1} and {second.row + 1} of the table would be the same file, {first.file}.",
-                f"They have the same image_id and the same seed, {first.seed}.",
-                "Give them different ids or seeds.",
-            )
+        copies = np.arange(self.copies, dtype=np.int64) * SEEDS_BETWEEN_COPIES
+        refuse_collision(self.table, self.row_seeds[:, None] + copies)
 
 
 def shares(numbers: np.ndarray, workers: int) -> Sequence[np.ndarray]:

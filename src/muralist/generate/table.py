@@ -26,7 +26,7 @@ _USED = (*_PROMPT, *_ID, "seed", "negative_prompt", "height", "width")
 _SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
 _SEEDS_BELOW = 2**62  # as --seed_start
 _SIDES_BELOW = 2**31
-_HASHED_AT_ONCE = 4096
+_ROWS_AT_ONCE = 1024
 _NAMES_SHOWN = 12
 
 _WHOLE = re.compile(r"([0-9]+)(\.0*)?")  # pandas writes 7 as 7.0 in a column with empty cells
@@ -68,7 +68,7 @@ class PromptTable:
         numbers = [range(len(self))[index] for index in indices]
         if _state(self.path) != self._state:
             raise UserError(
-                f"The table {self.path} was changed while it was in use.",
+                f"The table {self.path} was changed or removed while it was in use.",
                 fix="Run the same command again; pictures of rows that stayed the same are kept.",
             )
         found = self._records.read(int(self._places[number]) for number in numbers)
@@ -83,7 +83,7 @@ class PromptTable:
         return self._seeds
 
     def id_hashes(self) -> np.ndarray | None:
-        """Hashes of the ids, uint64 [N]; None where ids are mere row numbers."""
+        """Hashes of the ids, int64 [N]; None where ids are mere row numbers."""
         return self._id_hashes
 
     def fingerprint(self) -> str:
@@ -96,46 +96,40 @@ class PromptTable:
         return f"{self._records.unit} {record.line}"
 
     def _scan(self, limit: int | None) -> None:
-        places, hashes, seeds, sizes = array("q"), array("Q"), array("q"), array("i")
+        places, hashes, seeds, sizes = array("q"), array("q"), array("q"), array("i")
         columns: set[str] = set(self._records.columns)
         digest = hashlib.sha256()
-        block: list[Row] = []
-        empty = changed = 0
-        example = ""
-        ending = f" of {self.path}"
-        for index, (place, line, cells) in enumerate(islice(self._records.stream(), limit)):
-            where = f"{self._records.unit} {line}{ending}"
-            columns |= cells.keys()
-            row = _row(cells, index, where)
-            places.append(place)
-            seeds.append(-1 if row.seed is None else row.seed)
-            sizes.append(row.height or 0)
-            sizes.append(row.width or 0)
-            hashes.append(int.from_bytes(hashlib.blake2b(row.id.encode(), digest_size=8).digest(), "little"))
-            empty += not row.prompt
-            written = _written_id(cells, where)
-            if written not in (row.id, ""):
-                changed += 1
-                example = example or f"{written[:60]!r} became {row.id[:60]!r}"
-            block.append(row)
-            if len(block) == _HASHED_AT_ONCE:
-                digest.update(json.dumps(block).encode())
-                block.clear()
-        digest.update(json.dumps(block).encode())
+        empty, changed, unit = 0, _Changes(), self._records.unit
+        records = islice(self._records.stream(), limit)
+        while block := list(islice(records, _ROWS_AT_ONCE)):
+            columns.update(*(cells for _, _, cells in block))
+            rows = [
+                _row(cells, index, f"{unit} {line} of {self.path}")
+                for index, (_, line, cells) in enumerate(block, start=len(places))
+            ]
+            places.extend([place for place, _, _ in block])
+            seeds.extend([-1 if row.seed is None else row.seed for row in rows])
+            sizes.extend([side or 0 for row in rows for side in (row.height, row.width)])
+            hashes.extend(
+                [hash(row.id) for row in rows]
+            )  # only compared with each other: another process may hash otherwise
+            empty += sum(not row.prompt for row in rows)
+            changed.count(rows, [cells for _, _, cells in block])
+            digest.update(json.dumps(rows).encode())
         if not places:
             raise UserError(f"The table {self.path} has no rows.", fix="Give it at least one prompt.")
         self._fingerprint = digest.hexdigest()[:16]
         self._places = np.frombuffer(places, np.int64)
-        self._id_hashes = np.frombuffer(hashes, np.uint64) if pick(columns, _ID) else None
+        self._id_hashes = np.frombuffer(hashes, np.int64) if pick(columns, _ID) else None
         self._seeds = np.frombuffer(seeds, np.int64) if "seed" in columns else None
         has_sizes = not columns.isdisjoint(("height", "width"))
         self._sizes = np.frombuffer(sizes, np.int32).reshape(-1, 2) if has_sizes else None
-        self._note(columns, limit, empty, changed, example)
+        self._note(columns, limit, empty, changed)
 
-    def _note(self, columns: set[str], limit: int | None, empty: int, changed: int, example: str) -> None:
+    def _note(self, columns: set[str], limit: int | None, empty: int, changed: _Changes) -> None:
         count = len(self)
         if limit is not None and count < limit:
-            self.notes.append(f"{self.path} has {count:,} rows, fewer than the {limit:,} asked for: all are used.")
+            self.notes.append(f"{self.path} has only {count:,} of the {limit:,} rows asked for: all of them are used.")
         if columns.issuperset(_PROMPT):
             self.notes.append(f"{self.path} has both a prompt and a caption: the prompt is used.")
         if columns.issuperset(_ID):
@@ -147,8 +141,25 @@ class PromptTable:
             self.notes.append(
                 f"{empty:,} of {count:,} prompts are empty: their pictures are drawn from the empty text."
             )
-        if changed:
-            self.notes.append(f"{changed:,} of {count:,} ids were changed to be safe as file names: {example}.")
+        if changed.number:
+            self.notes.append(
+                f"{changed.number:,} of {count:,} ids were changed to be safe as file names: {changed.example}."
+            )
+
+
+class _Changes:
+    """How many ids could not stay as they are written, and the first of them."""
+
+    def __init__(self) -> None:
+        self.number, self.example = 0, ""
+
+    def count(self, rows: list[Row], cells: list[Cells]) -> None:
+        """Take in some rows and what they were made from."""
+        for row, written_cells in zip(rows, cells, strict=True):
+            written = _written_id(written_cells, "")
+            if written and written != row.id:
+                self.number += 1
+                self.example = self.example or f"{written[:60]!r} became {row.id[:60]!r}"
 
 
 def open_table(path: str, limit: int | None = None) -> PromptTable:
@@ -208,9 +219,9 @@ def _row(cells: Cells, index: int, where: str) -> Row:
     if prompt_field is None:
         raise _no_prompt(cells, where)
     negative = _text(cells, "negative_prompt", where)
-    seed = _whole(cells.get("seed"), "seed", where, 0, _SEEDS_BELOW)
-    height = _whole(cells.get("height"), "height", where, 1, _SIDES_BELOW)
-    width = _whole(cells.get("width"), "width", where, 1, _SIDES_BELOW)
+    seed = _whole(cells, "seed", where, 0, _SEEDS_BELOW)
+    height = _whole(cells, "height", where, 1, _SIDES_BELOW)
+    width = _whole(cells, "width", where, 1, _SIDES_BELOW)
     if (height is None) != (width is None):
         given, missing = ("width", "height") if height is None else ("height", "width")
         raise UserError(f"There is a {given} but no {missing} in {where}.", fix="Give both or neither.")
@@ -220,8 +231,9 @@ def _row(cells: Cells, index: int, where: str) -> Row:
 
 
 def _text(cells: Cells, field: str, where: str) -> str:
-    value = cells.get(field)
-    return "" if _is_missing(value) else caption_text(value, where, field).strip()
+    if _is_missing(value := cells.get(field)):
+        return ""
+    return caption_text(value, where, field).strip()
 
 
 def _written_id(cells: Cells, where: str) -> str:
@@ -239,9 +251,9 @@ def _written_id(cells: Cells, where: str) -> str:
     return str(value)
 
 
-def _whole(value: object, field: str, where: str, least: int, below: int) -> int | None:
+def _whole(cells: Cells, field: str, where: str, least: int, below: int) -> int | None:
     """Return the whole number of a cell, or None for an empty one."""
-    if _is_missing(value) or (isinstance(value, str) and not value.strip()):
+    if _is_missing(value := cells.get(field)) or (isinstance(value, str) and not value.strip()):
         return None
     number = None
     if isinstance(value, str):
@@ -280,7 +292,10 @@ def _no_prompt(columns: Iterable[str], where: str) -> UserError:
     )
 
 
-def _state(path: Path) -> tuple[int, int]:
-    """Return what changes when a file is written to."""
-    state = path.stat()
+def _state(path: Path) -> tuple[int, int] | None:
+    """Return what changes when a file is written to; None if it is gone."""
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
     return state.st_size, state.st_mtime_ns

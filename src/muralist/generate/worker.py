@@ -36,7 +36,6 @@ log = logging.getLogger("muralist")
 Send = Callable[[messages.Report], None]
 Inbox = queue.Queue[messages.Order]
 
-_LARGEST_BATCH = 64
 _MEMORY_TO_USE = 0.92  # of a GPU's; what is left is for the pieces into which memory breaks over hours
 _TRIAL_STEPS = 2
 _SECONDS_BETWEEN_BEATS = 1.0
@@ -99,7 +98,7 @@ class Worker:
                         shard.close()
                         return
                     if isinstance(message, Measure):
-                        self.send(messages.Measured(self._largest_batch(message.sample, beat)))
+                        self.send(messages.Measured(self._largest_batch(message, beat)))
                     else:
                         waiting.append(message)
                 task = waiting.pop(0)
@@ -170,12 +169,12 @@ class Worker:
         shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, changed)
         self.send(messages.Done(sample.number))
 
-    def _largest_batch(self, sample: Sample, beat: Callable[[], None]) -> int:
+    def _largest_batch(self, asked: Measure, beat: Callable[[], None]) -> int:
         """Twice as many as fitted, until they do not; on a CPU, where memory ends in a kill, one at a time."""
         if not self.painter.batches() or self.device.type == "cpu":
             return 1
-        fitted, shape = 1, 1
-        while shape <= _LARGEST_BATCH:
+        sample, fitted, shape = asked.sample, 1, 1
+        while shape <= asked.most:
             torch.cuda.reset_peak_memory_stats(self.device)
             try:
                 self.painter.paint([_order(sample)] * shape, (sample.height, sample.width), beat, _TRIAL_STEPS)

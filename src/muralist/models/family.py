@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from muralist.data.encoded import EncodedSource
 from muralist.data.loader import Batch
 from muralist.keyed_random import Purpose, SampleKeys
 from muralist.models.variants import is_hunyuan
@@ -22,8 +23,12 @@ def to_unit(images_u8: Tensor, flips: SampleKeys | None) -> Tensor:
     images = images_u8.permute(0, 3, 1, 2).float() / 127.5 - 1.0
     if flips is None:
         return images
-    mirrored = flips.uniform(Purpose.FLIP) < 0.5
-    return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+    return torch.where(is_mirrored(flips)[:, None, None, None], images.flip(-1), images)
+
+
+def is_mirrored(keys: SampleKeys) -> Tensor:
+    """Which pictures of a batch are mirrored, [B]."""
+    return keys.uniform(Purpose.FLIP) < 0.5
 
 
 class Family(Protocol):
@@ -87,12 +92,12 @@ def prepare_family(settings: TrainSettings) -> None:
         build_small_hunyuan(small_folder(settings))
 
 
-def build_family(settings: TrainSettings, label_names: list[str]) -> Family:
-    """The family that a model name belongs to."""
+def build_family(settings: TrainSettings, label_names: list[str], encoded: EncodedSource | None = None) -> Family:
+    """The family that a model name belongs to; `encoded` is the data set where it is encoded ahead."""
     if is_hunyuan(settings.model.name):
         from muralist.models.hunyuan_family import HunyuanFamily
 
-        return HunyuanFamily.from_settings(settings)
+        return HunyuanFamily.from_settings(settings, encoded)
     from muralist.models.jit_family import JiTFamily
 
     return JiTFamily.from_settings(settings, label_names)

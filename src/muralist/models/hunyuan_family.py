@@ -27,12 +27,15 @@ from transformers.utils import logging as transformers_logging
 
 from muralist import keyed_random
 from muralist.data.driving_world import PROMPTS
+from muralist.data.encoded import EncodedSource
+from muralist.data.encoded_batch import EncodedText, read_empty_caption
 from muralist.data.loader import Batch
 from muralist.diffusion import ddpm, flow
 from muralist.errors import UserError
 from muralist.keyed_random import Purpose, SampleKeys
 from muralist.models import variants
-from muralist.models.family import to_unit
+from muralist.models.family import is_mirrored, to_unit
+from muralist.models.frozen import check_encoded, frozen_fingerprints
 from muralist.models.lora import Lora, fingerprint, is_adapter
 from muralist.settings import SampleSettings, TrainSettings
 
@@ -74,6 +77,8 @@ class FrozenParts:
     bert_tokenizer: Any
     t5: Any
     t5_tokenizer: Any
+    remembered: dict[str, Text] = field(default_factory=dict)
+    """Prompts that were embedded before: at every checkpoint the same ones are drawn."""
 
     @classmethod
     def load(cls, folder: Path) -> FrozenParts:
@@ -89,10 +94,11 @@ class FrozenParts:
         ]
         return cls(vae, bert, tokenizers[0], t5, tokenizers[1])
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move them to where training happens."""
-        for part in (self.vae, self.bert, self.t5):
-            nn.Module.to(part, device, dtype)  # diffusers' own warns of nothing
+    def to(self, device: torch.device, dtype: torch.dtype, text_device: torch.device | None = None) -> None:
+        """Move them to where training happens; the text encoders elsewhere if they are hardly needed."""
+        nn.Module.to(self.vae, device, dtype)  # diffusers' own warns of nothing
+        for part in (self.bert, self.t5):
+            nn.Module.to(part, text_device or device, dtype)
 
     @torch.no_grad()
     def embed(self, captions: Sequence[str]) -> Text:
@@ -108,11 +114,23 @@ class FrozenParts:
             outputs += [encoder(tokens.input_ids.to(device), attention_mask=mask)[0].float(), mask]
         return Text(*outputs)
 
+    def embed_prompts(self, prompts: Sequence[str], device: torch.device) -> Text:
+        """The same on a device, each prompt alone and only once: on a CPU a large text encoder takes seconds."""
+        for prompt in prompts:
+            if prompt not in self.remembered:
+                self.remembered[prompt] = self.embed([prompt])
+        texts = [self.remembered[prompt] for prompt in prompts]
+        return Text(*(torch.cat(parts).to(device) for parts in zip(*texts, strict=True)))
+
     @torch.no_grad()
-    def encode(self, images: Tensor, noise: Tensor) -> Tensor:
-        """Images in [-1, 1] to scaled latents, drawn from the VAE's posterior with the given noise."""
+    def posterior(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of the latents of images in [-1, 1], in the VAE's precision."""
         posterior = self.vae.encode(images.to(self.vae.dtype)).latent_dist
-        return (posterior.mean + posterior.std * noise).float() * self.vae.config.scaling_factor
+        return posterior.mean, posterior.std
+
+    def draw(self, mean: Tensor, deviation: Tensor, noise: Tensor) -> Tensor:
+        """Scaled latents, drawn from the VAE's posterior with the given noise."""
+        return (mean + deviation * noise).float() * self.vae.config.scaling_factor
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -137,6 +155,7 @@ class HunyuanFamily:
     lora: Lora | None = None  # None: the whole transformer is trained
     seed: int = 0
     label_names: list[str] = field(default_factory=list)  # it has captions, no classes
+    encoded: EncodedSource | None = None  # the data set, where its latents and embeddings were made ahead
 
     @classmethod
     def load(cls, folder: Path, size: tuple[int, int], **settings: Any) -> HunyuanFamily:
@@ -157,11 +176,14 @@ class HunyuanFamily:
         return cls(FrozenParts.load(folder), config, schedule, size, folder, **settings)
 
     @classmethod
-    def from_settings(cls, settings: TrainSettings) -> HunyuanFamily:
+    def from_settings(cls, settings: TrainSettings, encoded: EncodedSource | None = None) -> HunyuanFamily:
         """The family a training run asks for; without a folder a small model is built beside the runs."""
         model = settings.model
+        folder = Path(model.path) if model.path else small_folder(settings)
+        if encoded:
+            check_encoded(encoded, folder, settings.data.random_flip)
         return cls.load(
-            Path(model.path) if model.path else small_folder(settings),
+            folder,
             model.size,
             uncond_p=model.uncond_p,
             uncond_p_t5=model.uncond_p_t5,
@@ -169,11 +191,12 @@ class HunyuanFamily:
             gradient_checkpointing=model.gradient_checkpointing,
             lora=Lora(model.lora_rank, tuple(model.lora_targets)) if model.training_parts == "lora" else None,
             seed=settings.seed,
+            encoded=encoded,
         )
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Bring what is not trained to a device."""
-        self.parts.to(device, dtype)
+        """Bring what is not trained to a device; encoded data need text encoders for the prompts of samples alone."""
+        self.parts.to(device, dtype, torch.device("cpu") if self.encoded else None)
 
     def network(self) -> nn.Module:
         """The transformer as the folder has it, in float32; LoRA on it changes nothing yet."""
@@ -199,24 +222,38 @@ class HunyuanFamily:
 
     def encode(self, batch: Batch, keys: SampleKeys) -> HunyuanEncoded:
         """Picture to latents and caption to embeddings; dropped captions become the empty one, for each encoder apart."""
-        images = to_unit(batch.images_u8, keys if self.random_flip else None)
-        noise = keys.normal(Purpose.LATENT, (4, self.size[0] // 8, self.size[1] // 8))
-        text, empty = self.parts.embed(batch.captions), self._empty
+        if batch.encoded is None:
+            images = to_unit(batch.images_u8, keys if self.random_flip else None)
+            text, (mean, deviation) = self.parts.embed(batch.captions), self.parts.posterior(images)
+        else:
+            text, (mean, deviation) = _text(batch.encoded.text), self._chosen(batch.encoded.latents, keys)
+        # Not always the shape of `size`: batches may differ (--multireso).
+        noise, empty = keys.normal(Purpose.LATENT, tuple(mean.shape[1:])), self._empty
         dropped = keys.uniform(Purpose.CAPTION_DROP, (2,)) < torch.tensor(
             [self.uncond_p, self.uncond_p_t5], device=noise.device
         )
         bert, t5 = dropped[:, 0, None], dropped[:, _T5_DROP, None]
         return HunyuanEncoded(
-            self.parts.encode(images, noise),
+            self.parts.draw(mean, deviation, noise),
             torch.where(bert[..., None], empty.bert, text.bert),
             torch.where(bert, empty.bert_mask, text.bert_mask),
             torch.where(t5[..., None], empty.t5, text.t5),
             torch.where(t5, empty.t5_mask, text.t5_mask),
         )
 
+    def _chosen(self, latents: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of each picture, or of its mirror image where its key says so."""
+        chosen = latents[:, 0]
+        if self.random_flip:
+            chosen = torch.where(is_mirrored(keys)[:, None, None, None, None], latents[:, 1], chosen)
+        return chosen[:, 0], chosen[:, 1]
+
     @cached_property
     def _empty(self) -> Text:
-        return self.parts.embed([""])
+        device = next(self.parts.vae.parameters()).device
+        if self.encoded:
+            return Text(*(part.to(device) for part in _text(read_empty_caption(self.encoded))))
+        return self.parts.embed_prompts([""], device)
 
     def loss(self, network: nn.Module, encoded: HunyuanEncoded, keys: SampleKeys) -> Tensor:
         """Squared error of the predicted velocity, for each sample."""
@@ -233,8 +270,8 @@ class HunyuanFamily:
 
     def _predict(self, network: nn.Module, latents: Tensor, step: Tensor, text: Text) -> Tensor:
         conditions: dict[str, Tensor | None] = {"image_meta_size": None, "style": None}
+        height, width = 8 * latents.shape[-2], 8 * latents.shape[-1]
         if self.config["use_style_cond_and_image_meta_size"]:  # version 1.1 and before
-            height, width = self.size
             meta = torch.tensor([[width, height, width, height, 0, 0]], dtype=torch.float32, device=latents.device)
             conditions["image_meta_size"] = meta.repeat(len(latents), 1)
             conditions["style"] = torch.zeros(len(latents), dtype=torch.int64, device=latents.device)
@@ -245,14 +282,11 @@ class HunyuanFamily:
             text_embedding_mask=text.bert_mask,
             encoder_hidden_states_t5=text.t5,
             text_embedding_mask_t5=text.t5_mask,
-            image_rotary_emb=self._rotation(latents.device),
+            image_rotary_emb=rotary_table(self.config["attention_head_dim"], (height, width), latents.device),
             return_dict=False,
             **conditions,
         )[0]
         return output.chunk(2, dim=1)[0]  # the other half is a variance that nothing samples with
-
-    def _rotation(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return rotary_table(self.config["attention_head_dim"], self.size, device)
 
     def default_prompts(self) -> list[str]:
         """The eight of guide 3."""
@@ -274,7 +308,7 @@ class HunyuanFamily:
         numbers = torch.tensor(list(seeds), dtype=torch.int64)
         # Drawn on the CPU: the same seed is the same noise whatever the card.
         latents = keyed_random.normal(0, Purpose.SAMPLE_NOISE, numbers, shape).to(device) * solver.init_noise_sigma
-        text = self.parts.embed(prompts)
+        text = self.parts.embed_prompts(prompts, device)
         empty = Text(*(part.repeat(len(prompts), *[1] * (part.ndim - 1)) for part in self._empty))
         guidance = _GUIDANCE if settings.guidance == "auto" else settings.guidance
         for step in solver.timesteps:
@@ -336,7 +370,8 @@ class HunyuanFamily:
     def summary(self) -> str:
         """Folder, size, objective and LoRA."""
         lora = f", LoRA of rank {self.lora.rank} on {' '.join(self.lora.targets)}" if self.lora else ""
-        return f"{NAME} of {self.folder} at {self.size[0]} x {self.size[1]} px, v-prediction{lora}"
+        ahead = ", encoded ahead" if self.encoded else ""
+        return f"{NAME} of {self.folder} at {self.size[0]} x {self.size[1]} px, v-prediction{lora}{ahead}"
 
     def describe(self) -> dict[str, Any]:
         """The folder and what shapes the training."""
@@ -358,8 +393,7 @@ class HunyuanFamily:
         """A fingerprint of what is not trained: with another VAE or text encoder a run would be another run."""
         if self.folder is None:
             return ""
-        names = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
-        return " ".join(fingerprint(self.folder / name) for name in names)
+        return " ".join(frozen_fingerprints(self.folder).values())
 
     @cached_property
     def _lora_facts(self) -> dict[str, Any] | None:
@@ -373,6 +407,11 @@ class HunyuanFamily:
 def small_folder(settings: TrainSettings) -> Path:
     """Where a small model lies, beside the runs that train it."""
     return Path(settings.results_dir) / "models" / "small-hunyuandit"
+
+
+def _text(encoded: EncodedText) -> Text:
+    """Embeddings that were made ahead, as embed() would give them."""
+    return Text(encoded.bert.float(), encoded.bert_mask.long(), encoded.t5.float(), encoded.t5_mask.long())
 
 
 def _recomputed(forward: Any) -> Any:

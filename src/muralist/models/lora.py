@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -15,16 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from muralist import keyed_random
 from muralist.errors import UserError, nearest
+from muralist.hydit_flags import LAYERS
 from muralist.keyed_random import Purpose
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _TRAINED = ".lora_"
 _BLOCKS = "blocks."
+_PEFT_PREFIX = "base_model.model."
 _ENDS = 1 << 20  # bytes
 
 
@@ -56,6 +59,34 @@ def fingerprint(path: Path) -> str:
             content.seek(-min(_ENDS, file.stat().st_size), os.SEEK_END)
             digest.update(content.read())
     return digest.hexdigest()[:16]
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """Pairs from a folder that PEFT wrote, as names and values have it here; those of the official script too."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    if config.get("alpha_pattern") or config.get("use_dora"):
+        raise UserError(f"The LoRA in {folder} is of a kind that is not read: alpha_pattern or DoRA.")
+    rank, alpha = config["r"], config["lora_alpha"]
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    stored = {name.removeprefix(_PEFT_PREFIX): value for name, value in load_file(folder / ADAPTER_FILE).items()}
+    pairs: dict[str, Tensor] = {}
+    for name, value in stored.items():
+        layer, _, end = name.rpartition(_TRAINED)  # end: A.weight or B.weight
+        if not layer.startswith(_BLOCKS) and not stored.get(f"{layer}{_TRAINED}B.weight", value).any():
+            continue  # the official script puts one beside the text pooler, which cannot learn there
+        names = _diffusers_layers(layer)
+        which = end.partition(".")[0]
+        parts = (value * scale).chunk(len(names)) if which == "B" else [value] * len(names)
+        for own, part in zip(names, parts, strict=True):
+            pairs[f"{own}{_TRAINED}{which}.default.weight"] = part.clone()
+    return pairs
+
+
+def _diffusers_layers(layer: str) -> list[str]:
+    """The layers of diffusers' network that one of the official network's is made of, or the layer itself."""
+    place, _, last = layer.rpartition(".")
+    block = place.rpartition(".")[0]
+    return [f"{block if end.startswith('attn') else place}.{end}" for end in LAYERS.get(last, (last,))]
 
 
 @dataclass(frozen=True)

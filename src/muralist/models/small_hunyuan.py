@@ -43,6 +43,7 @@ EMPTY_CAPTION = "随机生成一张图片"
 TEXT_WIDTH = 64
 # How much a word's vector outweighs that of its position: at 1, captions that differ in one word are hard to tell apart.
 WORD_EMPHASIS = 3.0
+BETA_START = 0.00085
 BETA_END: dict[Variant, float] = {"1.1": 0.03, "1.2": 0.018}
 
 
@@ -190,7 +191,7 @@ def _transformer_config(variant: Variant) -> dict[str, Any]:
 
 def _scheduler(variant: Variant) -> DDPMScheduler:
     return DDPMScheduler(
-        beta_start=0.00085,
+        beta_start=BETA_START,
         beta_end=BETA_END[variant],
         beta_schedule="scaled_linear",
         prediction_type="v_prediction",

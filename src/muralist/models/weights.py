@@ -27,6 +27,7 @@ from torch import Tensor
 from muralist import __version__
 from muralist.errors import UserError
 from muralist.models.jit import JiT
+from muralist.models.lora import ADAPTER_FILE, read_adapter
 from muralist.models.variants import MLP_RATIO, VARIANTS
 from muralist.runfolder import disk_error, flush_folder, no_space, write_json
 
@@ -44,11 +45,14 @@ _JIT_ARGUMENTS = tuple(inspect.signature(JiT).parameters)
 def read_weights(path: str | Path, which: Which = "ema1") -> dict[str, Tensor]:
     """Weights by name, on the CPU, from a run, a checkpoint, an export, a .safetensors file or an official .pth file.
 
-    An export and a .safetensors file hold one set of weights, and give that one whichever is asked for.
+    An export, a LoRA folder of PEFT's and a .safetensors file hold one set of weights, and give that one whichever is asked
+    for.
     """
     file = weights_file(Path(path), which)
     if not file.is_file():
         raise UserError(f"There are no weights at {file}.", fix="Check the path.")
+    if file.name == ADAPTER_FILE:
+        return _read_adapter(file)
     if file.suffix == ".safetensors":
         return _read_safetensors(file)
     if file.suffix in (".pth", ".pt"):
@@ -76,7 +80,7 @@ def weights_file(path: Path, which: Which) -> Path:
     latest = path / "checkpoints" / "latest"
     if latest.is_file():
         return latest.parent / latest.read_text().strip() / f"{which}.safetensors"
-    names = (f"{which}.safetensors", WEIGHTS_FILE, OFFICIAL_FILE)
+    names = (f"{which}.safetensors", WEIGHTS_FILE, OFFICIAL_FILE, ADAPTER_FILE)
     found = [path / name for name in names if (path / name).is_file()]
     if not found:
         raise UserError(
@@ -100,6 +104,13 @@ def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (SafetensorError, OSError) as error:
+        raise _damaged(file, error) from None
+
+
+def _read_adapter(file: Path) -> dict[str, Tensor]:
+    try:
+        return read_adapter(file.parent)
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(file, error) from None
 
 

@@ -12,6 +12,12 @@ from muralist.words import duration
 
 _BYTES_ON_DISK = 20  # float32 weights, two moments, two averages
 SMALL_BATCH = 256
+_TOKEN = variants.HUNYUAN_PIXELS_PER_TOKEN
+NO_CAPTIONS = (
+    "The images have no captions (all that were looked at): HunyuanDiT will learn pictures, but not to follow a prompt. "
+    "--data.caption names a column that holds them, or is a text such as 'A photo of {label}'; in a folder, picture.txt "
+    "beside picture.jpg is one."
+)
 
 
 def check(settings: TrainSettings) -> None:
@@ -27,6 +33,7 @@ def check(settings: TrainSettings) -> None:
         raise UserError(
             "No data was named.", fix="Give --data_path FOLDER, or --data_path driving_world for the embedded set."
         )
+    _check_multireso(settings)
     if settings.data.global_batch_size and settings.optim.gradient_accumulation_steps > 1:
         raise UserError(
             "--global_batch_size and --gradient_accumulation_steps cannot both be given.",
@@ -35,6 +42,31 @@ def check(settings: TrainSettings) -> None:
     low, high = settings.samples.interval
     if low >= high:
         raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
+
+
+def _check_multireso(settings: TrainSettings) -> None:
+    data, img_size = settings.data, settings.model.img_size
+    if not data.multireso:
+        if data.reso_step:
+            raise UserError("--reso_step says nothing without --multireso.", fix="Give both, or leave it out.")
+        return
+    if not variants.is_hunyuan(settings.model.name):
+        raise UserError(
+            f"{settings.model.name} makes square pictures only.",
+            "--multireso is there for HunyuanDiT.",
+            "Leave --multireso out.",
+        )
+    if isinstance(img_size, tuple):
+        raise UserError(
+            f"--multireso starts from a square, not from {img_size[0]} x {img_size[1]}.",
+            "All its sizes have about the area of this square.",
+            "Give one number as --img_size.",
+        )
+    if data.reso_step and (data.reso_step % _TOKEN or data.reso_step > max(_TOKEN, img_size // 2)):
+        raise UserError(
+            f"--reso_step {data.reso_step} does not fit pictures of {img_size} pixels.",
+            fix=f"Give a multiple of {_TOKEN} that is at most half of --img_size.",
+        )
 
 
 def _check_hunyuan(model: ModelSettings) -> None:
@@ -79,6 +111,7 @@ def lines(
     layout: str,
     held_out: int,
     floor_seconds: float,
+    sizes: list[str],
 ) -> list[str]:
     """What is about to happen, for a person to check; `beside` counts frozen parameters that checkpoints leave out."""
     optim = settings.optim
@@ -87,7 +120,8 @@ def lines(
     text = [
         f"model      {model}, {trained / 1e6:.1f}M "
         + (f"of {(trained + beside) / 1e6:.1f}M parameters trained" if beside else "parameters"),
-        f"data       {settings.data.path}: {clock.samples:,} images to train on, {held_out:,} held out",
+        f"data       {' '.join(settings.data.paths)}: {clock.samples:,} images to train on, {held_out:,} held out",
+        *sizes,
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {steps_per_epoch:,.1f} steps/epoch = {clock.last_step:,} steps"
         + (f", stopping after {stop:,}" if stop < clock.last_step else ""),

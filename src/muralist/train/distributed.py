@@ -20,6 +20,7 @@ from torch import Tensor
 
 from muralist.errors import UserError
 from muralist.settings import Strategy
+from muralist.train.build_lock import clear_stale_locks
 from muralist.train.heartbeat import WAITING, Heartbeat
 
 
@@ -134,6 +135,7 @@ def _deepspeed_plugin(stage: int) -> DeepSpeedPlugin:
             f"--strategy zero{stage} needs DeepSpeed, which is not installed.",
             fix="Install it with `pip install 'muralist[deepspeed]'`, or use --strategy fsdp2, which needs nothing more.",
         )
+    clear_stale_locks()  # it may compile as early as when it meets the other processes
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     config = {

@@ -36,12 +36,12 @@ def sample_images_multi_gpu(
     `save_checkpoint()` calls this for HunyuanDiT on every rank. `model` is the network with the weights to draw with,
     `diffusion` its noise schedule (a diffusers scheduler, or its config). `args` has `samples_dir` and `image_size`, and may
     have `sample_prompts`, `sample_steps`, `sample_guidance`, `sample_seed`, `samples_per_gpu`, `sample_solver`, `autocast`
-    (a dtype) and `monitors`.
+    (a dtype), `monitors` and `embedded_prompts` (a dict that is filled here, so that each prompt is embedded only once).
     """
     schedule = diffusion if isinstance(diffusion, Mapping) else diffusion.config
     network = getattr(model, "module", model)  # as DistributedDataParallel keeps it
     family = HunyuanFamily(
-        FrozenParts(vae, text_encoder, tokenizer, text_encoder_t5, tokenizer_t5),
+        FrozenParts(vae, text_encoder, tokenizer, text_encoder_t5, tokenizer_t5, getattr(args, "embedded_prompts", {})),
         dict(_config_of(network)),
         dict(schedule),
         (int(args.image_size[0]), int(args.image_size[1])),

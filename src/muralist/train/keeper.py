@@ -168,6 +168,7 @@ class Keeper:
                 samples_per_gpu=wanted.per_gpu,
                 autocast=self.stepper.autocast,
                 monitors=self.monitors,
+                embedded_prompts=parts.remembered,
             ),
             log,
             step,

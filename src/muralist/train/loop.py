@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from muralist.data.loader import Batch, held_out_batches, training_batches
-from muralist.data.stream import Stream
 from muralist.errors import UserError
+from muralist.models import variants
 from muralist.models.family import build_family, prepare_family
 from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
 from muralist.scale.flops import matmul_rate
 from muralist.scale.slurm import adopt_ranks
 from muralist.settings import CheckpointSettings, TrainSettings
 from muralist.train import checkpoint, contract, samples, start
-from muralist.train.data import Data, open_data
+from muralist.train.data import Data, has_captions, in_buckets, open_data
 from muralist.train.distributed import Engine, lost_contact
 from muralist.train.heartbeat import SAVING, WAITING, Heartbeat, rank_and_size
 from muralist.train.keeper import Keeper
@@ -34,7 +34,7 @@ from muralist.train.recorder import EpochLoss, Recorder
 from muralist.train.schedule import Clock, learning_rate, plan_batch
 from muralist.train.stepper import Stepper, autocast_type, build_optimizer
 from muralist.train.stop import Request, Requests
-from muralist.train.strategy import build_strategy
+from muralist.train.strategy import build_strategy, compile_each_size
 from muralist.train.writer import CheckpointWriter
 
 log = logging.getLogger("muralist")
@@ -113,8 +113,11 @@ def _train(
     if engine.is_main:
         prepare_family(settings)
     engine.wait()
+    if settings.data.multireso:
+        heartbeat.report("looking at the shapes of pictures")
+        data = in_buckets(data, settings, engine, run.shapes)
     heartbeat.report("loading the model")
-    family = build_family(settings, data.source.label_names)
+    family = build_family(settings, data.source.label_names, data.encoded)
     prompts = samples.read_prompts(settings.samples.prompts, family)
 
     found = start.find_checkpoint(run, settings.checkpoint.resume)
@@ -148,6 +151,8 @@ def _train(
     beside = sum(parameter.numel() for name, parameter in network.named_parameters() if not family.stores(name))
     strategy = build_strategy(engine)
     compiled = device.type == "cuda" if settings.compile == "auto" else settings.compile
+    if compiled and data.buckets:
+        compile_each_size(len(data.buckets.sizes))
     strategy.place(network, compiled)
     optimizer = build_optimizer(network, settings.optim)
     stepper = Stepper(
@@ -172,9 +177,11 @@ def _train(
     _say_contract(settings, engine, run, found[0] if found else None, first_step,
                   contract.lines(settings, plan, clock, rate, family.summary(), trained, beside,
                                  strategy.memory(trained, beside), strategy.words,
-                                 len(data.held_out_indices), floor))  # fmt: skip
+                                 len(data.held_out_indices), floor, data.bucket_lines(plan.total)))  # fmt: skip
     if initial:
         log.info("starting from the weights of %s", initial[1])
+    if engine.is_main and variants.is_hunyuan(settings.model.name) and not has_captions(data):
+        log.warning(contract.NO_CAPTIONS)
     if first_step >= last_step:
         log.info(
             "Nothing left to do: the run is at step %d, asked for %d. More --epochs or --max_steps goes on.",
@@ -186,14 +193,15 @@ def _train(
     parts = training_batches(
         data.source,
         data.split,
-        Stream(settings.seed, data.split.training_size),
+        data.order(settings.seed, plan.total),
         plan.numbers(engine.rank, range(first_step, last_step)),
         settings.data,
     )
     if engine.size > 1 or device.type == "cuda":
         heartbeat.report("compiling" if compiled else "warming up")
         first_images = np.arange(plan.part)
-        stepper.warm_up(next(held_out_batches(data.source, np.zeros_like(first_images), first_images, plan.part)))
+        same = np.full_like(first_images, data.largest)
+        stepper.warm_up(next(held_out_batches(data.source, same, first_images, plan.part)))
     if found and engine.is_main and found[0].parent.resolve() == run.checkpoints.resolve():
         # A run that is set back stays set back, even if it dies before its next checkpoint.
         write_atomically(run.checkpoints / "latest", found[0].name + "\n")

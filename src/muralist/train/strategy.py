@@ -189,6 +189,18 @@ def _laid_out_like(pattern: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(tensor, pattern.device_mesh, pattern.placements, src_data_rank=None)
 
 
+def compile_each_size(count: int) -> None:
+    """Have torch.compile make one graph for each of so many picture sizes.
+
+    By itself it would make one for the first size it meets and a slower one for all others: what a step computes would then
+    depend on where the run was started from. Each size is compiled when its first batch comes.
+    """
+    from torch._dynamo import config
+
+    config.automatic_dynamic_shapes = False
+    config.recompile_limit = max(config.recompile_limit, 8 * count)
+
+
 def build_strategy(engine: Engine) -> Replicated:
     """The strategy that the engine was started for."""
     if engine.strategy == "fsdp2":

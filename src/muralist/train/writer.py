@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,8 @@ from muralist.train import checkpoint
 from muralist.words import duration
 
 log = logging.getLogger("muralist")
+_PIECE = 1 << 28  # bytes
+_ALIGNED = 64
 
 
 class CheckpointWriter:
@@ -27,14 +30,19 @@ class CheckpointWriter:
         self.folder, self.keep, self.writers = folder, keep, writers
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def submit(
         self, step: int, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor], facts: dict[str, Any]
     ) -> None:
         """Copy everything, then write it in the background; waits for the checkpoint before, if that is still written."""
         self.finish()
-        copies = {name: self._on_host(tensors) for name, tensors in weights.items()}
-        self._thread = threading.Thread(target=self._write, args=(step, copies, self._on_host(state), facts))
+        copies = {name: self._on_host(name, tensors) for name, tensors in weights.items()}
+        states = self._on_host("state", state)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies are under way
+        self._thread = threading.Thread(target=self._write, args=(step, copies, states, facts))
         self._thread.start()
 
     def _write(self, step: int, weights: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -61,14 +69,30 @@ class CheckpointWriter:
             self._thread = None
         self.check()
 
-    def _on_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._copy(value.detach()) for name, value in tensors.items()}
+    def _on_host(self, part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._copy((part, name), value.detach()) for name, value in tensors.items()}
 
-    def _copy(self, tensor: Tensor) -> Tensor:
+    def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
-            return tensor.to("cpu", copy=True)
+            return self._into_buffer(key, tensor)
         assert self.writers is not None, "tensors in parts need all processes to be written"
-        part = tensor.to_local().to("cpu", copy=True)
+        part = self._into_buffer(key, tensor.to_local())
         return DTensor.from_local(
             part, self.writers, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
+
+    def _into_buffer(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        """Copy into memory that stays for the next checkpoint: fresh memory, and memory that is not page-locked, is slow."""
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._pinned_like(tensor) if tensor.is_cuda else torch.empty_like(tensor, device="cpu")
+            self._buffers[key] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def _pinned_like(self, tensor: Tensor) -> Tensor:
+        """Page-locked memory, cut from large pieces: torch would round each tensor up to a power of two."""
+        size = tensor.numel() * tensor.element_size()
+        if size > len(self._pinned):
+            self._pinned = torch.empty(max(size, _PIECE), dtype=torch.uint8, pin_memory=True)
+        cut, self._pinned = self._pinned[:size], self._pinned[-(-size // _ALIGNED) * _ALIGNED :]
+        return cut.view(tensor.dtype).view(tensor.shape)

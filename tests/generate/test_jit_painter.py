@@ -1,0 +1,178 @@
+"""Models trained here as painters: JiT in all its forms, and HunyuanDiT with trained weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from muralist.errors import UserError
+from muralist.generate.models import check_model
+from muralist.generate.painter import Order, Painter
+from muralist.generate.pipelines import open_painter
+from muralist.models.export import export
+from muralist.models.family import to_u8
+from muralist.models.jit_family import JiTFamily
+from muralist.models.lora import Lora
+from muralist.models.small_hunyuan import build_small_hunyuan
+from muralist.settings import ExportSettings, GenerateSettings, ModelSettings, SampleSettings, TrainSettings
+from tests.support.hunyuan import small_family
+from tests.support.painting import CPU, differ, no_beat
+
+SIDE = 16
+DOG, CAT = Order("dog", "", 3), Order("cat", "", 4)
+
+
+def given(path: Path, **changes: Any) -> GenerateSettings:
+    plain = {"num_inference_steps": 4, "dtype": "fp32"} | changes
+    return GenerateSettings(prompts_csv="", output_dir="", model_path=str(path), **plain)
+
+
+def painter_of(path: Path, **changes: Any) -> Painter:
+    return open_painter(given(path, **changes), CPU)
+
+
+def paint(painter: Painter, *orders: Order) -> list[np.ndarray]:
+    return painter.paint(orders, (SIDE, SIDE), no_beat)
+
+
+def checkpoint(folder: Path, description: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    """A run with one checkpoint, as far as readers of weights look at it."""
+    step = folder / "checkpoints" / "step_0000001"
+    step.mkdir(parents=True)
+    (folder / "checkpoints" / "latest").write_text(step.name)
+    (step / "manifest.json").write_text(json.dumps({"model": description}))
+    save_file(weights, step / "ema1.safetensors")
+    return folder
+
+
+def family(*names: str) -> JiTFamily:
+    model = ModelSettings(name="JiT-T/8", img_size=SIDE, enable_condition=bool(names))
+    return JiTFamily.from_settings(TrainSettings(model=model), list(names))
+
+
+def network_of(chosen: JiTFamily) -> torch.nn.Module:
+    """With a head that is not zero, as it is before training."""
+    network = chosen.network().eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.add_(0.05 * torch.randn_like(weight))
+    return network
+
+
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JiTFamily, torch.nn.Module]:
+    chosen = family("cat", "dog", "bird")
+    network = network_of(chosen)
+    run = checkpoint(tmp_path_factory.mktemp("runs") / "pets", chosen.describe(), network.state_dict())
+    return run, chosen, network
+
+
+def test_it_paints_what_the_family_draws(pets: tuple[Path, JiTFamily, torch.nn.Module]) -> None:
+    run, chosen, network = pets
+    painter = painter_of(run)
+    assert painter.batches()
+    painter.prepare([DOG])
+    drawn = to_u8(chosen.sample(network, ["dog", "cat", "2"], [3, 4, 5], SampleSettings(steps=4, guidance=2.9)))
+    painted = paint(painter, DOG, CAT, Order("bird", "", 5))
+    assert all(map(np.array_equal, painted, drawn))
+    assert np.array_equal(paint(painter, CAT, CAT, DOG)[2], painted[0])
+    assert differ(painted[0], painted[1]) > 5
+
+
+def test_every_form_of_the_weights_is_the_same_model(
+    pets: tuple[Path, JiTFamily, torch.nn.Module], tmp_path: Path
+) -> None:
+    run, _, network = pets
+    export(ExportSettings(source=str(run), destination=str(tmp_path / "export")))
+    save_file(network.state_dict(), tmp_path / "weights.safetensors")
+    state = {f"net.{name}": value for name, value in network.state_dict().items()}
+    torch.save({"model": {}, "model_ema1": state, "model_ema2": {}}, tmp_path / "official.pth")
+    (tmp_path / "folder").mkdir()
+    torch.save({"model": {}, "model_ema1": state, "model_ema2": {}}, tmp_path / "folder" / "checkpoint-last.pth")
+    expected = paint(painter_of(run), DOG)[0]
+    assert np.array_equal(paint(painter_of(run / "checkpoints" / "step_0000001"), DOG)[0], expected)
+    assert np.array_equal(paint(painter_of(tmp_path / "export"), DOG)[0], expected)
+    for name in ("weights.safetensors", "official.pth", "folder"):  # they know classes by number alone
+        assert np.array_equal(paint(painter_of(tmp_path / name), DOG._replace(prompt="1"))[0], expected)
+    with pytest.raises(UserError, match="'dog' names no class.*numbers from 0 to 2"):
+        paint(painter_of(tmp_path / "official.pth"), DOG)
+
+
+def test_guidance_that_ends_early(pets: tuple[Path, JiTFamily, torch.nn.Module]) -> None:
+    run, _, _ = pets
+
+    def painted(**changes: Any) -> tuple[np.ndarray, int]:
+        beats: list[int] = []
+        picture = painter_of(run, num_inference_steps=10, **changes).paint([DOG], (SIDE, SIDE), lambda: beats.append(1))
+        return picture[0], len(beats)
+
+    whole, passes = painted()
+    none, fewest = painted(guidance_scale=1.0)
+    assert fewest == 19  # two stages a step, and one for the last
+    for cut, expected in ((10, whole), (12, whole), (0, none), (1, none)):  # it never was on before 0.1 of the way
+        assert np.array_equal(painted(cfg_truncation_step=cut)[0], expected), cut
+    cut, fewer = painted(cfg_truncation_step=5)
+    assert fewest < fewer < passes
+    assert differ(cut, whole) > 0
+    assert differ(cut, none) > 0
+
+
+def test_settings_that_do_not_fit(pets: tuple[Path, JiTFamily, torch.nn.Module], tmp_path: Path) -> None:
+    run, _, _ = pets
+    checked = check_model(given(run))
+    assert checked.settled["guidance_scale"] == 2.9
+    assert (checked.settled["height"], checked.settled["width"]) == (SIDE, SIDE)
+    with pytest.raises(UserError, match="16 x 16 pixels, not 32 x 16"):
+        check_model(given(run, height=32))
+    with pytest.raises(UserError, match="16 x 16 pixels, not 32 x 32"):
+        painter_of(run).paint([DOG], (32, 32), no_beat)
+    with pytest.raises(UserError, match="--scheduler is for pipelines"):
+        check_model(given(run, scheduler="DDIM"))
+    with pytest.raises(UserError, match="JiT makes pictures, not clips"):
+        check_model(given(run, num_frames=5))
+    chosen = family()
+    plain = checkpoint(tmp_path / "plain", chosen.describe(), network_of(chosen).state_dict())
+    assert np.array_equal(*(paint(painter_of(plain), DOG._replace(prompt=text))[0] for text in ("dog", "anything")))
+    with pytest.raises(UserError, match="nothing to cut: JiT"):
+        check_model(given(plain, cfg_truncation_step=2))
+
+
+@pytest.mark.parametrize(("lora", "noise"), [(None, 0.02), (Lora(2, ("attn1.to_v",)), 0.5)])
+def test_a_trained_hunyuandit_paints_what_its_export_does(lora: Lora | None, noise: float, tmp_path: Path) -> None:
+    if lora:
+        pytest.importorskip("peft")
+    chosen = small_family(tmp_path / "base", lora=lora)  # type: ignore[arg-type]
+    network = chosen.network()
+    torch.manual_seed(0)
+    stored = {name: value for name, value in network.state_dict().items() if chosen.stores(name)}
+    weights = {name: value + noise * torch.randn_like(value) for name, value in stored.items()}
+    run = checkpoint(tmp_path / "run", chosen.describe(), weights)
+    export(ExportSettings(source=str(run), destination=str(tmp_path / "export")))
+    assert check_model(given(run)).settled["height"] == 32
+    orders = [Order("a rainy night", "", 3), Order("a sunny day", "", 4)]
+    size = (32, 32)
+    mine, theirs, base = (
+        painter_of(path, height=32, width=32).paint(orders, size, no_beat)
+        for path in (run, tmp_path / "export", tmp_path / "base")
+    )
+    assert all(map(np.array_equal, mine, theirs))
+    assert differ(mine[0], base[0]) > 5
+
+
+def test_pictures_that_are_not_square_have_the_positions_they_were_trained_with(tmp_path: Path) -> None:
+    size = (32, 64)
+    build_small_hunyuan(tmp_path / "base")
+    chosen = small_family(tmp_path / "base", size)
+    run = checkpoint(tmp_path / "run", chosen.describe(), chosen.network().state_dict())
+    order = Order("a rainy night", "", 3)
+    mine = painter_of(run).paint([order], size, no_beat)[0]
+    plain = painter_of(tmp_path / "base", height=32, width=64).paint([order], size, no_beat)[0]
+    assert mine.shape == (32, 64, 3)
+    assert differ(mine, plain) > 0

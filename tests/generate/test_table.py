@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import csv
+import json
+import pickle
+import tempfile
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from muralist.errors import UserError
+from muralist.generate import records
+from muralist.generate.names import safe_id
+from muralist.generate.table import Row, file_stem, find_collision, open_table, refuse_collision
+
+COLUMNS = ["image_id", "prompt", "seed", "negative_prompt", "height", "width"]
+CELLS = [
+    ["cat", 'A "red", fat cat', 7, "dog", 480, 832],
+    ["", "Zwei Zeilen:\nähnlich, 猫 🐈", None, None, None, None],
+    ["0007", "", 0, None, None, None],
+]
+ROWS = [
+    Row(0, "cat", 'A "red", fat cat', 7, "dog", 480, 832),
+    Row(1, "000002", "Zwei Zeilen:\nähnlich, 猫 🐈", None, None, None, None),
+    Row(2, "0007", "", 0, None, None, None),
+]
+
+
+def write(folder: Path, text: str | bytes, name: str = "prompts.csv") -> str:
+    data = text.encode() if isinstance(text, str) else text
+    (folder / name).write_bytes(data)
+    return str(folder / name)
+
+
+def write_cells(folder: Path, suffix: str) -> str:
+    path = folder / f"prompts{suffix}"
+    if suffix == ".parquet":
+        columns = {name: [row[number] for row in CELLS] for number, name in enumerate(COLUMNS)}
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    elif suffix == ".jsonl":
+        path.write_text("".join(json.dumps(dict(zip(COLUMNS, row, strict=True))) + "\n" for row in CELLS))
+    else:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file, delimiter="\t" if suffix == ".tsv" else ",").writerows([COLUMNS, *CELLS])
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_every_format_says_the_same(suffix: str, tmp_path: Path) -> None:
+    table = open_table(write_cells(tmp_path, suffix))
+    assert len(table) == 3
+    assert [table.row(2), table.row(0), table.row(-2)] == [ROWS[2], ROWS[0], ROWS[1]]
+    assert table.rows(range(3)) == ROWS
+    sizes, seeds = table.sizes(), table.seeds()
+    assert sizes is not None and sizes.dtype == np.int32 and sizes.tolist() == [[480, 832], [0, 0], [0, 0]]
+    assert seeds is not None and seeds.dtype == np.int64 and seeds.tolist() == [7, -1, 0]
+    assert table.notes == ["1 of 3 prompts are empty: their pictures are drawn from the empty text."]
+    assert table.fingerprint() == open_table(write_cells(tmp_path, ".csv")).fingerprint()
+    with pytest.raises(IndexError):
+        table.row(3)
+
+
+def test_plain_lines_are_prompts_named_by_their_number(tmp_path: Path) -> None:
+    table = open_table(write(tmp_path, 'one, "two"\r\n\r\n  \n\tthree\r\nfour', "prompts.txt"))
+    assert [(row.id, row.prompt) for row in table.rows(range(3))] == [
+        ("000001", 'one, "two"'),
+        ("000002", "three"),
+        ("000003", "four"),
+    ]
+    assert len(table) == 3 and table.sizes() is None and table.seeds() is None and table.notes == []
+    assert file_stem(table.row(0).id, 42) == "000001_seed42"
+    assert find_collision(table, np.zeros(3, np.int64)) is None
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_encodings_and_line_ends(encoding: str, line_end: str, tmp_path: Path) -> None:
+    # In UTF-16, these letters hold the byte 10 that ends lines, in their first or second half.
+    lines = [" Caption ,ID", '"ਊ first', 'second ਂĊ", a', "", "猫,b", ""]
+    table = open_table(write(tmp_path, line_end.join(lines).encode(encoding)))
+    assert [(row.id, row.prompt) for row in table.rows([1, 0])] == [("b", "猫"), ("a", f"ਊ first{line_end}second ਂĊ")]
+
+
+def test_big_endian_text_is_known_by_its_mark(tmp_path: Path) -> None:
+    table = open_table(write(tmp_path, "\ufeffprompt\nਊĊ\nb\n".encode("utf-16-be")))
+    assert [row.prompt for row in table.rows([0, 1])] == ["ਊĊ", "b"]
+
+
+characters = st.characters(exclude_categories=["Cs"])
+cells = st.text(st.one_of(characters, st.sampled_from('",\t\r\n ;\\\x00\ufeffਊ')), max_size=12)
+
+
+@given(
+    rows=st.lists(st.tuples(cells, cells, cells), min_size=1, max_size=8),
+    suffix=st.sampled_from([".csv", ".tsv"]),
+    encoding=st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
+    unix=st.booleans(),
+    chosen=st.data(),
+)
+def test_what_csv_writes_is_read_back_in_any_order(
+    rows: list[tuple[str, str, str]], suffix: str, encoding: str, unix: bool, chosen: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"prompts{suffix}"
+        with path.open("w", newline="", encoding=encoding) as file:
+            writer = csv.writer(
+                file,
+                delimiter="\t" if suffix == ".tsv" else ",",
+                lineterminator="\n" if unix else "\r\n",
+                quoting=csv.QUOTE_ALL if unix else csv.QUOTE_MINIMAL,
+            )
+            writer.writerows([("note", "prompt", "negative_prompt"), *rows])
+        table = open_table(str(path))
+        assert len(table) == len(rows)
+        for index in chosen.draw(st.lists(st.sampled_from(range(len(rows))), max_size=10)):
+            row = table.row(index)
+            assert row == Row(
+                index, f"{index + 1:06d}", rows[index][1].strip(), None, rows[index][2].strip() or None, None, None
+            )
+
+
+@given(rows=st.lists(st.dictionaries(cells, cells, max_size=3), min_size=1, max_size=5))
+def test_what_json_writes_is_read_back(rows: list[dict[str, str]]) -> None:
+    used = {"prompt", "caption", "image_id", "id", "seed", "negative_prompt", "height", "width"}
+    rows = [{name: cell for name, cell in row.items() if name.strip().lower() not in used} for row in rows]
+    with tempfile.TemporaryDirectory() as folder:
+        lines = [json.dumps(row | {"prompt": str(row)}, ensure_ascii=False) for row in rows]
+        path = write(Path(folder), "\n\n".join(lines), "prompts.jsonl")
+        table = open_table(path)
+        assert [row.prompt for row in table.rows(range(len(rows)))] == [str(row) for row in rows]
+
+
+@given(
+    id=st.one_of(
+        st.builds(str.__mul__, cells, st.integers(1, 40)),
+        st.text(max_size=5),
+        st.sampled_from([".", "..", "../../etc/passwd", "", " ", "a\x00b"]),
+    )
+)
+def test_file_names_stay_in_their_folder(id: str) -> None:
+    stem = file_stem(id, 2**62)
+    assert not set(stem) & set("/\\\x00\n ") and not stem.startswith(".")
+    assert len(f"{stem}.png".encode()) <= 255
+    assert Path("folder", f"{stem}.png").parent == Path("folder")
+    assert safe_id(safe_id(id)) == safe_id(id)
+
+
+def test_ids_are_made_safe_and_said_so(tmp_path: Path) -> None:
+    long = "é" * 100
+    table = open_table(write(tmp_path, f"id,prompt\n../a b\\c,x\n{long},x\n{long}e,x\n.hidden,x\n fine ,x\n,x\n"))
+    ids = [row.id for row in table.rows(range(6))]
+    assert ids[0] == "___a_b_c" and ids[3:] == ["_hidden", "fine", "000006"]
+    assert ids[1] != ids[2] and ids[1].startswith("é" * 60) and max(len(id.encode()) for id in ids) <= 150
+    assert table.notes == [r"4 of 6 ids were changed to be safe as file names: '../a b\\c' became '___a_b_c'."]
+
+
+def test_ids_that_are_numbers_keep_their_form(tmp_path: Path) -> None:
+    ids = ["7", "7.0", "7.5", '"007"', "12345678901234567890", "null", "NaN", '""']
+    text = "".join(f'{{"prompt": "x", "image_id": {id}}}\n' for id in ids)
+    table = open_table(write(tmp_path, text, "prompts.jsonl"))
+    found = [row.id for row in table.rows(range(len(ids)))]
+    assert found == ["7", "7", "7.5", "007", "12345678901234567890", "000006", "000007", "000008"]
+
+
+def test_numbers_as_pandas_writes_them(tmp_path: Path) -> None:
+    table = open_table(write(tmp_path, "prompt,seed,width,height\nx,42.0, 64 ,32.\nx,,,\n"))
+    assert table.row(0)[3:] == (42, None, 32, 64) and table.row(1)[3:] == (None, None, None, None)
+    frame = {"prompt": ["x", None], "seed": [4611686018427387903.0 / 2**10, float("nan")]}
+    pyarrow.parquet.write_table(pyarrow.table(frame), tmp_path / "p.parquet")
+    rows = open_table(str(tmp_path / "p.parquet")).rows([0, 1])
+    assert [(row.prompt, row.seed) for row in rows] == [("x", 2**52), ("", None)]
+
+
+def test_the_prompt_wins_and_other_columns_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "Caption, PROMPT ,score,id,Image_ID,b\nc,p,1,i,j,2\n")
+    table = open_table(path, limit=5)
+    assert table.row(0)[:3] == (0, "j", "p")
+    assert table.notes == [
+        f"{path} has only 1 of the 5 rows asked for: all of them are used.",
+        f"{path} has both a prompt and a caption: the prompt is used.",
+        f"{path} has both an image_id and an id: the image_id is used.",
+        f"Columns of {path} without a use: b, score.",
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".txt"])
+def test_a_limit_reads_no_further(suffix: str, tmp_path: Path) -> None:
+    line = {".csv": b"prompt\na\nb\n", ".jsonl": b'{"prompt": "a"}\n{"prompt": "b"}\n', ".txt": b"a\nb\n"}[suffix]
+    table = open_table(write(tmp_path, line + b"\xff\xfe broken", f"prompts{suffix}"), limit=2)
+    assert [row.prompt for row in table.rows([0, 1])] == ["a", "b"] and len(table) == 2 and table.notes == []
+
+
+def test_parquet_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_BLOCK_ROWS", 4)
+    path = tmp_path / "prompts.parquet"
+    frame = pyarrow.table({"Prompt ": [f"p{number}" for number in range(50)], "pixels": [b"x"] * 50})
+    pyarrow.parquet.write_table(frame, path, row_group_size=11)
+    table = open_table(str(path), limit=40)
+    assert len(table) == 40 and table.notes == [f"Columns of {path} without a use: pixels."]
+    order = np.random.default_rng(0).permutation(40).tolist()
+    assert [row.prompt for row in table.rows(order)] == [f"p{number}" for number in order]
+    assert table.where(0) == "row 1"
+    assert table.row(39).prompt == "p39"  # also after a pass that stopped early
+
+
+def test_a_pickled_copy_reads_on(tmp_path: Path) -> None:
+    for suffix in (".csv", ".jsonl", ".parquet"):
+        table = open_table(write_cells(tmp_path, suffix))
+        table.row(0)
+        copy = pickle.loads(pickle.dumps(table))
+        assert copy.rows([1, 0]) == [ROWS[1], ROWS[0]] and copy.fingerprint() == table.fingerprint()
+
+
+def test_a_table_that_changes_underneath_is_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path, "prompt\na\nb\n")
+    table = open_table(path)
+    write(tmp_path, "prompt\nab\nb\n")
+    with pytest.raises(UserError, match="prompts.csv was changed or removed"):
+        table.row(1)
+    assert open_table(path).fingerprint() != table.fingerprint()
+    Path(path).unlink()
+    with pytest.raises(UserError, match="prompts.csv was changed or removed"):
+        table.row(1)
+
+
+def test_rows_that_would_share_a_file_are_named(tmp_path: Path) -> None:
+    text = 'id,prompt\na/b,"two\nlines"\nc,x\n\na_b,x\nc,x\n000006,x\n,x\n'
+    table = open_table(write(tmp_path, text))
+    assert find_collision(table, np.arange(6)) is None
+    refuse_collision(table, np.arange(6))
+    seeds = np.array([5, 1, 5, 1, 9, 9])
+    assert find_collision(table, seeds) == (0, 2)
+    with pytest.raises(UserError, match="one file, a_b_seed5: those in line 3 and line 6"):
+        refuse_collision(table, seeds)
+    assert find_collision(table, np.array([5, 1, 6, 1, 9, 9])) == (1, 3)
+    assert find_collision(table, np.array([5, 1, 6, 2, 9, 9])) == (4, 5)
+    copies = np.stack((np.arange(6), np.arange(6) + 2), axis=1)
+    assert find_collision(table, copies) == (0, 2)  # copy 1 of row 0 and copy 0 of row 2: seed 2
+    with pytest.raises(UserError, match="a_b_seed2"):
+        refuse_collision(table, copies)
+
+
+TOO_LONG = "9" * 5000
+MISTAKES: dict[str, tuple[str, str | bytes, str]] = {
+    "no rows": ("p.csv", "prompt,seed\n", "p.csv has no rows"),
+    "no bytes": ("p.csv", "", "p.csv is empty"),
+    "only blank lines": ("p.txt", "\n \n", "p.txt has no rows"),
+    "no prompt": (
+        "p.csv",
+        "id,promt\n1,x\n",
+        "no prompt or caption in .*columns are id, promt. promt: Did you mean prompt",
+    ),
+    "no prompt in a row": ("p.jsonl", '{"prompt": "a"}\n{"captions": "b"}\n', "line 2 of .*Did you mean caption"),
+    "semicolons": ("p.csv", "prompt;id\nx;1\n", r"columns are prompt;id\..* separated by commas"),
+    "two prompts": ("p.csv", "prompt,Prompt\nx,y\n", "2 columns called prompt"),
+    "too many cells": ("p.csv", "id,prompt\n1,x\n2,y,z\n", "Line 3 of .* has 3 fields, but the header has 2"),
+    "too few cells": ("p.csv", 'id,prompt\n1,"x\ny"\n2\n', "Line 4 of .* has 1 fields, but the header has 2"),
+    "open quote": ("p.csv", 'prompt\nx\n"y\nz\n', "begins in line 3 of .*quote is not closed"),
+    "stray quote": ("p.csv", 'prompt,id\n"Big" dog,1\n', "begins in line 2 of .*quote"),
+    "Latin-1": ("p.csv", b"prompt\nx\ncaf\xe9\n", "Line 3 of .* is not UTF-8 text. .* at byte 12 of"),
+    "half UTF-16": ("p.txt", "a\nb".encode("utf-16")[:-1], "Line 2 of .* is not UTF-16 text"),
+    "not JSON": ("p.jsonl", '{"prompt": "x"}\n{"prompt"\n', "Line 2 of .* is not JSON"),
+    "deep JSON": ("p.jsonl", "[" * 100_000, "Line 1 of .* is not JSON"),
+    "not an object": ("p.jsonl", '"x"\n', "Line 1 of .* is not a JSON object"),
+    "a list as prompt": ("p.jsonl", '{"prompt": ["x"]}', r"The prompt in line 1 of .* is not text but \['x'\]"),
+    "a number as prompt": ("p.jsonl", '{"caption": 7}', "The caption in line 1 of .* is not text but 7"),
+    "half a character": ("p.jsonl", '{"prompt": "\\ud83d"}', "The prompt in line 1 of .* is not valid Unicode"),
+    "a list as id": ("p.jsonl", '{"prompt": "x", "id": [1]}', r"The id in line 1 of .* but \[1\]"),
+    "a word as seed": ("p.csv", "prompt,seed\nx,1\nx,one\n", "The seed 'one' in line 3 of .* whole number from 0"),
+    "negative seed": ("p.csv", "prompt,seed\nx,-1\n", "The seed '-1' in line 2"),
+    "fractional seed": ("p.jsonl", '{"prompt": "x", "seed": 1.5}', "The seed 1.5 in line 1"),
+    "true as seed": ("p.jsonl", '{"prompt": "x", "seed": true}', "The seed True in line 1"),
+    "infinite seed": ("p.jsonl", '{"prompt": "x", "seed": Infinity}', "The seed inf in line 1"),
+    "large seed": ("p.csv", f"prompt,seed\nx,{2**62}\n", rf"The seed '{2**62}' in .* 0 to 2\^62 - 1"),
+    "very long seed": ("p.csv", f"prompt,seed\nx,{TOO_LONG}\n", "The seed '999.* in line 2"),
+    "no width": ("p.csv", "prompt,height,width\nx,64,\n", "a height but no width in line 2"),
+    "no height": ("p.csv", "prompt,width\nx,64\n", "a width but no height in line 2"),
+    "width of zero": ("p.csv", "prompt,height,width\nx,64,0\n", "The width '0' in line 2 of .* from 1 to"),
+    "no Parquet": ("p.parquet", "prompt\nx\n", "Parquet file .* could not be read"),
+    "other suffix": ("p.xlsx", "x", r"not a kind of file that holds prompts. .*\.csv \.tsv \.jsonl \.txt \.parquet"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_explained_at_opening(mistake: str, tmp_path: Path) -> None:
+    name, text, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message):
+        open_table(write(tmp_path, text, name))
+
+
+def test_a_wrong_path_is_explained(tmp_path: Path) -> None:
+    write(tmp_path, "prompt\nx\n")
+    with pytest.raises(UserError, match="no prompt.csv in .* Did you mean prompts.csv"):
+        open_table(str(tmp_path / "prompt.csv"))
+    with pytest.raises(UserError, match="is a folder"):
+        open_table(str(tmp_path))
+
+
+def test_blanks_may_stand_before_quotes(tmp_path: Path) -> None:
+    table = open_table(write(tmp_path, '\n\nid, prompt\n1,  "A cat, red"\n2, 5" nails\n'))
+    assert [(row.id, row.prompt) for row in table.rows([0, 1])] == [("1", "A cat, red"), ("2", '5" nails')]
+
+
+def test_a_cell_may_be_long(tmp_path: Path) -> None:
+    assert open_table(write(tmp_path, f"prompt\n{'long ' * 100_000}\n")).row(0).prompt == ("long " * 100_000).strip()
+
+
+def test_thirty_thousand_rows_open_at_once(tmp_path: Path) -> None:
+    lines = "".join(f"{number},a photo of thing {number}\n" for number in range(30_000))
+    path = write(tmp_path, "image_id,prompt\n" + lines)
+    start = time.perf_counter()
+    table = open_table(path)
+    assert time.perf_counter() - start < 2.0
+    assert table.row(29_999)[:3] == (29_999, "29999", "a photo of thing 29999")
+
+
+def test_prompts_are_not_held_in_memory(tmp_path: Path) -> None:
+    path = write(tmp_path, "seed,prompt\n" + "".join(f'{number},"{"long " * 200}"\n' for number in range(10_000)))
+    tracemalloc.start()
+    table = open_table(path)
+    held, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 10_000 * 60, "a few numbers per row"
+    assert most < Path(path).stat().st_size * 0.75, "a block of rows at a time"
+    assert table.row(9_999).seed == 9_999

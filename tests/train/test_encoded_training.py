@@ -1,0 +1,139 @@
+"""Training from an encoded folder: the losses of training from the pixels, and no text encoder on the way."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from muralist.cli import main
+from muralist.data.encoded import EncodedSource
+from muralist.data.loader import held_out_batches
+from muralist.data.sources import open_source
+from muralist.keyed_random import SampleKeys
+from muralist.models.encode import encode
+from muralist.models.hunyuan_family import FrozenParts, HunyuanFamily
+from muralist.models.small_hunyuan import build_small_hunyuan
+from muralist.settings import PackSettings, SampleSettings
+from tests.support.hunyuan import SMALL, write_scenes
+from tests.support.runs import assert_same_state, last_checkpoint, metrics
+
+SIZE = 64
+# Of the batch's size in encoding, for which last bits are equal.
+WORDS = [*SMALL, "--img_size", SIZE, "--batch_size", 4, "--val_fraction", 0.1, "--ckpt_every", 2]
+FORGETFUL = ["--uncond_p", 0.3, "--uncond_p_t5", 0.4]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set as pixels in train and val, and encoded with and without mirror images."""
+    place = tmp_path_factory.mktemp("data")
+    write_scenes(place / "train", SIZE, 16)
+    write_scenes(place / "val", SIZE, 4, first=100)
+    for name, mirrored in (("encoded", True), ("plain", False)):
+        encode(
+            PackSettings(
+                source=str(place / "train"),
+                destination=str(place / name),
+                img_size=SIZE,
+                num_workers=1,
+                encode="small",
+                random_flip=mirrored,
+            )
+        )
+    return place
+
+
+def small_folder(run: Path) -> Path:
+    return run.parent / "models" / "small-hunyuandit"
+
+
+def train(place: Path, data: str, run: str, *arguments: object, expect: int = 0) -> Path:
+    words = [*WORDS, *FORGETFUL, "--data_path", place / data, "--results_dir", place / "results", "--run_name", run]
+    assert main(["train", *map(str, [*words, *arguments])]) == expect
+    return place / "results" / run
+
+
+@pytest.fixture(scope="module")
+def through(place: Path) -> Path:
+    return train(place, "encoded", "through", "--max_steps", 4)
+
+
+def test_the_losses_are_those_of_the_pixels_to_the_bit(place: Path, through: Path) -> None:
+    pixels = train(place, "train", "pixels", "--max_steps", 4)
+    assert metrics(pixels) == metrics(through)
+    assert sum("val/loss" in line for line in metrics(through)) == 2
+    assert_same_state(last_checkpoint(pixels), last_checkpoint(through))
+    picture = Path("samples", "step_0000004", "gpu_0_sample.png")
+    assert (pixels / picture).read_bytes() == (through / picture).read_bytes()
+
+
+def test_mirror_images_are_chosen_by_the_same_keys_and_left_out_on_wish(place: Path, through: Path) -> None:
+    numbers = np.arange(8)
+    for data, random_flip in (("encoded", True), ("encoded", False), ("plain", False)):
+        ahead = EncodedSource(place / data, SIZE)
+        family = HunyuanFamily.load(small_folder(through), (SIZE, SIZE), random_flip=random_flip, encoded=ahead)
+        latents = []
+        for source in (open_source(str(place / "train"), SIZE), ahead):
+            batch = next(held_out_batches(source, numbers, numbers, 8))
+            latents.append(family.encode(batch, SampleKeys(0, batch.numbers)).latents)
+        torch.testing.assert_close(latents[0], latents[1], rtol=1e-4, atol=1e-4)
+
+
+def test_interrupted_is_uninterrupted_to_the_bit_with_a_loader_process(place: Path, through: Path) -> None:
+    for steps in (2, 4):
+        halves = train(place, "encoded", "halves", "--max_steps", steps, "--num_workers", 1, "--samples_per_gpu", 0)
+    assert [line["train/loss"] for line in metrics(halves)] == [line["train/loss"] for line in metrics(through)]
+    assert_same_state(last_checkpoint(halves), last_checkpoint(through))
+
+
+def test_text_encoders_stay_behind_and_each_prompt_is_embedded_once(place: Path, through: Path) -> None:
+    folder = small_folder(through)
+    family = HunyuanFamily.load(folder, (SIZE, SIZE), encoded=EncodedSource(place / "encoded", SIZE))
+    family.place(torch.device("meta"), torch.bfloat16)
+    devices = [next(part.parameters()).device.type for part in (family.parts.vae, family.parts.bert, family.parts.t5)]
+    assert devices == ["meta", "cpu", "cpu"]
+    family = HunyuanFamily.load(folder, (SIZE, SIZE))
+    network, wanted = family.network().eval(), SampleSettings(steps=2)
+    first = family.sample(network, ["A road"], [0], wanted)
+    parts: Any = family.parts
+    parts.bert = parts.t5 = None
+    assert torch.equal(family.sample(network, ["A road"], [0], wanted), first)
+
+
+def test_no_frozen_part_runs_in_a_step(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(self: FrozenParts, *arguments: object) -> None:
+        raise AssertionError("a frozen part was asked")
+
+    monkeypatch.setattr(FrozenParts, "embed", never)
+    monkeypatch.setattr(FrozenParts, "posterior", never)
+    train(place, "encoded", "alone", "--max_steps", 1, "--samples_per_gpu", 0)
+
+
+def refused(place: Path, capfd: pytest.CaptureFixture[str], data: str, *arguments: object) -> str:
+    train(place, data, "refused", "--max_steps", 1, *arguments, expect=1)
+    assert not (place / "results" / "refused").exists()
+    return capfd.readouterr().err
+
+
+def test_what_does_not_fit_is_refused(place: Path, through: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "without mirror images" in refused(place, capfd, "plain")
+    assert "encoded already, so --caption" in refused(place, capfd, "encoded", "--caption", "A road")
+    assert "packed at 64 pixels, but 32 are asked for" in refused(place, capfd, "encoded", "--img_size", 32)
+    said = refused(place, capfd, "encoded", "--model", "JiT-T/8")
+    assert "holds latents for HunyuanDiT, and JiT-T/8 is trained on pixels" in said
+    other = build_small_hunyuan(place / "other", seed=1)
+    said = refused(place, capfd, "encoded", "--model.path", other)
+    assert "was encoded by another model" in said and "They differ in text_encoder, text_encoder_2." in said
+
+
+def test_another_transformer_beside_the_same_frozen_parts_is_trained(place: Path, through: Path) -> None:
+    shutil.copytree(small_folder(through), place / "tuned")
+    shutil.rmtree(place / "tuned" / "transformer")
+    shutil.copytree(build_small_hunyuan(place / "seeded", seed=2) / "transformer", place / "tuned" / "transformer")
+    run = train(place, "encoded", "tuned", "--max_steps", 1, "--model.path", place / "tuned", "--samples_per_gpu", 0)
+    assert metrics(run)[0]["train/loss"] != metrics(through)[0]["train/loss"]
