@@ -20,13 +20,14 @@ from muralist.errors import UserError
 from muralist.generate import ledger, store
 from muralist.generate.crew import Crew, LocalCrew, choose_devices
 from muralist.generate.fleet import Fleet, Not, Shape
-from muralist.generate.folder import Lock, OutputFolder, write_failures
+from muralist.generate.folder import Lock, OutputFolder, cannot_write, write_failures
 from muralist.generate.ledger import Header
 from muralist.generate.messages import Job, Ready
 from muralist.generate.plan import Plan
 from muralist.generate.ranks import Ranks, RankScreen, Refused
-from muralist.generate.screen import open_screen
+from muralist.generate.screen import Screen, open_screen
 from muralist.generate.table import open_table
+from muralist.runfolder import is_full
 from muralist.scale.slurm import adopt_ranks
 from muralist.settings import GenerateSettings
 from muralist.words import duration
@@ -57,6 +58,7 @@ class _Command:
     folder: OutputFolder
     ranks: Ranks | None
     header: Header | None = None
+    screen: Screen | None = None
 
     @classmethod
     def prepare(cls, settings: GenerateSettings) -> _Command:
@@ -88,6 +90,14 @@ class _Command:
 
     def run(self) -> int:
         """Take stock, work, and say what came of it."""
+        try:
+            return self._run()
+        except OSError as error:
+            if error.filename is None and not is_full(error):
+                raise
+            raise cannot_write(error, self.folder.root) from None
+
+    def _run(self) -> int:
         devices = self._devices()
         self.folder.create()
         started = time.monotonic()
@@ -96,14 +106,15 @@ class _Command:
             todo, own, beat = self._share_stock(stack)
             if len(todo):
                 crew = self._crew(devices)
-                screen = RankScreen(self.ranks) if self.ranks else open_screen()
+                screen: Screen = RankScreen(self.ranks) if self.ranks else open_screen()
+                self.screen = screen
                 more = self.ranks.more if self.ranks else lambda: None
                 timeout = self.settings.worker_timeout
                 fleet = Fleet(self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, timeout)
-                if self._is_first:
-                    screen.say(self._contract(len(todo), devices))
                 patience = 0.0
                 try:
+                    if self._is_first:
+                        screen.say(self._contract(len(todo), devices))
                     fleet.run(list(devices), own)
                     patience = _PATIENCE
                 except KeyboardInterrupt:
@@ -212,7 +223,7 @@ class _Command:
                 return Not.DECIDED
         asked = self.settings.batch_size
         if not ready.batches and asked not in ("auto", 1):
-            log.warning("This model's pictures depend on what is painted beside them: one is made at a time.")
+            self._say("This model's pictures depend on what is painted beside them: one is made at a time.")
         if self.header:
             shape = Shape(self.header.batch_size if asked == "auto" else asked, self.header.batch_size)
             self._compare(ready.made_with, self.header.made_with)
@@ -232,13 +243,17 @@ class _Command:
     def _compare(self, now: dict[str, str], before: dict[str, str]) -> None:
         changed = [f"{name} {before.get(name)} -> {now.get(name)}" for name in now if now[name] != before.get(name)]
         if changed:
-            log.warning("Not made with the same as before (%s): last bits may differ.", ", ".join(changed))
+            self._say(f"Not made with the same as before ({', '.join(changed)}): last bits may differ.")
+
+    def _say(self, sentence: str) -> None:
+        assert self.screen is not None
+        self.screen.say(sentence)  # which knows where the bars are
 
     def _contract(self, todo: int, devices: dict[str, str]) -> str:
         """What is about to happen."""
         settings, (height, width) = self.settings, self.plan.size
         labels = self.ranks.labels if self.ranks else list(devices)
-        kind = "CPU processes" if "cpu" in devices.values() else "GPUs"
+        kind = {True: ("CPU process", "CPU processes"), False: ("GPU", "GPUs")}["cpu" in devices.values()]
         guidance = f"guidance {settings.guidance_scale:g}"
         if settings.cfg_truncation_step is not None:
             guidance += f" for {settings.cfg_truncation_step} steps"
@@ -246,7 +261,7 @@ class _Command:
         return (
             f"{todo:,} {'clips' if clip else 'pictures'}{clip}, {height} x {width}, from {settings.prompts_csv} with "
             f"{self.identity['model']} ({settings.dtype}, {settings.num_inference_steps} steps, {guidance}) on "
-            f"{len(labels)} {kind}: {' '.join(labels)}. Loading the model."
+            f"{len(labels)} {kind[len(labels) > 1]}: {' '.join(labels)}. Loading the model."
         )
 
     def _missing(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,10 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from muralist.generate.names import file_stem
-from muralist.generate.table import PromptTable, refuse_collision
+from muralist.generate.table import PromptTable, Row, refuse_collision
 
 SEEDS_BETWEEN_COPIES = 1_000_000
 """Copy c of a row has the row's seed plus c times this: the same whatever the number of rows or copies."""
+
+_READ_AT_ONCE = 1024
 
 
 class Sample(NamedTuple):
@@ -54,8 +56,17 @@ class Plan:
 
     def sample(self, number: int) -> Sample:
         """Everything about one sample."""
+        return self._sample(number, self.table.row(number // self.copies))
+
+    def samples(self, numbers: np.ndarray) -> Iterator[Sample]:
+        """Everything about many samples, in order; rows are read some at a time."""
+        for first in range(0, len(numbers), _READ_AT_ONCE):
+            part = numbers[first : first + _READ_AT_ONCE].tolist()
+            rows = self.table.rows([number // self.copies for number in part])
+            yield from map(self._sample, part, rows)
+
+    def _sample(self, number: int, row: Row) -> Sample:
         index, copy = divmod(number, self.copies)
-        row = self.table.row(index)
         seed = int(self.row_seeds[index]) + copy * SEEDS_BETWEEN_COPIES
         height, width = (row.height, row.width) if row.height and row.width else self.size
         negative = self.negative_prompt if row.negative_prompt is None else row.negative_prompt

@@ -27,7 +27,7 @@ from muralist.errors import UserError
 from muralist.generate import ledger
 from muralist.generate.folder import OutputFolder
 from muralist.generate.plan import shares
-from muralist.generate.screen import Counts, Lines, Screen, open_screen
+from muralist.generate.screen import Count, Lines, Screen, open_screen
 from muralist.runfolder import write_atomically
 
 _MEETING = 600.0  # seconds for all ranks to come, and for the first to take stock
@@ -54,7 +54,7 @@ class Ranks:
     copies: int
     timeout: float
     todo: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    counts: tuple[int, int, int] = (0, 0, 0)  # done, failed and total of this rank's worker
+    count: Count = field(default_factory=Count)  # how far this rank's worker is
     _state: str = "working"
     _taken: list[int] = field(default_factory=list)  # of other ranks' rows
     _beaten: float = 0.0
@@ -162,15 +162,16 @@ class Ranks:
             self._say("gone")
         return closes
 
-    def all_counts(self) -> Counts:
-        """Done, failed and total of every rank's worker, as far as they have told."""
-        counts = {str(self.rank): self.counts}
+    def all_counts(self) -> dict[str, Count]:
+        """How far every rank's worker is, as far as they have told."""
+        counts = {}
         for rank, part in enumerate(shares(self.todo, self.size)):
-            if rank != self.rank:
-                state = self._state_of(rank)
-                done, failed, total = self._last_words[rank][0].get("counts", (0, 0, len(part)))
-                counts[str(rank)] = (done, failed, done + failed if state in _AWAY else total)
-        return dict(sorted(counts.items(), key=lambda item: int(item[0])))
+            state = self._state_of(rank)
+            told = (
+                self.count if rank == self.rank else Count(*self._last_words[rank][0].get("count", (0, 0, len(part))))
+            )
+            counts[str(rank)] = told._replace(total=told.finished) if state in _AWAY else told
+        return counts
 
     def _meet(self) -> Any:
         from torch.distributed import rendezvous
@@ -196,7 +197,7 @@ class Ranks:
     def _say(self, state: str) -> None:
         self._state, self._beaten, self._beats = state, time.monotonic(), self._beats + 1
         if self.folder.work.is_dir():  # else another rank saw the end and tidied up
-            words = {"state": state, "beat": self._beats, "taken": self._taken, "counts": self.counts}
+            words = {"state": state, "beat": self._beats, "taken": self._taken, "count": self.count}
             write_atomically(self._beat_file(self.rank), json.dumps(words))
 
     def _state_of(self, rank: int) -> str:
@@ -226,8 +227,9 @@ class Ranks:
                 continue  # merged meanwhile, or not yet begun
             whole = news.rfind(b"\n") + 1
             self._read[file] = self._read.get(file, 0) + whole
-            for line in ledger.parse_lines(news[:whole].splitlines()):
-                self._settled[line["index"] * self.copies + line["copy"]] = line["status"]
+            for raw in news[:whole].splitlines():
+                if (line := ledger.parsed(raw)) is not None:
+                    self._settled[line["index"] * self.copies + line["copy"]] = line["status"]
 
     def _beat_file(self, rank: int) -> Path:
         return self.folder.work / f"rank{rank}.beat"
@@ -241,12 +243,14 @@ class RankScreen:
         self._screen: Screen = Lines() if ranks.rank else open_screen()
         self._shown = 0.0
 
-    def show(self, counts: Counts) -> None:
+    def show(self, counts: Mapping[str, Count], unassigned: int) -> None:
         """Remember how far this rank is, and show how far all are."""
-        (self.ranks.counts,) = counts.values()
+        (self.ranks.count,) = counts.values()
         if self.ranks.rank == 0 and time.monotonic() - self._shown > _LOOK:
             self._shown = time.monotonic()
-            self._screen.show(self.ranks.all_counts())
+            everybody = self.ranks.all_counts()
+            assigned = sum(count.total for count in everybody.values())
+            self._screen.show(everybody, max(0, len(self.ranks.todo) - assigned))
 
     def say(self, sentence: str) -> None:
         """Something worth a line."""
