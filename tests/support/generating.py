@@ -1,0 +1,48 @@
+"""Runs `muralist generate` in real processes with a tiny model, and reads what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SCRIPT = "batch_generate_t2i_multigpu.py"
+# Batches of four: on a CPU, with these sizes, every place in them gives the same bits.
+_TINY = ["--height", "32", "--width", "32", "--dtype", "fp32", "--batch_size", "4"]
+
+
+def write_table(folder: Path, rows: int) -> Path:
+    """A table of prompts that differ."""
+    path = folder / "prompts.csv"
+    path.write_text("prompt\n" + "".join(f"a red cube on table {row}\n" for row in range(rows)))
+    return path
+
+
+def words(table: Path, model: Path, output: Path, *more: object, steps: int = 4) -> list[str]:
+    """The arguments of the command."""
+    paths = ["--prompts_csv", table, "--model_path", model, "--output_dir", output]
+    return [str(word) for word in (*paths, *_TINY, "--num_inference_steps", steps, *more)]
+
+
+def pictures(output: Path) -> dict[str, bytes]:
+    """Every picture's bytes, by name."""
+    return {path.name: path.read_bytes() for path in output.glob("*.png")}
+
+
+def makers(output: Path) -> dict[int, str]:
+    """Which worker made each row, as the ledger says; every row was made once."""
+    lines = [json.loads(line) for line in (output / "ledger.jsonl").read_text().splitlines()[1:]]
+    made: dict[int, str] = {line["index"]: line["gpu"] for line in lines}
+    return made
+
+
+def made_by(output: Path, label: object) -> int:
+    """How many pictures a worker has made so far in a command that runs."""
+    shard = output / ".ledger" / f"gpu{label}.jsonl"
+    return shard.read_text().count('"status": "done"') if shard.exists() else 0
+
+
+def other_files(output: Path) -> dict[str, Any]:
+    """What is there beside the pictures and the ledger, hidden files too."""
+    kept = [path for path in output.iterdir() if path.suffix != ".png" and path.name != "ledger.jsonl"]
+    return {path.name: path.read_text() if path.is_file() else "a folder" for path in kept}
