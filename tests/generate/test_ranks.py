@@ -68,7 +68,7 @@ def test_rows_of_a_rank_that_is_there_are_its_own(folder: OutputFolder) -> None:
 
 
 def test_rows_of_a_silent_rank_are_taken_once(folder: OutputFolder) -> None:
-    first, second, third = team(folder, 3, timeout=0.2)
+    first, second, _ = team(folder, 3, timeout=0.2)
     for rank in (first, second):
         settle(folder, rank.rank, rank.own.tolist())
         assert more(rank) == []
@@ -109,21 +109,42 @@ def test_a_failure_of_an_earlier_command_settles_nothing(folder: OutputFolder) -
     assert rank.missing() == 0
 
 
-def test_the_first_rank_waits_for_the_others_before_it_merges(folder: OutputFolder) -> None:
+def closing(rank: Ranks) -> tuple[threading.Thread, list[bool]]:
+    answers: list[bool] = []
+
+    def close() -> None:
+        answers.append(rank.closes_the_folder())
+        if answers[0]:
+            rank.folder.end()
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    return thread, answers
+
+
+def test_the_first_rank_merges_when_the_others_have_ended(folder: OutputFolder) -> None:
     first, second = team(folder, 2)
     settle(folder, 0, first.own.tolist())
-    closes: list[bool] = []
-    thread = threading.Thread(target=lambda: closes.append(first.closes_the_folder()))
-    thread.start()
-    time.sleep(0.1)
     settle(folder, 1, second.own.tolist())
+    waiting, first_closes = closing(first)
+    time.sleep(0.2)
+    assert folder.work.is_dir()  # the second may still write
     assert not second.closes_the_folder()
-    thread.join(5)
-    assert closes == [True]
-    folder.end()
+    waiting.join(5)
+    assert first_closes == [True]
     assert second.missing() == 0  # told from the ledger now
     second.beat()
     assert not folder.work.exists()
+
+
+def test_another_rank_merges_when_the_first_died_at_the_very_end(folder: OutputFolder) -> None:
+    first, second, third = team(folder, 3, timeout=0.5)
+    first.beat()
+    settle(folder, 0, list(range(ROWS)))
+    waiting = [closing(rank) for rank in (second, third)]
+    for thread, _ in waiting:
+        thread.join(5)
+    assert [answers for _, answers in waiting] == [[True], [False]]
 
 
 def test_a_rank_that_is_interrupted_alone_leaves_the_folder_to_the_others(folder: OutputFolder) -> None:

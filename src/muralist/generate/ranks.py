@@ -6,8 +6,8 @@ it is:
 
     working    it has rows to make
     idle       it has none, and takes those of ranks that are gone or lost
-    closing    it has ended its worker, waits for the others to end, and merges the ledger
-    gone       it has ended
+    ended      it has ended its worker and waits for the others; the first of those that are there merges the ledger
+    gone       it has left
     (lost)     nothing new came from it for --worker_timeout
 """
 
@@ -143,21 +143,23 @@ class Ranks:
         return sum(self._settled.get(number) != ledger.DONE for number in self.todo.tolist())
 
     def closes_the_folder(self) -> bool:
-        """The last thing a rank asks: whether it is to merge the ledger, which waits until no other needs the folder.
+        """The last thing a rank asks: whether it is to merge the ledger. Waits until no other rank needs the folder.
 
-        Where others work on without this rank, one of them will; where none does, the next command takes it up.
+        A rank that is interrupted while others work leaves that to them; where nobody does it, the next command will.
         """
-        if not self.folder.work.is_dir() or not self.decides():
-            self._say("gone")
-            return False
-        self._say("closing")
-
-        def alone() -> bool:
-            self.beat()
-            return all(self._state_of(rank) in _AWAY for rank in range(self.size) if rank != self.rank)
-
+        self._say("ended")
         self._look()
-        closes = _wait(alone, _OTHERS_END) or all(number in self._settled for number in self.todo.tolist())
+        complete = all(number in self._settled for number in self.todo.tolist())
+        others = [rank for rank in range(self.size) if rank != self.rank]
+
+        def waited() -> bool:
+            self.beat()
+            if not self.decides():
+                return not self.folder.work.is_dir()  # another rank has done it
+            return all(self._state_of(rank) in ("ended", *_AWAY) for rank in others)
+
+        in_time = _wait(waited, self.timeout + _OTHERS_END if complete else _OTHERS_END)
+        closes = self.folder.work.is_dir() and self.decides() and (in_time or complete)
         if not closes:
             self._say("gone")
         return closes
