@@ -1,0 +1,93 @@
+"""The workers as actors of a real Ray cluster of two nodes, one of which is lost in the middle."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muralist.errors import UserError
+from muralist.generate.ray_crew import ray_labels
+from tests.slurm.cluster import wait_until
+from tests.support.generating import SCRIPT, made_by, makers, other_files, pictures, words, write_table
+from tests.support.runs import finish, start
+
+ROWS, STEPS = 24, 20
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A head; skipped where Ray is not installed, except on a build machine, which installs it."""
+    if importlib.util.find_spec("ray") is None:
+        if os.environ.get("CI"):
+            pytest.fail("Ray is not installed")
+        pytest.skip("Ray is not installed: pip install 'muralist[ray]'")
+    from ray.cluster_utils import Cluster
+
+    running = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    yield running
+    running.shutdown()
+
+
+@pytest.mark.slow
+def test_a_lost_nodes_rows_are_redone_with_the_same_pictures(
+    cluster: Any, tmp_path: Path, tiny_pipeline: Callable[[str], Path]
+) -> None:
+    table, model = write_table(tmp_path, ROWS), tiny_pipeline("wan21")
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    finish(start("python", SCRIPT, *words(table, model, alone, steps=STEPS)))
+    second = cluster.add_node(num_cpus=1)
+    lost = sorted(node.node_id for node in cluster.list_all_nodes()).index(second.node_id)  # its worker's label
+    told = words(table, model, together, "--engine", "ray", steps=STEPS)
+    process = start("python", SCRIPT, *told, RAY_ADDRESS=cluster.address)
+    wait_until(lambda: made_by(together, lost) > 0 or process.poll() is not None, 120)
+    cluster.remove_node(second, allow_graceful=False)
+    said = finish(process)
+    assert f"GPU {lost}: its process cannot be reached any more" in said
+    assert pictures(together) == pictures(alone)
+    assert len(pictures(alone)) == ROWS
+    made = makers(together)
+    left = str(1 - lost)
+    assert all(made[row] == left for row in range(ROWS) if row % 2 == 1 - lost)
+    assert {made[row] for row in range(ROWS) if row % 2 == lost} == {"0", "1"}
+    assert other_files(together) == {"failed_prompts_gpu0.txt": "", "failed_prompts_gpu1.txt": ""}
+
+
+@pytest.mark.slow
+def test_one_worker_for_each_gpu_that_is_free(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    try:
+        assert ray_labels([]) == {"0": "cpu"}
+        assert ray_labels([3, 5]) == {"3": "cpu", "5": "cpu"}
+        cluster.add_node(num_cpus=1, num_gpus=3)  # pretended
+        holder = ray.remote(num_gpus=1)(dict).remote()
+        ray.get(holder.__len__.remote())
+        wait_until(lambda: ray.available_resources().get("GPU") == 2, 20)
+        assert ray_labels([]) == {"0": "cuda:0", "1": "cuda:0"}
+        assert ray_labels([7]) == {"7": "cuda:0"}
+        with pytest.raises(UserError, match="3 GPUs, of which 2 are free; 3 wanted"):
+            ray_labels([0, 1, 2])
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.slow
+def test_no_cluster_is_told_with_the_way_to_start_one(tmp_path: Path, tiny_pipeline: Callable[[str], Path]) -> None:
+    told = words(write_table(tmp_path, 1), tiny_pipeline("wan21"), tmp_path / "output", "--engine", "ray")
+    said = finish(start("python", SCRIPT, *told, RAY_ADDRESS="127.0.0.1:1"), expect=1)
+    assert "There is no Ray cluster to run on." in said
+    assert "`ray start --head`" in said
+    assert not (tmp_path / "output").exists()
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"muralist\[ray\]"):
+        ray_labels([])
