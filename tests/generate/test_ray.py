@@ -58,6 +58,13 @@ def test_a_lost_nodes_rows_are_redone_with_the_same_pictures(
     assert other_files(together) == {"failed_prompts_gpu0.txt": "", "failed_prompts_gpu1.txt": ""}
 
 
+class Holder:
+    """Another program of the cluster."""
+
+    def sees(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
 @pytest.mark.slow
 def test_one_worker_for_each_gpu_that_is_free(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
@@ -67,8 +74,8 @@ def test_one_worker_for_each_gpu_that_is_free(cluster: Any, monkeypatch: pytest.
         assert ray_labels([]) == {"0": "cpu"}
         assert ray_labels([3, 5]) == {"3": "cpu", "5": "cpu"}
         cluster.add_node(num_cpus=1, num_gpus=3)  # pretended
-        holder = ray.remote(num_gpus=1)(dict).remote()
-        ray.get(holder.__len__.remote())
+        holder = ray.remote(num_gpus=1)(Holder).remote()
+        assert ray.get(holder.sees.remote()) in ("0", "1", "2")
         wait_until(lambda: ray.available_resources().get("GPU") == 2, 20)
         assert ray_labels([]) == {"0": "cuda:0", "1": "cuda:0"}
         assert ray_labels([7]) == {"7": "cuda:0"}

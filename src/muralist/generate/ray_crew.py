@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from muralist.errors import UserError
 from muralist.generate.messages import Gone, Job, Order, Report
 
 _LONGEST_CALL = 1.0  # seconds for which a call without an order waits for something to report
+_LISTENS = 5.0
 
 
 def ray_labels(gpu_ids: Sequence[int]) -> dict[str, str]:
@@ -151,6 +154,9 @@ class Answering:
 
 def _connected() -> Any:
     """Ray, connected to the cluster that is there."""
+    os.environ.setdefault(
+        "RAY_NUM_REDIS_GET_RETRIES", "1"
+    )  # else a cluster that is no more is looked for for 14 minutes
     try:
         import ray
     except ModuleNotFoundError:
@@ -158,9 +164,11 @@ def _connected() -> Any:
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS") or "auto"
         try:
+            if given := re.fullmatch(r"\[?([^/\]]+?)\]?:(\d+)", address):  # what does not listen is known at once
+                socket.create_connection((given[1], int(given[2])), _LISTENS).close()
             # What workers have to say comes as reports; their output stays in Ray's own logs.
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
                 "There is no Ray cluster to run on.",
                 f"Looking for {address}: {_first_line(error)}",
