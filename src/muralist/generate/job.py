@@ -122,9 +122,10 @@ class _Command:
                 finally:
                     crew.close(patience)
                     screen.close()
-                    missing = self._close(list(devices))
+                    closed = self._close(list(devices))
             else:
-                missing = self._close(list(devices)) if self._is_first else 0
+                closed = self._is_first and self._close(list(devices))
+            missing = self.ranks.missing() if self.ranks and not closed else self._missing()
         return self._conclude(len(todo), missing, time.monotonic() - started, interrupted)
 
     @property
@@ -155,14 +156,14 @@ class _Command:
 
         return ranks.todo, ranks.own, beat
 
-    def _close(self, labels: list[str]) -> int:
-        """Merge the workers' lines, once nobody writes any more; returns how many pictures are missing."""
+    def _close(self, labels: list[str]) -> bool:
+        """Merge the workers' lines, once nobody writes any more; False where that is left to another rank."""
         if self.ranks and len(self.ranks.todo) and not self.ranks.closes_the_folder():
-            return self.ranks.missing()
+            return False
         log.setLevel(logging.INFO)
         self.folder.end()
         write_failures(self.folder, self.ranks.labels if self.ranks else labels)
-        return self._missing()
+        return True
 
     @property
     def _digest(self) -> str:
@@ -265,7 +266,8 @@ class _Command:
         )
 
     def _missing(self) -> int:
-        return int((~self.folder.finished(self.plan)).sum())
+        done = self.folder.finished(self.plan) if self.folder.ledger.is_file() else np.zeros(len(self.plan), dtype=bool)
+        return int((~done).sum())
 
     def _conclude(self, tried: int, missing: int, seconds: float, interrupted: bool) -> int:
         there = len(self.plan) - missing

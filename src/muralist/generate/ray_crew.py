@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import re
+import signal
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from muralist.errors import UserError
-from muralist.generate.messages import Gone, Job, Order, Report
+from muralist.generate.messages import Gone, Hopeless, Job, Order, Report
 
 _LONGEST_CALL = 1.0  # seconds for which a call without an order waits for something to report
 _LISTENS = 5.0
@@ -87,7 +88,7 @@ class RayCrew:
             try:
                 said = self._ray.get(call)
             except self._ray.exceptions.RayError as error:
-                said = [Gone(_obituary(error))]
+                said = _last_words(label, error)
             reports += [(label, report) for report in said]
             if any(isinstance(report, Gone) for report in said):
                 self._forget(label)
@@ -166,8 +167,11 @@ def _connected() -> Any:
         try:
             if given := re.fullmatch(r"\[?([^/\]]+?)\]?:(\d+)", address):  # what does not listen is known at once
                 socket.create_connection((given[1], int(given[2])), _LISTENS).close()
+            ends = signal.getsignal(signal.SIGTERM)
             # What workers have to say comes as reports; their output stays in Ray's own logs.
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, ends)  # Ray takes it for itself, and would end us with a stack trace
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
                 "There is no Ray cluster to run on.",
@@ -183,11 +187,16 @@ def _nodes(ray: Any) -> list[str]:
     return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
 
 
-def _obituary(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    if "creation task" in str(error):  # such as a node on which muralist is not installed
-        return f"could not start: {lines[-1].strip():.200}"
-    return "cannot be reached any more: it died, or its node is lost"
+def _last_words(label: str, error: Exception) -> list[Report]:
+    gone = Gone("cannot be reached any more: it died, or its node is lost")
+    if "creation task" not in str(error):
+        return [gone]
+    reason = [line for line in str(error).splitlines() if line.strip()][-1]
+    told = UserError(
+        f"GPU {label} could not be started on the cluster: {reason.strip():.200}.",
+        fix="Install the same muralist, with the same Python, on every node.",
+    )
+    return [Hopeless(told, everyone=False), gone]
 
 
 def _first_line(error: BaseException) -> str:
