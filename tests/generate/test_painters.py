@@ -228,6 +228,15 @@ def test_pipelines_that_need_more_or_less_than_text_are_refused(tiny_pipeline: B
         painter_of(copy)
 
 
+def test_weights_that_are_cut_short_are_refused(tiny_pipeline: Build, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_pipeline("sd"), copy)
+    weights = copy / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="pipeline in .* cannot be loaded"):
+        painter_of(copy)
+
+
 def test_orders_and_their_lists_stay_as_they_were(painters: Callable[[str], Painter]) -> None:
     orders = [Order("a cat", "a dog", 3)]
     pictures = [painters("zimage").paint(orders, SIZE, no_beat)[0] for _ in range(2)]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from muralist.errors import UserError, nearest
@@ -62,7 +63,7 @@ class DiffusersPainter:
             library.set_verbosity_error()  # or every long prompt of ten thousand would be announced as cut short
         try:
             pipe: Any = DiffusionPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True, **(parts or {}))
-        except (OSError, ValueError, AttributeError, ImportError) as error:
+        except (OSError, ValueError, AttributeError, ImportError, RuntimeError, SafetensorError) as error:
             said = " ".join(str(error).split())[:300]
             raise UserError(
                 f"The pipeline in {folder} cannot be loaded.", f"The reason: {said}", "Check that the folder is whole."
