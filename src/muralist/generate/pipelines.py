@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,10 @@ def settle(device: torch.device) -> None:
 
 def made_with(device: torch.device) -> dict[str, str]:
     """What a picture's last bits depend on beside the settings: the device and the libraries."""
-    import diffusers
-    import transformers
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
+    processor = f"CPU {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor
+    return {"device": name, "torch": torch.__version__} | {
+        library: version(library) for library in ("diffusers", "transformers")
     }
 
 
