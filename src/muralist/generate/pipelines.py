@@ -22,6 +22,7 @@ def settle(device: torch.device) -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write every result twice
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
