@@ -49,6 +49,14 @@ def test_half_of_one_frame_says_that_it_does_nothing(tiny_pipeline: Build, monke
     assert said == ["--enable_half_frame does nothing for one frame."]
 
 
+def test_a_negative_prompt_that_does_nothing_is_said(tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("muralist"), "warning", lambda text, *words: said.append(text % words))
+    check_model(given(tiny_pipeline("flux"), negative_prompt="rain"))
+    check_model(given(tiny_pipeline("sd"), negative_prompt="rain"))
+    assert said == ["--negative_prompt does nothing here: FluxPipeline runs without classifier-free guidance."]
+
+
 def test_the_fingerprint_is_of_the_files_and_not_of_the_place(tiny_pipeline: Build, tmp_path: Path) -> None:
     first = tiny_pipeline("pixart")
     copy = tmp_path / "elsewhere"
@@ -63,7 +71,7 @@ def test_the_fingerprint_is_of_the_files_and_not_of_the_place(tiny_pipeline: Bui
 
 def test_a_path_without_a_model(tiny_pipeline: Build, tmp_path: Path) -> None:
     folder = tiny_pipeline("sd")
-    with pytest.raises(UserError, match="no model at .*Nothing is downloaded.*Did you mean sdxl|sd?"):
+    with pytest.raises(UserError, match=r"no model at .*sdd\. Nothing is downloaded.*Did you mean sd"):
         check_model(given(folder.with_name("sdd")))
     with pytest.raises(UserError, match="no model at org/name.*Check the path"):
         check_model(given(Path("org/name")))

@@ -69,7 +69,7 @@ def umt5() -> tuple[Any, Any]:
 
 
 def clip(projected: bool = False) -> tuple[Any, Any]:
-    alphabet = ByteLevel.alphabet()
+    alphabet = sorted(ByteLevel.alphabet())  # it comes in another order every time
     pieces = [*alphabet, *(f"{sign}</w>" for sign in alphabet), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = _numbered(pieces)
     end = vocabulary["<|endoftext|>"]
@@ -92,7 +92,7 @@ def gemma() -> tuple[Any, Any]:
 
 
 def _qwen_tokenizer() -> Any:
-    vocabulary = _numbered([*ByteLevel.alphabet(), "<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    vocabulary = _numbered([*sorted(ByteLevel.alphabet()), "<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = CHAT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,7 +84,9 @@ def _merge(pipe: Any, adapter: Adapter) -> None:
     network = getattr(pipe, part)
     dtype = network.dtype
     try:
-        model: Any = PeftModel.from_pretrained(network.float(), str(adapter.path), local_files_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what does not fit; that is looked at below
+            model: Any = PeftModel.from_pretrained(network.float(), str(adapter.path), local_files_only=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise _does_not_fit(adapter, pipe, error) from error
     wanted, given = set(get_peft_model_state_dict(model)), set(load_peft_weights(str(adapter.path)))

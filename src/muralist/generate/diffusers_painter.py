@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from muralist.errors import UserError, nearest
@@ -62,7 +63,7 @@ class DiffusersPainter:
             library.set_verbosity_error()  # or every long prompt of ten thousand would be announced as cut short
         try:
             pipe: Any = DiffusionPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True, **(parts or {}))
-        except (OSError, ValueError, AttributeError, ImportError) as error:
+        except (OSError, ValueError, AttributeError, ImportError, RuntimeError, SafetensorError) as error:
             said = " ".join(str(error).split())[:300]
             raise UserError(
                 f"The pipeline in {folder} cannot be loaded.", f"The reason: {said}", "Check that the folder is whole."
@@ -93,6 +94,12 @@ class DiffusersPainter:
         if "prompt" not in self._takes or needed:
             why = f"It needs {', '.join(needed)}." if needed else "It takes no prompt."
             raise UserError(f"{self._name} does not make pictures from text alone.", why, "Give another --model_path.")
+        if getattr(self._pipe, "scheduler", None) is None:
+            raise UserError(
+                f"{self._name} is several pipelines in one.",
+                "generate knows those with one scheduler.",
+                "Give another --model_path.",
+            )
 
     def _guidance_arguments(self, scale: float) -> dict[str, Any]:
         """How this pipeline is told the scale; one whose network has the scale as an input needs no second pass."""
@@ -183,6 +190,11 @@ class DiffusersPainter:
             raise
 
     def _pictures(self, output: Any, size: tuple[int, int]) -> list[np.ndarray]:
+        if any(getattr(output, "nsfw_content_detected", None) or ()):
+            raise UserError(
+                "The model's safety checker took offence and made the picture black.",
+                fix="Change the prompt, or take safety_checker out of model_index.json.",
+            )
         values = np.asarray(output.frames if hasattr(output, "frames") else output.images)
         if values.shape[-3:-1] != size:
             made = f"{values.shape[-3]} x {values.shape[-2]}"

@@ -90,6 +90,8 @@ class DenoisingLoop:
     def _watched_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def stepped(*inputs: Any, **named: Any) -> Any:
+            if self._text_only:  # a pipeline that makes its own time steps
+                raise TextIsEncoded
             unguided = self._step == 0 and self._calls < 2 and self._conditional_half is None
             if self._truncation is not None and unguided:
                 raise nothing_to_cut(self._name)

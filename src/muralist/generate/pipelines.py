@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def settle(device: torch.device) -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write every result twice
     if device.type == "cpu":
         torch.set_num_threads(1)
     else:
@@ -29,15 +31,10 @@ def settle(device: torch.device) -> None:
 
 def made_with(device: torch.device) -> dict[str, str]:
     """What a picture's last bits depend on beside the settings: the device and the libraries."""
-    import diffusers
-    import transformers
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-        "transformers": transformers.__version__,
+    processor = f"CPU {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor
+    return {"device": name, "torch": torch.__version__} | {
+        library: version(library) for library in ("diffusers", "transformers")
     }
 
 
