@@ -157,6 +157,7 @@ class Atelier:
     """A folder, a table and what it takes to run a fleet of threads on them."""
 
     def __init__(self, folder: Path, prompts: Sequence[str], shape: int = 2, **more: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = OutputFolder(folder / "images")
         self.folder.create()
         table = folder / "prompts.csv"
