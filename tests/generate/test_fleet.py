@@ -165,7 +165,9 @@ def test_a_model_that_cannot_paint_anything_stops_early(tmp_path: Path) -> None:
         raise RuntimeError("this network is broken")
 
     atelier = Atelier(tmp_path, ["car"] * 40)
-    with pytest.raises(UserError, match="The first 16 pictures all failed alike. The reason: RuntimeError: this network"):
+    with pytest.raises(
+        UserError, match="The first 16 pictures all failed alike. The reason: RuntimeError: this network"
+    ):
         atelier.run(["0", "1"], before)
 
 

@@ -66,7 +66,7 @@ def test_a_picture_that_is_not_whole_is_made_again(atelier: Atelier, harm: Calla
 def test_rows_may_be_appended_but_not_changed(atelier: Atelier, tmp_path: Path) -> None:
     assert missing(rewrite(tmp_path, [*PROMPTS, "tree"])) == [4]
     assert missing(rewrite(tmp_path, PROMPTS[:2])) == []
-    with pytest.raises(UserError, match="Row 2 of the table is not the one .* It was '000002' with the prompt 'tree'"):
+    with pytest.raises(UserError, match="Row 2 of the table is not the one .* Changed: prompt 'tree' -> 'house'"):
         missing(rewrite(tmp_path, ["car", "house", "house", "car"]))
     with pytest.raises(UserError, match="Row 1 of the table"):
         missing(rewrite(tmp_path, ["house", *PROMPTS]))

@@ -120,14 +120,22 @@ class OutputFolder:
         known = np.flatnonzero(last >= 0)
         done = np.zeros(len(plan), dtype=bool)
         for sample, line in zip(plan.samples(known), ledger.lines_at(self.ledger, last[known].tolist()), strict=True):
+            if line["status"] != ledger.DONE:
+                continue  # a row that failed may have been put right
             if line["key"] != sample.key:
+                now = sample._asdict()
+                names = ("id", "seed", "prompt", "negative_prompt", "height", "width")
+                changed = [
+                    f"{name} {line.get(name)!r:.80} -> {now[name]!r:.80}"
+                    for name in names
+                    if line.get(name) != now[name]
+                ]
                 raise UserError(
                     f"Row {sample.row + 1} of the table is not the one from which {self.root} was made.",
-                    f"It was {line['id']!r:.40} with the prompt {line['prompt']!r:.80} and seed {line['seed']}; now it is "
-                    f"{sample.id!r:.40} with {sample.prompt!r:.80} and seed {sample.seed}.",
+                    f"Changed: {'; '.join(changed)}.",
                     _OTHER_FOLDER,
                 )
-            done[sample.number] = line["status"] == ledger.DONE and ledger.is_whole(self.root / sample.file, line)
+            done[sample.number] = ledger.is_whole(self.root / sample.file, line)
         return done
 
     @contextmanager
