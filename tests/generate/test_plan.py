@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muralist.errors import UserError
-from muralist.generate.plan import Plan, shares
+from muralist.generate.plan import Plan, apart, place_of, shares
 from muralist.generate.table import open_table
 
 
@@ -62,3 +62,19 @@ def test_rows_that_would_be_one_file_are_refused(tmp_path: Path) -> None:
     plan_of(tmp_path, apart).check()
     with pytest.raises(UserError, match="Rows 1 and 2"):
         plan_of(tmp_path, apart, copies=2).check()
+
+
+def test_every_sample_has_one_place_and_shares_fill_their_batches(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "prompt\n" + "a\n" * 1000, copies=2)
+    samples = list(plan.samples(np.arange(2000)))
+    assert [plan.place_in(8, number) for number in range(2000)] == [place_of(s.row, s.copy, 8) for s in samples]
+    assert {plan.place_in(1, number) for number in range(2000)} == {0}
+    for workers in range(1, 9):
+        for shape in (2, 3, 8, 16):
+            for part in shares(np.arange(2000), workers):
+                share = [samples[number] for number in part.tolist()]
+                batches = apart(share, shape)
+                assert sorted(sample.number for batch in batches for sample in batch) == part.tolist()
+                for batch in batches:
+                    assert len({place_of(sample.row, sample.copy, shape) for sample in batch}) == len(batch)
+                assert len(batches) <= 1.15 * -(-len(share) // shape) + 2

@@ -65,13 +65,8 @@ class OutputFolder:
         if self.ledger.is_file():
             ledger.merge(self.ledger, self.work)
         # Lines that belong to no ledger say nothing about this command's pictures.
-        stale = (
-            *self.root.glob(".*.tmp"),
-            *self.work.glob(".*.tmp"),
-            *self.work.glob("*.beat"),
-            *self.work.glob("*.jsonl"),
-        )
-        for path in stale:
+        self.remove_unfinished()
+        for path in (*self.work.glob(".*.tmp"), *self.work.glob("*.beat"), *self.work.glob("*.jsonl")):
             path.unlink(missing_ok=True)
 
     def clear(self) -> None:
@@ -159,6 +154,11 @@ class OutputFolder:
             finally:
                 with suppress(OSError):
                     path.unlink()
+
+    def remove_unfinished(self) -> None:
+        """Remove what workers that are gone were writing."""
+        for path in self.root.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
 
     def end(self) -> None:
         """Merge the workers' lines and leave nothing else behind."""

@@ -116,6 +116,8 @@ class _Command:
                 finally:
                     crew.close(patience)
                     screen.close()
+                    if self.ranks is None:  # nobody else is writing
+                        self.folder.remove_unfinished()
                     if self.ranks is None or self.ranks.closes_the_folder():
                         self.folder.end()
                         write_failures(self.folder, list(devices))
