@@ -29,6 +29,11 @@ from muralist.settings import GenerateSettings, ObjectiveSettings
 SIDE = 16
 CLASSES = ["car", "tree", "house"]
 CPU = torch.device("cpu")
+_one_at_a_time = threading.RLock()  # a painter may count on being alone in its process
+
+
+Before = Callable[[str, Sequence[PaintOrder]], None]
+"""Called with a worker's label and the orders of a batch."""
 
 
 class Death(BaseException):
@@ -60,15 +65,17 @@ def tiny_painter() -> Painter:
 class Watched:
     """A painter that tells what it paints, and does as it is told before it does."""
 
-    def __init__(self, label: str, before: Callable[[str, Sequence[PaintOrder]], None]) -> None:
-        self.painter, self.label, self.before = tiny_painter(), label, before
+    def __init__(self, label: str, before: Before, painter: Painter | None = None) -> None:
+        self.painter, self.label, self.before = painter or tiny_painter(), label, before
         self.ended = threading.Event()
 
     def batches(self) -> bool:
-        return self.painter.batches()
+        with _one_at_a_time:
+            return self.painter.batches()
 
     def prepare(self, orders: Sequence[PaintOrder]) -> None:
-        self.painter.prepare(orders)
+        with _one_at_a_time:
+            self.painter.prepare(orders)
 
     def paint(
         self, orders: Sequence[PaintOrder], size: tuple[int, int], beat: Callable[[], None], steps: int | None = None
@@ -76,7 +83,8 @@ class Watched:
         self.before(self.label, orders)
         if self.ended.is_set():
             raise Death
-        return self.painter.paint(orders, size, beat, steps)
+        with _one_at_a_time:
+            return self.painter.paint(orders, size, beat, steps)
 
     def facts(self) -> dict[str, Any]:
         return self.painter.facts()
@@ -85,7 +93,7 @@ class Watched:
 class ThreadCrew:
     """A crew of threads; `before` is called with label and orders before every batch, and may raise or wait."""
 
-    def __init__(self, job: Job, before: Callable[[str, Sequence[PaintOrder]], None] = lambda *_: None) -> None:
+    def __init__(self, job: Job, before: Before = lambda *_: None) -> None:
         self.job, self.before = job, before
         self.inboxes: dict[str, queue.Queue[Order]] = {}
         self.outbox: queue.Queue[tuple[str, Watched, Report]] = queue.Queue()
@@ -95,7 +103,7 @@ class ThreadCrew:
         self.sent: list[tuple[str, Order]] = []
 
     def start(self, label: str) -> None:
-        painter = self.painters[label] = Watched(label, self.before)
+        painter = self.painters[label] = Watched(label, self.before, self.open_painter())
         inbox = self.inboxes[label] = queue.Queue()
         self.started.append(label)
 
@@ -115,6 +123,9 @@ class ThreadCrew:
         self.threads.append(threading.Thread(target=run, daemon=True))
         self.threads[-1].start()
 
+    def open_painter(self) -> Painter:
+        return tiny_painter()
+
     def send(self, label: str, order: Order) -> None:
         self.sent.append((label, order))
         self.inboxes[label].put(order)
@@ -133,6 +144,22 @@ class ThreadCrew:
     def close(self, patience: float) -> None:
         for label in self.painters:
             self.kill(label)
+
+
+class ModelCrew(ThreadCrew):
+    """Takes the place of the processes of a command: the same workers, with the command's own model, in threads."""
+
+    last: ModelCrew
+
+    def __init__(self, job: Job, devices: dict[str, str]) -> None:
+        super().__init__(job)
+        self.devices = devices
+        ModelCrew.last = self
+
+    def open_painter(self) -> Painter:
+        from muralist.generate.pipelines import open_painter
+
+        return open_painter(self.job.settings, CPU)
 
 
 class Heard:
@@ -157,6 +184,7 @@ class Atelier:
     """A folder, a table and what it takes to run a fleet of threads on them."""
 
     def __init__(self, folder: Path, prompts: Sequence[str], shape: int = 2, **more: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = OutputFolder(folder / "images")
         self.folder.create()
         table = folder / "prompts.csv"
@@ -172,7 +200,7 @@ class Atelier:
     def run(
         self,
         labels: Sequence[str],
-        before: Callable[[str, Sequence[PaintOrder]], None] = lambda *_: None,
+        before: Before = lambda *_: None,
         timeout: float = 60.0,
         settle: Callable[[Ready, int | None], Shape | Not] | None = None,
         numbers: Sequence[int] | None = None,
@@ -197,7 +225,8 @@ class Atelier:
 
     def lines(self) -> dict[int, dict[str, Any]]:
         """The last line about each row."""
-        return {line["index"]: line for line in ledger.read_lines(self.folder.ledger)}
+        last = {line["index"]: line for line in ledger.read_lines(self.folder.ledger)}
+        return dict(sorted(last.items()))
 
     def bytes(self) -> dict[str, bytes]:
         """Every picture."""

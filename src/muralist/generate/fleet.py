@@ -24,6 +24,7 @@ from muralist.generate.screen import Count, Screen
 _LOOK = 0.2  # seconds
 _LOADING = 600.0  # seconds a model may take to load, beyond the limit for a step
 _SAMPLES_AHEAD = 16  # whose text is encoded together
+_PLACES_AHEAD = 8  # batches' worth of rows to look through for one whose place is free
 _DEATHS_PER_SAMPLE = 2
 _NEW_LIVES = 6  # when none is left, until a picture is made: enough for three rows in turn that end every worker
 _HOPELESS_FAILURES = 16
@@ -213,17 +214,23 @@ class Fleet:
                 self.crew.send(member.label, Task(samples, *self.shape))
 
     def _next(self, member: _Member) -> list[int]:
-        """Numbers of one size for the next batch: a suspect alone, else the worker's own, else what others left."""
+        """A batch of one size, each with its own place: a suspect alone, else the worker's own, else what others left."""
         assert self.shape is not None
         if self.suspects:
             member.total += 1
             return [self.suspects.popleft()]
-        source = member.share or self.orphans
-        numbers: list[int] = []
-        while source and len(numbers) < self.shape.now:
-            if numbers and self.plan.size_of(source[0]) != self.plan.size_of(numbers[0]):
+        source, shape = member.share or self.orphans, self.shape.now
+        batch: dict[int, int] = {}
+        passed: list[int] = []
+        while source and len(batch) < shape and len(passed) < _PLACES_AHEAD * shape:
+            number = source[0]
+            if batch and self.plan.size_of(number) != self.plan.size_of(next(iter(batch.values()))):
                 break
-            numbers.append(source.popleft())
+            source.popleft()
+            if batch.setdefault(self.plan.place_in(shape, number), number) != number:
+                passed.append(number)  # its place is taken
+        source.extendleft(reversed(passed))
+        numbers = list(batch.values())
         if source is self.orphans:
             member.total += len(numbers)
         return numbers
@@ -260,7 +267,10 @@ class Fleet:
                 self.suspects.append(number)
         rows = len(open_numbers) + len(member.share) - given_up
         others = any(other.alive for other in self.members.values())
-        self.orphans.extend(number for number in open_numbers if number not in suspects)
+        for number in open_numbers:
+            if number not in suspects:
+                # Once suspected, alone for good: in a batch it would be blamed for the next death as well.
+                (self.suspects if self.deaths[number] else self.orphans).append(number)
         self.orphans.extend(member.share)
         member.share.clear()
         self.screen.say(f"{told} {f'The others take its {rows:,} rows.' if rows and others else ''}".strip())

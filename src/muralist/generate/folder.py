@@ -66,13 +66,8 @@ class OutputFolder:
         if self.ledger.is_file():
             ledger.merge(self.ledger, self.work)
         # Lines that belong to no ledger say nothing about this command's pictures.
-        stale = (
-            *self.root.glob(".*.tmp"),
-            *self.work.glob(".*.tmp"),
-            *self.work.glob("*.beat"),
-            *self.work.glob("*.jsonl"),
-        )
-        for path in stale:
+        self.remove_unfinished()
+        for path in (*self.work.glob(".*.tmp"), *self.work.glob("*.beat"), *self.work.glob("*.jsonl")):
             path.unlink(missing_ok=True)
 
     def clear(self) -> None:
@@ -121,14 +116,22 @@ class OutputFolder:
         known = np.flatnonzero(last >= 0)
         done = np.zeros(len(plan), dtype=bool)
         for sample, line in zip(plan.samples(known), ledger.lines_at(self.ledger, last[known].tolist()), strict=True):
+            if line["status"] != ledger.DONE:
+                continue  # a row that failed may have been put right
             if line["key"] != sample.key:
+                now = sample._asdict()
+                names = ("id", "seed", "prompt", "negative_prompt", "height", "width")
+                changed = [
+                    f"{name} {line.get(name)!r:.80} -> {now[name]!r:.80}"
+                    for name in names
+                    if line.get(name) != now[name]
+                ]
                 raise UserError(
                     f"Row {sample.row + 1} of the table is not the one from which {self.root} was made.",
-                    f"It was {line['id']!r:.40} with the prompt {line['prompt']!r:.80} and seed {line['seed']}; now it is "
-                    f"{sample.id!r:.40} with {sample.prompt!r:.80} and seed {sample.seed}.",
+                    f"Changed: {'; '.join(changed)}.",
                     _OTHER_FOLDER,
                 )
-            done[sample.number] = line["status"] == ledger.DONE and ledger.is_whole(self.root / sample.file, line)
+            done[sample.number] = ledger.is_whole(self.root / sample.file, line)
         return done
 
     @contextmanager
@@ -159,6 +162,11 @@ class OutputFolder:
                 if lock.is_ours_alone():
                     with suppress(OSError):
                         path.unlink()
+
+    def remove_unfinished(self) -> None:
+        """Remove what workers that are gone were writing."""
+        for path in self.root.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
 
     def end(self) -> None:
         """Merge the workers' lines and leave nothing else behind."""

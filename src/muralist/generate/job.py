@@ -161,6 +161,7 @@ class _Command:
         if self.ranks and len(self.ranks.todo) and not self.ranks.closes_the_folder():
             return False
         log.setLevel(logging.INFO)
+        self.folder.remove_unfinished()
         self.folder.end()
         write_failures(self.folder, self.ranks.labels if self.ranks else labels)
         return True

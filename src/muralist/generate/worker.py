@@ -1,7 +1,8 @@
 """One worker: a model on one device, painting what the fleet asks for and storing it.
 
 What it does to a picture does not depend on which worker it is, what it painted before, or what else is in a batch: batches
-have one shape, whatever is missing is padded with the first picture's order, and every picture draws from its own seed.
+have one shape, every picture has its own place in them, what is missing is padded with the first picture's order, and every
+picture draws from its own seed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from muralist.generate.ledger import Shard
 from muralist.generate.messages import Job, Measure, Stop, Task
 from muralist.generate.painter import CannotPaint, Painter
 from muralist.generate.painter import Order as PaintOrder
-from muralist.generate.plan import Sample
+from muralist.generate.plan import Sample, apart, place_of
 from muralist.runfolder import write_atomically
 
 log = logging.getLogger("muralist")
@@ -154,12 +155,15 @@ class Worker:
 
     def _batch(self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None]) -> list[tuple[np.ndarray, int]]:
         """Pictures, and how many were made at once: tried twice when memory is short, then in halves where allowed."""
-        orders = [_order(sample) for sample in samples]
-        padded = orders + [orders[0]] * (shape - len(orders))
+        places = [place_of(sample.row, sample.copy, shape) for sample in samples]
+        orders = [_order(samples[0])] * shape
+        for place, sample in zip(places, samples, strict=True):
+            orders[place] = _order(sample)
         size = (samples[0].height, samples[0].width)
         for _ in range(2):
             try:
-                return [(pixels, shape) for pixels in self.painter.paint(padded, size, beat)[: len(orders)]]
+                pictures = self.painter.paint(orders, size, beat)
+                return [(pictures[place], shape) for place in places]
             except Exception as error:
                 if not _is_out_of_memory(error):
                     raise
@@ -168,8 +172,11 @@ class Worker:
             raise CannotPaint(*_out_of_memory(self.label, shape))
         half = shape // 2
         self.send(messages.Remark(f"GPU {self.label} is out of memory: {half} at once instead of {shape}."))
-        parts = [samples[first : first + half] for first in range(0, len(samples), half)]
-        return [picture for part in parts for picture in self._batch(part, half, beat)]
+        parts = apart(samples, half)
+        made = {
+            sample: made for part in parts for sample, made in zip(part, self._batch(part, half, beat), strict=True)
+        }
+        return [made[sample] for sample in samples]
 
     def _save(self, painted: _Painted, shard: Shard) -> None:
         sample, pixels, seconds, batch_size = painted
