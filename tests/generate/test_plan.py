@@ -56,11 +56,11 @@ def test_rows_of_their_own_size_are_made_one_size_after_another(tmp_path: Path) 
 
 def test_rows_that_would_be_one_file_are_refused(tmp_path: Path) -> None:
     text = "prompt,image_id,seed\na,cat,5\nb,dog,5\nc,cat,5\n"
-    with pytest.raises(UserError, match="Rows 1 and 3 of the table would be the same file, cat_seed5.png"):
+    with pytest.raises(UserError, match="would be written to one file, cat_seed5: those in line 2 and line 4"):
         plan_of(tmp_path, text).check()
     apart = "prompt,image_id,seed\na,cat,5\nb,cat,1000005\n"
     plan_of(tmp_path, apart).check()
-    with pytest.raises(UserError, match="Rows 1 and 2"):
+    with pytest.raises(UserError, match="cat_seed1000005: those in line 2 and line 3"):
         plan_of(tmp_path, apart, copies=2).check()
 
 

@@ -147,7 +147,7 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def wait_until(happened: Callable[[], bool], seconds: float) -> None:
+def wait_until(happened: Callable[[], object], seconds: float) -> None:
     """Look until something has happened; that it never does is a failure."""
     deadline = time.monotonic() + seconds
     while not happened():

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_ranks_on_two_nodes_lose_two_and_make_every_picture(
     )
     process = start(*SRUN, "bash", "-c", task, **cluster.environment)
     for lost in (0, 3):
-        wait_until(lambda rank=lost: made_by(together, rank) > 0, 120)  # type: ignore[misc]
+        wait_until(partial(made_by, together, lost), 120)
         os.kill(int((tmp_path / f"pid.{lost}").read_text()), signal.SIGKILL)
     said = finish(process)
     statuses = [int((tmp_path / f"status.{rank}").read_text()) for rank in range(RANKS)]

@@ -30,10 +30,9 @@ def pictures(output: Path) -> dict[str, bytes]:
 
 
 def makers(output: Path) -> dict[int, str]:
-    """Which worker made each row, as the ledger says; every row was made once."""
+    """Which worker made each row, as the ledger says."""
     lines = [json.loads(line) for line in (output / "ledger.jsonl").read_text().splitlines()[1:]]
-    made: dict[int, str] = {line["index"]: line["gpu"] for line in lines}
-    return made
+    return {line["index"]: line["gpu"] for line in lines}
 
 
 def made_by(output: Path, label: object) -> int:
