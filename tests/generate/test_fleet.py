@@ -14,7 +14,7 @@ from muralist.generate.folder import write_failures
 from muralist.generate.messages import Beat, Gone, Measure, Ready, Task
 from muralist.generate.painter import Order
 from muralist.generate.plan import place_of
-from tests.support.crews import Atelier, Death
+from tests.support.crews import Atelier, Death, Watched
 
 PROMPTS = ["car", "tree", "house"] * 5  # 15 rows: 7 batches of two and a padded one
 
@@ -99,7 +99,9 @@ def test_a_worker_that_hangs_is_given_up_and_killed(tmp_path: Path, reference: d
     assert {line["gpu"] for line in atelier.lines().values()} == {"0"}
 
 
-def test_a_worker_that_had_nothing_to_do_is_not_taken_for_a_hung_one(tmp_path: Path) -> None:
+def test_a_worker_that_had_nothing_to_do_is_not_taken_for_a_hung_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """GPU 1 finishes its one row and waits for longer than the limit; then GPU 0 dies, and GPU 1 takes over, slowly."""
 
     def before(label: str, orders: Sequence[Order]) -> None:
@@ -108,9 +110,8 @@ def test_a_worker_that_had_nothing_to_do_is_not_taken_for_a_hung_one(tmp_path: P
                 time.sleep(0.1)
                 atelier.crew.outbox.put(("0", atelier.crew.painters["0"], Beat()))
             raise Death
-        if orders[0].seed != 43:
-            time.sleep(0.3)
 
+    monkeypatch.setattr(Watched, "prepare", lambda *_: time.sleep(0.3))
     atelier = Atelier(tmp_path, ["car", "tree", "house"], shape=1)
     assert atelier.run(["0", "1"], before, timeout=0.6) == (3, 0)
     assert atelier.crew.started == ["0", "1"]
