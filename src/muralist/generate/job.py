@@ -105,7 +105,11 @@ class _Command:
                 screen = self.screen = open_screen()
                 more = self.ranks.more if self.ranks else lambda: None
                 timeout = self.settings.worker_timeout
-                fleet = Fleet(self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, timeout)
+                stack.callback(screen.close)  # whatever happens, the terminal gets its cursor back
+                made_before = len(self.plan) - len(todo)
+                fleet = Fleet(
+                    self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, timeout, made_before
+                )
                 patience = 0.0
                 try:
                     screen.say(self._contract(len(todo), devices))
