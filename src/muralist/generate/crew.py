@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
@@ -39,6 +43,30 @@ class Crew(Protocol):
         """End all workers: those that were told to stop have this many seconds to do so by themselves."""
 
 
+@dataclass
+class _Worker:
+    """A process and our end of its pipe; orders are posted by a thread, since a worker that hangs reads none."""
+
+    process: Any
+    pipe: Connection
+    outbox: queue.SimpleQueue[Order | None] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self.poster = threading.Thread(target=self._post, daemon=True)
+        self.poster.start()
+
+    def _post(self) -> None:
+        with suppress(OSError):  # receive() tells that it is gone
+            while (order := self.outbox.get()) is not None:
+                self.pipe.send(order)
+
+    def close(self) -> None:
+        """Only for a process that has ended: what was being posted fails at once."""
+        self.outbox.put(None)
+        self.poster.join(_ENDED_BY_ITSELF)
+        self.pipe.close()
+
+
 class LocalCrew:
     """Processes of this machine; `devices` says which device each label means."""
 
@@ -46,8 +74,8 @@ class LocalCrew:
         self.job, self.devices = job, devices
         # Started afresh: CUDA does not survive a fork.
         self._context = multiprocessing.get_context("spawn")
-        self._processes: dict[str, Any] = {}
-        self._pipes: dict[str, Connection] = {}
+        self._workers: dict[str, _Worker] = {}  # the last one of each label
+        self._heard: dict[str, _Worker] = {}  # those whose end has not been told
 
     def start(self, label: str) -> None:
         """Start a worker's process."""
@@ -57,54 +85,61 @@ class LocalCrew:
         process = self._context.Process(
             target=main, args=(self.job, label, self.devices[label], theirs), name=f"muralist-gpu{label}", daemon=True
         )
-        process.start()
+        # Ctrl+C of a terminal reaches a worker even before it can say that it does not listen to it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # so that its end is the end of the pipe
-        self._processes[label], self._pipes[label] = process, ours
+        self._workers[label] = self._heard[label] = _Worker(process, ours)
 
     def send(self, label: str, order: Order) -> None:
         """Put an order into a worker's pipe."""
-        try:
-            self._pipes[label].send(order)
-        except (KeyError, OSError):
-            pass  # receive() tells that it is gone
+        if worker := self._heard.get(label):
+            worker.outbox.put(order)
 
     def receive(self, seconds: float) -> list[tuple[str, Report]]:
         """Read every pipe that has something."""
         reports: list[tuple[str, Report]] = []
-        heard = wait(list(self._pipes.values()), timeout=seconds)
-        for label, pipe in list(self._pipes.items()):
-            if pipe not in heard:
+        heard = wait([worker.pipe for worker in self._heard.values()], timeout=seconds)
+        for label, worker in list(self._heard.items()):
+            if worker.pipe not in heard:
                 continue
             try:
-                reports.append((label, pipe.recv()))
+                reports.append((label, worker.pipe.recv()))
             except Exception:  # its end, or half a message of a killed process
-                self._pipes.pop(label).close()
-                reports.append((label, Gone(self._obituary(label))))
+                del self._heard[label]
+                reports.append((label, Gone(_obituary(worker.process))))
+                worker.close()
         return reports
 
     def kill(self, label: str) -> None:
         """SIGKILL: it also ends a process that is stopped or hangs in a driver."""
-        self._processes[label].kill()
+        self._workers[label].process.kill()
 
     def close(self, patience: float) -> None:
         """Wait a little, then end whatever is left; files are whole or absent at any moment."""
+        processes = [worker.process for worker in self._workers.values()]
         deadline = time.monotonic() + patience
-        for process in self._processes.values():
+        for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        for process in self._processes.values():
+        for process in processes:
             process.kill()
-            process.join(_ENDED_BY_ITSELF)
-        for pipe in self._pipes.values():
-            pipe.close()
-        self._pipes.clear()
+        deadline = time.monotonic() + _ENDED_BY_ITSELF
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for worker in self._heard.values():
+            worker.close()
+        self._heard.clear()
 
-    def _obituary(self, label: str) -> str:
-        process = self._processes[label]
-        process.join(_ENDED_BY_ITSELF)
-        code = process.exitcode
-        if code is None:
-            return "closed its pipe"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+def _obituary(process: Any) -> str:
+    process.join(_ENDED_BY_ITSELF)
+    code = process.exitcode
+    if code is None:
+        return "closed its pipe"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
 def choose_devices(gpu_ids: Sequence[int]) -> dict[str, str]:

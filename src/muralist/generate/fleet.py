@@ -19,13 +19,14 @@ from muralist.generate.folder import OutputFolder
 from muralist.generate.ledger import Shard
 from muralist.generate.messages import Measure, Stop, Task
 from muralist.generate.plan import Plan, shares
-from muralist.generate.screen import Screen
+from muralist.generate.screen import Count, Screen
 
 _LOOK = 0.2  # seconds
 _LOADING = 600.0  # seconds a model may take to load, beyond the limit for a step
 _SAMPLES_AHEAD = 16  # whose text is encoded together
+_PLACES_AHEAD = 8  # batches' worth of rows to look through for one whose place is free
 _DEATHS_PER_SAMPLE = 2
-_NEW_LIVES = 3  # of a worker, when none is left
+_NEW_LIVES = 6  # when none is left, until a picture is made: enough for three rows in turn that end every worker
 _HOPELESS_FAILURES = 16
 _LARGEST_BATCH = 64
 _WORKERS_TO_FEED = 8
@@ -67,6 +68,8 @@ class _Member:
     painting: tuple[int, ...] = ()
     ready: messages.Ready | None = None
     alive: bool = True
+    hopeless: UserError | None = None  # it cannot work, however often it is started
+    lives: int = 0
     heard: float = field(default_factory=time.monotonic)
     done: int = 0
     failed: int = 0
@@ -98,6 +101,7 @@ class Fleet:
     more: More
     beat: Callable[[], None]  # the fleet's own sign of life
     timeout: float
+    made_before: int = 0  # pictures that earlier commands left: the model works
     members: dict[str, _Member] = field(default_factory=dict)
     orphans: deque[int] = field(default_factory=deque)  # of workers that are gone
     suspects: deque[int] = field(default_factory=deque)  # were being painted when a worker died: from now on alone
@@ -106,7 +110,6 @@ class Fleet:
     shape: Shape | None = None
     measuring: str | None = None
     new_lives: int = 0
-    last_error: UserError | None = None
 
     def run(self, labels: Sequence[str], todo: np.ndarray) -> Outcome:
         """Make the samples; returns when each is made or has failed."""
@@ -114,8 +117,8 @@ class Fleet:
         self.members = {
             label: _Member(label, deque(part.tolist()), len(part)) for label, part in zip(labels, parts, strict=True)
         }
-        for label in labels:
-            self.crew.start(label)
+        for member in self.members.values():
+            self._start(member)
         while self._left() or self._ask_for_more():
             for label, report in self.crew.receive(_LOOK):
                 self._hear(self.members[label], report)
@@ -123,7 +126,10 @@ class Fleet:
             self._agree()
             self._hand_out()
             self.beat()
-            self.screen.show({m.label: (m.done, m.failed, m.total) for m in self.members.values()})
+            self.screen.show(
+                {m.label: Count(m.done, m.failed, m.total) for m in self.members.values()},
+                len(self.orphans) + len(self.suspects),
+            )
         for label in labels:
             self.crew.send(label, Stop())
         return Outcome(sum(m.done for m in self.members.values()), sum(m.failed for m in self.members.values()))
@@ -138,7 +144,13 @@ class Fleet:
         self.orphans.extend(numbers.tolist())
         return True
 
+    def _start(self, member: _Member) -> None:
+        member.alive, member.heard, member.lives = True, time.monotonic(), member.lives + 1
+        self.crew.start(member.label)
+
     def _hear(self, member: _Member, report: messages.Report) -> None:
+        if not member.alive:
+            return  # it was given up: whatever it still says, others have its rows
         member.heard = time.monotonic()
         match report:
             case messages.Ready():
@@ -153,18 +165,20 @@ class Fleet:
             case messages.Done(number):
                 member.done += 1
                 member.finish(number)
+                self.new_lives = 0
             case messages.Failed(number, reason):
                 member.failed += 1
                 member.finish(number)
                 self._count_failure(reason)
+            case messages.Remark(text):
+                self.screen.say(text)
             case messages.Hopeless(error, everyone):
-                self.last_error = error
                 if everyone:
                     raise error
+                member.hopeless = error
                 self._lose(member, str(error))
             case messages.Gone(how):
-                if member.alive:
-                    self._lose(member, f"GPU {member.label}: its process {how}.")
+                self._lose(member, f"GPU {member.label}: its process {how}.")
 
     def _agree(self) -> None:
         """Find out the shape of batches, with the first worker that is ready."""
@@ -178,7 +192,7 @@ class Fleet:
             # Measured with the largest pictures there are.
             numbers = [number for member in self.members.values() for number in member.share] or list(self.orphans)
             largest = max(numbers, key=lambda number: math.prod(self.plan.size_of(number)))
-            self.measuring = ready.label
+            self.measuring, ready.heard = ready.label, time.monotonic()
             self.crew.send(ready.label, Measure(self.plan.sample(largest), self._largest_batch))
 
     @property
@@ -192,21 +206,30 @@ class Fleet:
         ahead = max(2, -(-_SAMPLES_AHEAD // self.shape.now))
         for member in self.members.values():
             while member.alive and member.ready and len(member.tasks) < ahead and (numbers := self._next(member)):
+                if not member.tasks:
+                    member.heard = time.monotonic()  # nobody expected a sign of life while it had nothing to do
                 member.tasks.append(set(numbers))
                 samples = tuple(self.plan.sample(number) for number in numbers)
                 self.crew.send(member.label, Task(samples, *self.shape))
 
     def _next(self, member: _Member) -> list[int]:
-        """Numbers of one size for the next batch: a suspect alone, else the worker's own, else what others left."""
+        """A batch of one size, each with its own place: a suspect alone, else the worker's own, else what others left."""
         assert self.shape is not None
         if self.suspects:
+            member.total += 1
             return [self.suspects.popleft()]
-        source = member.share or self.orphans
-        numbers: list[int] = []
-        while source and len(numbers) < self.shape.now:
-            if numbers and self.plan.size_of(source[0]) != self.plan.size_of(numbers[0]):
+        source, shape = member.share or self.orphans, self.shape.now
+        batch: dict[int, int] = {}
+        passed: list[int] = []
+        while source and len(batch) < shape and len(passed) < _PLACES_AHEAD * shape:
+            number = source[0]
+            if batch and self.plan.size_of(number) != self.plan.size_of(next(iter(batch.values()))):
                 break
-            numbers.append(source.popleft())
+            source.popleft()
+            if batch.setdefault(self.plan.place_in(shape, number), number) != number:
+                passed.append(number)  # its place is taken
+        source.extendleft(reversed(passed))
+        numbers = list(batch.values())
         if source is self.orphans:
             member.total += len(numbers)
         return numbers
@@ -216,7 +239,7 @@ class Fleet:
         now = time.monotonic()
         for member in self.members.values():
             limit = self.timeout if member.ready else self.timeout + _LOADING
-            busy = member.tasks or not member.ready
+            busy = member.tasks or not member.ready or self.measuring == member.label
             if member.alive and busy and now - member.heard > limit:
                 self._lose(member, f"GPU {member.label} gave no sign of life for {limit:.0f} s and was given up.")
                 self.crew.kill(member.label)
@@ -233,16 +256,23 @@ class Fleet:
         member.tasks.clear()
         member.painting = ()
         member.total = member.done + member.failed
+        given_up = 0
         for number in suspects:
             self.deaths[number] += 1
             if self.deaths[number] >= _DEATHS_PER_SAMPLE:
                 self._give_up(member, number)
+                given_up += 1
             else:
                 self.suspects.append(number)
-        self.orphans.extend(sorted({*open_numbers, *member.share} - set(suspects)))
+        rows = len(open_numbers) + len(member.share) - given_up
+        others = any(other.alive for other in self.members.values())
+        for number in open_numbers:
+            if number not in suspects:
+                # Once suspected, alone for good: in a batch it would be blamed for the next death as well.
+                (self.suspects if self.deaths[number] else self.orphans).append(number)
+        self.orphans.extend(member.share)
         member.share.clear()
-        rows = len(self.orphans) + len(self.suspects)
-        self.screen.say(f"{told} {f'The others take its {rows:,} rows.' if rows else ''}".strip())
+        self.screen.say(f"{told} {f'The others take its {rows:,} rows.' if rows and others else ''}".strip())
 
     def _give_up(self, member: _Member, number: int) -> None:
         reason = f"the worker died {_DEATHS_PER_SAMPLE} times while painting it"
@@ -251,10 +281,13 @@ class Fleet:
         shard.close()
         member.failed += 1
         member.total += 1
+        self.screen.say(f"Row {self.plan.sample(number).row + 1} is given up: {reason}.")
+        self._count_failure(reason)
 
     def _bring_back(self) -> None:
-        if self.last_error is not None:
-            raise self.last_error
+        able = [member for member in self.members.values() if member.hopeless is None]
+        if not able:
+            raise next(member.hopeless for member in self.members.values() if member.hopeless)
         if self.new_lives == _NEW_LIVES:
             raise UserError(
                 "All workers are gone, and so were those started in their place.",
@@ -262,14 +295,13 @@ class Fleet:
                 "Run the same command to go on from what is there.",
             )
         self.new_lives += 1
-        member = next(iter(self.members.values()))
-        member.alive, member.heard = True, time.monotonic()
+        member = min(able, key=lambda member: member.lives)  # another one each time: a GPU may be broken
         self.screen.say(f"No worker is left: GPU {member.label} starts again.")
-        self.crew.start(member.label)
+        self._start(member)
 
     def _count_failure(self, reason: str) -> None:
         self.reasons[reason] += 1
-        made = sum(member.done for member in self.members.values())
+        made = self.made_before + sum(member.done for member in self.members.values())
         if not made and len(self.reasons) == 1 and self.reasons[reason] >= _HOPELESS_FAILURES:
             raise UserError(
                 f"The first {_HOPELESS_FAILURES} pictures all failed alike.",

@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,7 @@ from muralist.runfolder import is_full, write_atomically
 
 _FRESH = 60.0  # seconds for which the lock of another machine, where the disk knows no locks, is believed
 _BEAT = 10.0
+_FAILURES = "failed_prompts_gpu"
 _OTHER_FOLDER = "Choose another --output_dir, or give --overwrite to begin anew in this one."
 
 
@@ -50,7 +51,7 @@ class OutputFolder:
 
     def failures(self, label: str) -> Path:
         """The prompts a worker could not draw."""
-        return self.root / f"failed_prompts_gpu{label}.txt"
+        return self.root / f"{_FAILURES}{label}.txt"
 
     def create(self) -> None:
         """Make the folder, or say why it cannot be made."""
@@ -63,17 +64,20 @@ class OutputFolder:
         """Take up what a killed command left: its lines go into the ledger, files it was writing away."""
         if self.ledger.is_file():
             ledger.merge(self.ledger, self.work)
-        for stale in (*self.root.glob(".*.tmp"), *self.work.glob("*.beat")):
-            stale.unlink(missing_ok=True)
+        # Lines that belong to no ledger say nothing about this command's pictures.
+        self.remove_unfinished()
+        for path in (*self.work.glob(".*.tmp"), *self.work.glob("*.beat"), *self.work.glob("*.jsonl")):
+            path.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Remove every file the old ledger names, and the ledger last: cut off in the middle, it can be done again."""
         ledgers = [*self.work.glob("*.jsonl"), self.ledger]
         for path in ledgers:
             for line in ledger.read_lines(path):
-                # A name out of a file is not trusted to stay in the folder.
-                (self.root / Path(str(line["file"])).name).unlink(missing_ok=True)
-        for path in (*self.root.glob("failed_prompts_gpu*.txt"), *ledgers):
+                # A name out of a file is not trusted to stay in the folder, nor to be one of a file.
+                with suppress(OSError):
+                    (self.root / Path(str(line["file"])).name).unlink()
+        for path in (*self.root.glob(f"{_FAILURES}*.txt"), *ledgers):
             path.unlink(missing_ok=True)
 
     def check_settings(self, settings: dict[str, Any], header: Header) -> None:
@@ -92,7 +96,8 @@ class OutputFolder:
     def check_unclaimed(self, plan: Plan) -> None:
         """Refuse pictures that no ledger vouches for, where they have the names of those to be made."""
         taken = {entry.name for entry in os.scandir(self.root) if entry.name.endswith(f".{plan.extension}")}
-        if taken and (file := next((f for n in range(len(plan)) if (f := plan.sample(n).file) in taken), None)):
+        samples = plan.samples(np.arange(len(plan))) if taken else iter(())
+        if file := next((sample.file for sample in samples if sample.file in taken), None):
             raise UserError(
                 f"{self.root} holds {file}, but no ledger that says how it was made.",
                 "It cannot be told whether it belongs to this command.",
@@ -101,35 +106,59 @@ class OutputFolder:
 
     def finished(self, plan: Plan) -> np.ndarray:
         """Which samples exist whole: bool, by number."""
-        lines: dict[int, dict[str, Any]] = {}
-        for line in ledger.read_lines(self.ledger):
-            if line["index"] < len(plan.table) and line["copy"] < plan.copies:
-                lines[line["index"] * plan.copies + line["copy"]] = line
+        last = np.full(
+            len(plan), -1, dtype=np.int64
+        )  # place of the last line about each sample: lines would fill memory
+        for place, line in ledger.placed_lines(self.ledger):
+            if 0 <= line["index"] < len(plan.table) and 0 <= line["copy"] < plan.copies:
+                last[line["index"] * plan.copies + line["copy"]] = place
+        known = np.flatnonzero(last >= 0)
         done = np.zeros(len(plan), dtype=bool)
-        for number, line in lines.items():
-            sample = plan.sample(number)
+        for sample, line in zip(plan.samples(known), ledger.lines_at(self.ledger, last[known].tolist()), strict=True):
+            if line["status"] != ledger.DONE:
+                continue  # a row that failed may have been put right
             if line["key"] != sample.key:
+                now = sample._asdict()
+                names = ("id", "seed", "prompt", "negative_prompt", "height", "width")
+                changed = [
+                    f"{name} {line.get(name)!r:.80} -> {now[name]!r:.80}"
+                    for name in names
+                    if line.get(name) != now[name]
+                ]
                 raise UserError(
                     f"Row {sample.row + 1} of the table is not the one from which {self.root} was made.",
-                    f"It was {line['id']!r:.40} with the prompt {line['prompt']!r:.80} and seed {line['seed']}; now it is "
-                    f"{sample.id!r:.40} with {sample.prompt!r:.80} and seed {sample.seed}.",
+                    f"Changed: {'; '.join(changed)}.",
                     _OTHER_FOLDER,
                 )
-            done[number] = line["status"] == ledger.DONE and ledger.is_whole(self.root / sample.file, line)
+            done[sample.number] = ledger.is_whole(self.root / sample.file, line)
         return done
 
     @contextmanager
     def locked(self, job: str) -> Iterator[Lock]:
         """Hold the folder: a second command on it is refused; the lock dies with its process."""
         path = self.root / "lock"
-        with path.open("a+") as file:
-            lock = Lock(file, path, job)
-            lock.take()
+        with ExitStack() as stack:
+            held = False
+            while not held:
+                try:
+                    file = stack.enter_context(path.open("a+"))
+                except OSError as error:
+                    raise cannot_write(error, path) from None
+                lock = Lock(file, path, job)
+                lock.take()
+                # Its last owner may have removed the file in between, and a lock on a file that is gone holds nobody off.
+                with suppress(OSError):
+                    held = os.path.samestat(os.fstat(file.fileno()), path.stat())
             try:
                 yield lock
             finally:
                 with suppress(OSError):
                     path.unlink()
+
+    def remove_unfinished(self) -> None:
+        """Remove what workers that are gone were writing."""
+        for path in self.root.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
 
     def end(self) -> None:
         """Merge the workers' lines and leave nothing else behind."""
@@ -189,17 +218,21 @@ class Lock:
 
 def write_failures(folder: OutputFolder, labels: list[str]) -> int:
     """One file per worker of this command with what it could not draw, empty when nothing failed; returns how many."""
-    latest: dict[tuple[int, int], dict[str, Any]] = {}
+    failed: dict[tuple[int, int], dict[str, Any]] = {}
     for line in ledger.read_lines(folder.ledger):
-        latest[line["index"], line["copy"]] = line
-    failed = [line for line in latest.values() if line["status"] == ledger.FAILED]
-    by_label: dict[str, list[str]] = {label: [] for label in labels}
-    for line in failed:
+        sample = line["index"], line["copy"]
+        failed.pop(sample, None)
+        if line["status"] == ledger.FAILED:
+            failed[sample] = line
+    # Files of workers that this command does not use may tell of failures that are mended by now.
+    earlier = [path.stem.removeprefix(_FAILURES) for path in folder.root.glob(f"{_FAILURES}*.txt")]
+    by_label: dict[str, list[str]] = {label: [] for label in (*labels, *earlier)}
+    for line in failed.values():
         cells = (line["id"], line["seed"], line["prompt"], line["error"])
         told = "\t".join(" ".join(str(cell).split()) for cell in cells)
         by_label.setdefault(line["gpu"], []).append(told + "\n")
     for label, lines in by_label.items():
-        write_atomically(folder.failures(label), "".join(lines))
+        write_atomically(folder.failures(label), "".join(lines).encode(errors="replace"))
     return len(failed)
 
 

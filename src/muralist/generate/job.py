@@ -20,13 +20,14 @@ from muralist.errors import UserError
 from muralist.generate import ledger, store
 from muralist.generate.crew import Crew, LocalCrew, choose_devices
 from muralist.generate.fleet import Fleet, Not, Shape
-from muralist.generate.folder import OutputFolder, write_failures
+from muralist.generate.folder import OutputFolder, cannot_write, write_failures
 from muralist.generate.ledger import Header
 from muralist.generate.messages import Job, Ready
 from muralist.generate.plan import Plan
 from muralist.generate.ranks import Ranks
-from muralist.generate.screen import open_screen
+from muralist.generate.screen import Screen, open_screen
 from muralist.generate.table import open_table
+from muralist.runfolder import is_full
 from muralist.scale.slurm import adopt_ranks
 from muralist.settings import GenerateSettings
 from muralist.words import duration
@@ -54,6 +55,7 @@ class _Command:
     folder: OutputFolder
     ranks: Ranks | None
     header: Header | None = None
+    screen: Screen | None = None
 
     @classmethod
     def prepare(cls, settings: GenerateSettings) -> _Command:
@@ -78,6 +80,14 @@ class _Command:
 
     def run(self) -> int:
         """Take stock, work, and say what came of it."""
+        try:
+            return self._run()
+        except OSError as error:
+            if error.filename is None and not is_full(error):
+                raise
+            raise cannot_write(error, self.folder.root) from None
+
+    def _run(self) -> int:
         self.folder.create()
         started = time.monotonic()
         with ExitStack() as stack:
@@ -92,13 +102,17 @@ class _Command:
             interrupted = False
             if len(todo):
                 crew = self._crew(devices)
-                screen = open_screen()
+                screen = self.screen = open_screen()
                 more = self.ranks.more if self.ranks else lambda: None
                 timeout = self.settings.worker_timeout
-                fleet = Fleet(self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, timeout)
-                screen.say(self._contract(len(todo), devices))
+                stack.callback(screen.close)  # whatever happens, the terminal gets its cursor back
+                made_before = len(self.plan) - len(todo)
+                fleet = Fleet(
+                    self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, timeout, made_before
+                )
                 patience = 0.0
                 try:
+                    screen.say(self._contract(len(todo), devices))
                     fleet.run(list(devices), own)
                     patience = _PATIENCE
                 except KeyboardInterrupt:
@@ -106,6 +120,8 @@ class _Command:
                 finally:
                     crew.close(patience)
                     screen.close()
+                    if self.ranks is None:  # nobody else is writing
+                        self.folder.remove_unfinished()
                     if self.ranks is None or self.ranks.closes_the_folder():
                         self.folder.end()
                         write_failures(self.folder, list(devices))
@@ -171,7 +187,7 @@ class _Command:
             return self.ranks.published_shape()
         asked = self.settings.batch_size
         if not ready.batches and asked not in ("auto", 1):
-            log.warning("This model's pictures depend on what is painted beside them: one is made at a time.")
+            self._say("This model's pictures depend on what is painted beside them: one is made at a time.")
         if self.header:
             shape = Shape(self.header.batch_size if asked == "auto" else asked, self.header.batch_size)
             self._compare(ready.made_with, self.header.made_with)
@@ -193,12 +209,16 @@ class _Command:
     def _compare(self, now: dict[str, str], before: dict[str, str]) -> None:
         changed = [f"{name} {before.get(name)} -> {now.get(name)}" for name in now if now[name] != before.get(name)]
         if changed:
-            log.warning("Not made with the same as before (%s): last bits may differ.", ", ".join(changed))
+            self._say(f"Not made with the same as before ({', '.join(changed)}): last bits may differ.")
+
+    def _say(self, sentence: str) -> None:
+        assert self.screen is not None
+        self.screen.say(sentence)  # which knows where the bars are
 
     def _contract(self, todo: int, devices: dict[str, str]) -> str:
         """What is about to happen."""
         settings, (height, width) = self.settings, self.plan.size
-        kind = "CPU processes" if "cpu" in devices.values() else "GPUs"
+        kind = {True: ("CPU process", "CPU processes"), False: ("GPU", "GPUs")}["cpu" in devices.values()]
         guidance = f"guidance {settings.guidance_scale:g}"
         if settings.cfg_truncation_step is not None:
             guidance += f" for {settings.cfg_truncation_step} steps"
@@ -206,7 +226,7 @@ class _Command:
         return (
             f"{todo:,} {'clips' if clip else 'pictures'}{clip}, {height} x {width}, from {settings.prompts_csv} with "
             f"{self.identity['model']} ({settings.dtype}, {settings.num_inference_steps} steps, {guidance}) on "
-            f"{len(devices)} {kind}: {' '.join(devices)}. Loading the model."
+            f"{len(devices)} {kind[len(devices) > 1]}: {' '.join(devices)}. Loading the model."
         )
 
     def _missing(self) -> int:

@@ -9,10 +9,11 @@ its picture is made again. The last line about a sample counts.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from muralist.runfolder import write_atomically
 _FORMAT = "muralist ledger"
 _VERSION = 1
 DONE, FAILED = "done", "failed"
+_ABOUT = {"status", "index", "copy", "id", "seed", "prompt", "file", "gpu", "key"}
+_NEEDED = {True: _ABOUT | {"bytes", "changed", "sha256"}, False: _ABOUT | {"error"}}
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Header:
 
     def line(self) -> str:
         """As it is written."""
-        return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, ensure_ascii=False) + "\n"
+        return _encoded({"format": _FORMAT, "version": _VERSION, **asdict(self)}).decode()
 
     @classmethod
     def parse(cls, line: str) -> Header:
@@ -117,25 +120,54 @@ class Shard:
             "key": sample.key,
             **facts,
         }
-        os.write(self._file, (json.dumps(line, ensure_ascii=False) + "\n").encode())
+        data = _encoded(line)
+        if os.write(self._file, data) < len(data):  # the rest would not fit either
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def close(self) -> None:
         """No more lines come."""
         os.close(self._file)
 
 
+def _encoded(content: dict[str, Any]) -> bytes:
+    try:
+        return (json.dumps(content, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # half a character, which JSON can only spell out
+        return (json.dumps(content) + "\n").encode()
+
+
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a ledger or a shard, without the header."""
+    return (line for _, line in placed_lines(path))
+
+
+def placed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The same, each with its place in the file."""
     if not path.is_file():
         return
+    place = 0
     with path.open("rb") as file:
         for raw in file:
-            try:
-                line = json.loads(raw)
-            except ValueError:
-                continue  # torn by a kill or a full disk
-            if isinstance(line, dict) and "status" in line:
-                yield line
+            if (line := _parsed(raw)) is not None:
+                yield place, line
+            place += len(raw)
+
+
+def lines_at(path: Path, places: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """The lines at some places, which `placed_lines` told."""
+    with path.open("rb") as file:
+        for place in places:
+            file.seek(place)
+            yield json.loads(file.readline())
+
+
+def _parsed(raw: bytes) -> dict[str, Any] | None:
+    """A line about a sample; None for the header and for what a kill or a full disk has torn."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and line.keys() >= _NEEDED[line.get("status") == DONE] else None
 
 
 def start(path: Path, header: Header) -> None:
@@ -146,10 +178,12 @@ def start(path: Path, header: Header) -> None:
 def merge(path: Path, shards: Path) -> None:
     """Move the workers' lines to the end of the ledger; cut off, it is done again: a line may well be there twice."""
     files = sorted(shards.glob("*.jsonl"))
-    lines = [json.dumps(line, ensure_ascii=False) + "\n" for file in files for line in read_lines(file)]
-    if lines:
+    if any(True for file in files for _ in read_lines(file)):
         with path.open("ab") as ledger:
-            ledger.write(b"\n" + "".join(lines).encode() if not _ends_whole(path) else "".join(lines).encode())
+            if not _ends_whole(path):  # this was cut off once
+                ledger.write(b"\n")
+            for file in files:
+                ledger.writelines(_encoded(line) for line in read_lines(file))
             ledger.flush()
             os.fsync(ledger.fileno())
     for file in files:

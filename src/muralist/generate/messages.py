@@ -86,6 +86,13 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """Something a person should read."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Hopeless:
     """This worker can paint no more; `everyone`: nor can any other."""
 
@@ -101,4 +108,4 @@ class Gone:
 
 
 Order = Measure | Task | Stop
-Report = Ready | Measured | Beat | Began | Done | Failed | Hopeless | Gone
+Report = Ready | Measured | Beat | Began | Done | Failed | Remark | Hopeless | Gone

@@ -24,8 +24,8 @@ class Order(NamedTuple):
 class Painter(Protocol):
     """A loaded model on one device.
 
-    A picture depends on its order, its size and the number of orders of a call, never on the other orders of the call or
-    on its place among them.
+    A picture depends on its order, its size, the number of orders of a call and its place among them, never on what the
+    other orders are.
     """
 
     def batches(self) -> bool:

@@ -1,7 +1,8 @@
 """One worker: a model on one device, painting what the fleet asks for and storing it.
 
 What it does to a picture does not depend on which worker it is, what it painted before, or what else is in a batch: batches
-have one shape, whatever is missing is padded with the first picture's order, and every picture draws from its own seed.
+have one shape, every picture has its own place in them, what is missing is padded with the first picture's order, and every
+picture draws from its own seed.
 """
 
 from __future__ import annotations
@@ -11,23 +12,24 @@ import hashlib
 import logging
 import os
 import queue
-import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from muralist.errors import UserError
 from muralist.generate import messages, store
-from muralist.generate.folder import cannot_write
+from muralist.generate.folder import OutputFolder, cannot_write
 from muralist.generate.ledger import Shard
 from muralist.generate.messages import Job, Measure, Stop, Task
 from muralist.generate.painter import CannotPaint, Painter
 from muralist.generate.painter import Order as PaintOrder
-from muralist.generate.plan import Sample
+from muralist.generate.plan import Sample, apart, place_of
 from muralist.runfolder import write_atomically
 
 log = logging.getLogger("muralist")
@@ -39,12 +41,12 @@ _MEMORY_TO_USE = 0.92  # of a GPU's; what is left is for the pieces into which m
 _TRIAL_STEPS = 2
 _SECONDS_BETWEEN_BEATS = 1.0
 _SAVERS = 2
+_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 STATUS_BROKEN_DEVICE = 70
 
 
 def work(job: Job, label: str, device: torch.device, inbox: Inbox, send: Send) -> None:
     """Load the model and serve until told to stop; everything that ends a worker early is reported."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches every process of a terminal; the fleet decides
     try:
         from muralist.generate.pipelines import made_with, open_painter, settle
 
@@ -54,13 +56,18 @@ def work(job: Job, label: str, device: torch.device, inbox: Inbox, send: Send) -
         Worker(job, label, device, painter, send).serve(inbox)
     except UserError as error:
         send(messages.Hopeless(error, everyone=True))
-    except OSError as error:
-        send(messages.Hopeless(cannot_write(error, job.folder), everyone=True))
     except Exception as error:
         if not _is_out_of_memory(error):
             log.debug("GPU %s", label, exc_info=True)
         short = _too_large(label) if _is_out_of_memory(error) else UserError(f"GPU {label}: {_in_words(error)}.")
         send(messages.Hopeless(short, everyone=False))
+
+
+class _Painted(NamedTuple):
+    sample: Sample
+    pixels: np.ndarray
+    seconds: float
+    batch_size: int | None  # only where it is not the ledger's
 
 
 @dataclass
@@ -85,15 +92,14 @@ class Worker:
                 beaten = time.monotonic()
                 self.send(messages.Beat())
 
-        shard = Shard(self.job.folder / ".ledger" / f"gpu{self.label}.jsonl", self.job.digest)
-        with ThreadPoolExecutor(_SAVERS) as savers:
+        shard = Shard(OutputFolder(self.job.folder).shard(self.label), self.job.digest)
+        with closing(shard), ThreadPoolExecutor(_SAVERS) as savers:
             saving: list[Future[None]] = []
             while True:
                 while not waiting or not inbox.empty():
                     message = inbox.get()
                     if isinstance(message, Stop):
                         _finish(saving)
-                        shard.close()
                         return
                     if isinstance(message, Measure):
                         self.send(messages.Measured(self._largest_batch(message, beat)))
@@ -103,7 +109,7 @@ class Worker:
                 self._prepare([task, *waiting])
                 painted = self._paint(task, shard, beat)
                 _finish(saving)  # at most one batch waits for the disk
-                saving = [savers.submit(self._save, *picture, shard) for picture in painted]
+                saving = [savers.submit(self._save, picture, shard) for picture in painted]
 
     def _prepare(self, tasks: list[Task]) -> None:
         if all(_order(sample) in self.prepared for sample in tasks[0].samples):
@@ -115,37 +121,49 @@ class Worker:
             log.debug("Text could not be encoded ahead: %s", error)
         self.prepared = set(orders)
 
-    def _paint(
-        self, task: Task, shard: Shard, beat: Callable[[], None]
-    ) -> list[tuple[Sample, np.ndarray, float, int | None]]:
-        """The pictures of a task; a batch that fails is painted again one sample at a time, in the same shape."""
+    def _paint(self, task: Task, shard: Shard, beat: Callable[[], None]) -> list[_Painted]:
+        """The pictures of a task; of a batch that fails, each sample is tried once more alone, in the same shape."""
+        painted, reason = self._try(task, task.samples, beat)
+        if reason is None:
+            return painted
+        for sample in task.samples:
+            started = time.monotonic()
+            again, reason = self._try(task, (sample,), beat)
+            painted += again
+            if reason is not None:
+                self._fail(sample, reason, time.monotonic() - started, shard)
+        return painted
+
+    def _try(
+        self, task: Task, samples: tuple[Sample, ...], beat: Callable[[], None]
+    ) -> tuple[list[_Painted], str | None]:
+        """Pictures, or the reason why there are none; the error itself, which holds on to memory, is gone by then."""
         started = time.monotonic()
-        self.send(messages.Began(tuple(sample.number for sample in task.samples)))
+        self.send(messages.Began(tuple(sample.number for sample in samples)))
         try:
-            pictures, shape = self._batch(task.samples, task.shape, beat)
+            pictures = self._batch(samples, task.shape, beat)
         except CannotPaint:
             raise
         except Exception as error:
             self._check_device(error)
-            if len(task.samples) > 1:
-                alone = [self._paint(replace(task, samples=(sample,)), shard, beat) for sample in task.samples]
-                return [picture for painted in alone for picture in painted]
-            sample, reason = task.samples[0], _in_words(error)
-            shard.failed(sample, reason, self.label, time.monotonic() - started)
-            self.send(messages.Failed(sample.number, reason))
-            return []
-        seconds = (time.monotonic() - started) / len(task.samples)
-        changed = None if shape == task.agreed else shape
-        return [(sample, pixels, seconds, changed) for sample, pixels in zip(task.samples, pictures, strict=True)]
+            return [], _in_words(error)
+        seconds = (time.monotonic() - started) / len(samples)
+        return [
+            _Painted(sample, pixels, seconds, None if shape == task.agreed else shape)
+            for sample, (pixels, shape) in zip(samples, pictures, strict=True)
+        ], None
 
-    def _batch(self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None]) -> tuple[list[np.ndarray], int]:
-        """One call of the painter, tried twice when memory is short; then in halves, where that is allowed."""
-        orders = [_order(sample) for sample in samples]
-        padded = orders + [orders[0]] * (shape - len(orders))
+    def _batch(self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None]) -> list[tuple[np.ndarray, int]]:
+        """Pictures, and how many were made at once: tried twice when memory is short, then in halves where allowed."""
+        places = [place_of(sample.row, sample.copy, shape) for sample in samples]
+        orders = [_order(samples[0])] * shape
+        for place, sample in zip(places, samples, strict=True):
+            orders[place] = _order(sample)
         size = (samples[0].height, samples[0].width)
         for _ in range(2):
             try:
-                return self.painter.paint(padded, size, beat)[: len(orders)], shape
+                pictures = self.painter.paint(orders, size, beat)
+                return [(pictures[place], shape) for place in places]
             except Exception as error:
                 if not _is_out_of_memory(error):
                     raise
@@ -153,19 +171,34 @@ class Worker:
         if not self.job.settings.allow_batch_change or shape == 1:
             raise CannotPaint(*_out_of_memory(self.label, shape))
         half = shape // 2
-        log.warning("GPU %s is out of memory: %d pictures at once instead of %d.", self.label, half, shape)
-        pictures: list[np.ndarray] = []
-        for first in range(0, len(samples), half):
-            part, half = self._batch(samples[first : first + half], half, beat)
-            pictures += part
-        return pictures, half
+        self.send(messages.Remark(f"GPU {self.label} is out of memory: {half} at once instead of {shape}."))
+        parts = apart(samples, half)
+        made = {
+            sample: made for part in parts for sample, made in zip(part, self._batch(part, half, beat), strict=True)
+        }
+        return [made[sample] for sample in samples]
 
-    def _save(self, sample: Sample, pixels: np.ndarray, seconds: float, changed: int | None, shard: Shard) -> None:
+    def _save(self, painted: _Painted, shard: Shard) -> None:
+        sample, pixels, seconds, batch_size = painted
         path = self.job.folder / sample.file
-        data = store.encode(pixels, sample, self.job.facts, self.job.settings.video_format)
-        write_atomically(path, data)
-        shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, changed)
+        try:
+            data = store.encode(pixels, sample, self.job.facts, self.job.settings.video_format)
+        except Exception as error:  # this one cannot be a file; the next one can
+            self._fail(sample, _in_words(error), seconds, shard)
+            return
+        try:
+            write_atomically(path, data)
+            shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, batch_size)
+        except OSError as error:
+            raise cannot_write(error, self.job.folder) from None
         self.send(messages.Done(sample.number))
+
+    def _fail(self, sample: Sample, reason: str, seconds: float, shard: Shard) -> None:
+        try:
+            shard.failed(sample, reason, self.label, seconds)
+        except OSError as error:
+            raise cannot_write(error, self.job.folder) from None
+        self.send(messages.Failed(sample.number, reason))
 
     def _largest_batch(self, asked: Measure, beat: Callable[[], None]) -> int:
         """Twice as many as fitted, until they do not; on a CPU, where memory ends in a kill, one at a time."""
@@ -220,7 +253,7 @@ def _free_memory() -> None:
 def _is_out_of_memory(error: Exception) -> bool:
     text = str(error)
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and ("DefaultCPUAllocator" in text or "out of memory" in text)
+        isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import signal
 import threading
 from multiprocessing.connection import Connection
 
@@ -16,6 +17,7 @@ from muralist.generate.messages import Job, Report
 
 def main(job: Job, label: str, device: str, pipe: Connection) -> None:
     """Serve a fleet until it says stop or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches every process of a terminal; the fleet decides
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if device.startswith("cuda:"):

@@ -1,0 +1,213 @@
+"""The whole command, with real models; its workers are threads here and processes in tests/faults."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from muralist.cli import main
+from muralist.generate import job, ledger
+from muralist.generate.messages import Measure
+from tests.support.crews import ModelCrew
+from tests.support.pipelines import build_pipeline
+from tests.support.runs import only_run, train
+
+
+@pytest.fixture(scope="session")
+def run(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A JiT trained for a moment on two classes."""
+    results = tmp_path_factory.mktemp("results")
+    train("--data_path", photo_folder, "--enable_condition", "--results_dir", results, "--max_steps", 1,
+          "--samples_per_gpu", 0)  # fmt: skip
+    return only_run(results)
+
+
+@pytest.fixture(scope="session")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_pipeline("wan21", tmp_path_factory.mktemp("pipelines"))
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "LocalCrew", ModelCrew)
+    for name in ("", "muralist"):  # as in a process of its own: another command may have set up its log here
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [])
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+
+
+def table(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "prompts.csv").write_text(text)
+    return folder / "prompts.csv"
+
+
+def generate(folder: Path, model: Path, *more: object, expect: int = 0) -> Path:
+    words = ["--prompts_csv", folder / "prompts.csv", "--output_dir", folder / "images", "--model_path", model,
+             "--num_inference_steps", 2, "--dtype", "fp32", *more]  # fmt: skip
+    assert main(["generate", *map(str, words)]) == expect
+    return folder / "images"
+
+
+def files(images: Path) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes() for path in sorted(images.iterdir()) if path.suffix in (".png", ".webp", ".mp4")
+    }
+
+
+def lines(images: Path) -> list[dict[str, Any]]:
+    return list(ledger.read_lines(images / "ledger.jsonl"))
+
+
+def test_classes_as_prompts_several_pictures_each(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table(tmp_path, "prompt\nmeadow\nsunrise\nmoon\nmeadow\n")
+    images = generate(tmp_path, run, "--images_per_prompt", 2, "--gpu_ids", 2, 3, expect=1)
+    names = {f"00000{row}_seed{seed}.png" for row, seed in ((1, 42), (2, 43), (4, 45)) for seed in (seed, seed + 10**6)}
+    pictures = files(images)
+    assert set(pictures) == names and len(set(pictures.values())) == 6
+    said = capsys.readouterr().err
+    assert "8 pictures, 16 x 16, from" in said and "on 2 CPU processes: 2 3" in said
+    assert "6 of 8 pictures are in" in said and "2 missing: failed_prompts_gpu*.txt say why" in said
+    assert (images / "failed_prompts_gpu2.txt").read_text().startswith("000003\t44\tmoon\t")
+    assert (images / "failed_prompts_gpu3.txt").read_text().startswith("000003\t1000044\tmoon\t")
+    assert [line["gpu"] for line in sorted(lines(images), key=lambda line: (line["index"], line["copy"]))] == [
+        "2",
+        "3",
+    ] * 4
+    assert sorted(path.name for path in images.iterdir() if path.name not in names) == [
+        "failed_prompts_gpu2.txt", "failed_prompts_gpu3.txt", "ledger.jsonl",
+    ]  # fmt: skip
+
+
+def test_the_batch_that_was_found_is_kept(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table(tmp_path, "prompt\n" + "meadow\n" * 5)
+    images = generate(tmp_path, run, "--num_samples", 2)
+    assert [type(order) for _, order in ModelCrew.last.sent].count(Measure) == 1
+    header = ledger.Header.read(images / "ledger.jsonl")
+    assert header is not None and header.batch_size == 1 and header.settings["num_inference_steps"] == 2
+    generate(tmp_path, run, "--num_samples", 3)  # the ledger knows
+    assert not any(isinstance(order, Measure) for _, order in ModelCrew.last.sent)
+    before = files(images)
+    generate(tmp_path, run, "--batch_size", 2, expect=1)
+    assert "were made 1 at once, not 2." in capsys.readouterr().err and files(images) == before
+    generate(tmp_path, run, "--batch_size", 2, "--allow_batch_change")
+    assert {line["index"]: line.get("batch_size") for line in lines(images)} == {0: None, 1: None, 2: None, 3: 2, 4: 2}
+    assert before.items() <= files(images).items()
+    generate(tmp_path, run)
+    assert "Nothing to do: 5 of 5 pictures" in capsys.readouterr().err
+
+
+def test_a_changed_setting_is_refused_unless_told_to_overwrite(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table(tmp_path, "prompt\nmeadow\nsunrise\n")
+    images = generate(tmp_path, run)
+    first = files(images)
+    times = {path.name: path.stat().st_mtime_ns for path in images.glob("*.png")}
+    for words, change in (
+        (["--num_inference_steps", 3], "num_inference_steps 2 -> 3"),
+        (["--seed_start", 7], "seed_start 42 -> 7"),
+        (["--guidance_scale", 1.5], "guidance_scale 2.9 -> 1.5"),
+        (["--dtype", "bf16"], "dtype fp32 -> bf16"),
+    ):
+        generate(tmp_path, run, *words, expect=1)
+        assert f"Changed: {change}." in capsys.readouterr().err
+    table(tmp_path, "prompt\nmeadow\nmeadow\n")
+    generate(tmp_path, run, expect=1)
+    assert "Row 2 of the table is not the one" in capsys.readouterr().err
+    assert {path.name: path.stat().st_mtime_ns for path in images.glob("*.png")} == times
+    generate(tmp_path, run, "--seed_start", 7, "--overwrite")
+    second = files(images)
+    assert list(second) == ["000001_seed7.png", "000002_seed8.png"] and not set(first.values()) & set(second.values())
+    assert len(lines(images)) == 2
+
+
+def test_pictures_do_not_depend_on_workers_or_interruptions(wan: Path, tmp_path: Path) -> None:
+    rows = "".join(f"a red car {number}{' in the rain' * (number % 4)}\n" for number in range(7))
+    small = ["--height", 32, "--width", 32, "--batch_size", 3]
+    made = []
+    for name, labels in (("one", [0]), ("two", [5, 1]), ("three", [0, 1, 2])):
+        table(tmp_path / name, "prompt\n" + rows)
+        made.append(files(generate(tmp_path / name, wan, *small, "--gpu_ids", *labels)))
+    table(tmp_path / "bit", "prompt\n" + rows)
+    for count in (1, 5, 7):
+        generate(tmp_path / "bit", wan, *small, "--num_samples", count)
+    made.append(files(tmp_path / "bit" / "images"))
+    assert len(set(made[0].values())) == 7
+    assert made[0] == made[1] == made[2] == made[3]
+
+
+def test_rows_of_their_own_size_and_one_that_cannot_be(wan: Path, tmp_path: Path) -> None:
+    table(tmp_path, "prompt,height,width\ncar,,\ntree,48,32\nhouse,33,32\nbike,48,32\nboat,,\n")
+    images = generate(tmp_path, wan, "--height", 32, "--width", 32, "--batch_size", 2, expect=1)
+    sizes = {path.name[:6]: Image.open(path).size for path in images.glob("*.png")}
+    assert sizes == {"000001": (32, 32), "000002": (32, 48), "000004": (32, 48), "000005": (32, 32)}
+    reason = (images / "failed_prompts_gpu0.txt").read_text()
+    assert reason.startswith("000003\t44\thouse\tUserError: WanPipeline cannot make pictures of 33 x 32 pixels")
+    before = files(images)
+    table(tmp_path, "prompt,height,width\ncar,,\ntree,48,32\nhouse,32,32\nbike,48,32\nboat,,\n")
+    generate(tmp_path, wan, "--height", 32, "--width", 32, "--batch_size", 2)  # a failed row may be put right
+    assert before.items() <= files(images).items() and len(files(images)) == 5
+    assert (images / "failed_prompts_gpu0.txt").read_text() == ""
+
+
+@pytest.mark.parametrize("kind", ["webp", "mp4"])
+def test_clips(wan: Path, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("av", reason="PyAV is not installed")
+    table(tmp_path, "prompt\ncar\ntree\n")
+    small = ["--height", 32, "--width", 32, "--num_frames", 5, "--video_format", kind]
+    images = generate(tmp_path, wan, *small)
+    assert list(files(images)) == [f"000001_seed42.{kind}", f"000002_seed43.{kind}"]
+    if kind == "webp":
+        with Image.open(images / "000001_seed42.webp") as clip:
+            assert clip.n_frames == 5 and clip.size == (32, 32)
+            frames = []
+            for number in range(5):
+                clip.seek(number)
+                frames.append(np.asarray(clip.convert("RGB")))
+        assert all(not np.array_equal(one, other) for one, other in pairwise(frames))
+    (images / f"000001_seed42.{kind}").write_bytes(b"cut off")
+    before = files(images)
+    generate(tmp_path, wan, *small)
+    assert files(images)[f"000002_seed43.{kind}"] == before[f"000002_seed43.{kind}"]
+    assert len(files(images)[f"000001_seed42.{kind}"]) > 100
+
+
+def test_folders_that_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table(tmp_path, "prompt\nmeadow\n")
+    (tmp_path / "images").write_text("a file")
+    generate(tmp_path, run, expect=1)
+    assert "Cannot write" in capsys.readouterr().err
+    (tmp_path / "images").unlink()
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "000001_seed42.png").write_bytes(b"somebody else's")
+    generate(tmp_path, run, expect=1)
+    assert "holds 000001_seed42.png, but no ledger" in capsys.readouterr().err
+    (tmp_path / "images" / "ledger.jsonl").write_text("my own notes\n")
+    generate(tmp_path, run, expect=1)
+    assert "is not a ledger that this muralist can read" in capsys.readouterr().err
+    assert (tmp_path / "images" / "000001_seed42.png").read_bytes() == b"somebody else's"
+    assert (tmp_path / "images" / "ledger.jsonl").read_text() == "my own notes\n"
+
+
+def test_rows_that_fail_alike_do_not_keep_later_rows_from_being_made(
+    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = "prompt,height,width\n" + "car,33,32\n" * 17
+    table(tmp_path, bad)
+    small = ["--height", 32, "--width", 32, "--batch_size", 2]
+    images = generate(tmp_path, wan, *small, expect=1)
+    assert "The first 16 pictures all failed alike." in capsys.readouterr().err and files(images) == {}
+    table(tmp_path, "prompt,height,width\ncar,,\n" + bad.partition("\n")[2])
+    generate(tmp_path, wan, *small, "--num_samples", 1)
+    table(tmp_path, "prompt,height,width\ncar,,\n" + bad.partition("\n")[2] + "tree,,\n")
+    generate(tmp_path, wan, *small, expect=1)
+    assert list(files(images)) == ["000001_seed42.png", "000019_seed60.png"]
+    assert "2 of 19 pictures are in" in capsys.readouterr().err

@@ -1,0 +1,177 @@
+"""One worker with a real tiny model: memory that runs out, files that cannot be, disks that are full."""
+
+from __future__ import annotations
+
+import io
+import json
+import queue
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from muralist.errors import UserError
+from muralist.generate import ledger, messages
+from muralist.generate.messages import Stop, Task
+from muralist.generate.painter import CannotPaint, Order
+from muralist.generate.worker import Worker
+from tests.support.crews import CPU, Atelier, Watched
+from tests.support.disks import leave_free, small_disk
+
+PROMPTS = ["car", "tree", "house", "car", "tree", "house", "car", "tree"]
+Before = Callable[[str, Sequence[Order]], None]
+
+
+def serve(atelier: Atelier, before: Before, shape: int, groups: Sequence[Sequence[int]]) -> list[messages.Report]:
+    """What a worker says of some tasks."""
+    inbox: queue.Queue[messages.Order] = queue.Queue()
+    for rows in groups:
+        inbox.put(Task(tuple(atelier.plan.sample(row) for row in rows), shape, shape))
+    said: list[messages.Report] = []
+
+    def hear(report: messages.Report) -> None:
+        said.append(report)
+        if sum(isinstance(report, messages.Done | messages.Failed) for report in said) == sum(map(len, groups)):
+            inbox.put(Stop())
+
+    try:
+        Worker(atelier.job, "0", CPU, Watched("0", before), hear).serve(inbox)
+    finally:
+        ledger.merge(atelier.folder.ledger, atelier.folder.work)
+    return said
+
+
+def short_of_memory_above(most: int, sizes: list[int], times: int = 10**9) -> Before:
+    """The words of torch's own error, for batches above some size; real allocations fail in tests/faults."""
+
+    def before(label: str, orders: Sequence[Order]) -> None:
+        sizes.append(len(orders))
+        if len(orders) > most and sum(size > most for size in sizes) <= times:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
+
+    return before
+
+
+def done(said: list[messages.Report]) -> set[int]:
+    return {report.number for report in said if isinstance(report, messages.Done)}
+
+
+def test_memory_that_runs_out_once_is_tried_again_in_the_same_shape(tmp_path: Path) -> None:
+    sizes: list[int] = []
+    atelier = Atelier(tmp_path, PROMPTS)
+    said = serve(atelier, short_of_memory_above(2, sizes, times=1), 4, [range(4)])
+    assert (sizes, done(said)) == ([4, 4], {0, 1, 2, 3})
+    assert not any("batch_size" in line for line in atelier.lines().values())
+
+
+def test_memory_that_runs_out_twice_stops_with_a_sentence(tmp_path: Path) -> None:
+    sizes: list[int] = []
+    atelier = Atelier(tmp_path, PROMPTS)
+    with pytest.raises(CannotPaint, match="GPU 0 ran out of memory with 4 pictures at once.*--allow_batch_change"):
+        serve(atelier, short_of_memory_above(2, sizes), 4, [range(4)])
+    assert sizes == [4, 4]
+    assert atelier.lines() == {}  # no row is to blame
+
+
+def test_with_allow_batch_change_rows_are_made_in_halves_and_marked(tmp_path: Path) -> None:
+    sizes: list[int] = []
+    atelier = Atelier(tmp_path, PROMPTS, allow_batch_change=True)
+    said = serve(atelier, short_of_memory_above(2, sizes), 8, [range(8)])
+    assert done(said) == set(range(8))
+    assert sizes[:6] == [8, 8, 4, 4, 2, 2] and set(sizes[6:]) == {4, 2}
+    assert {line["batch_size"] for line in atelier.lines().values()} == {2}
+    assert [report.text for report in said if isinstance(report, messages.Remark)][:2] == [
+        "GPU 0 is out of memory: 4 at once instead of 8.",
+        "GPU 0 is out of memory: 2 at once instead of 4.",
+    ]
+    other = Atelier(tmp_path / "other", PROMPTS)
+    serve(other, lambda *_: None, 2, [[row] for row in range(8)])
+    assert atelier.bytes() == other.bytes()  # right pictures under the right names
+
+
+def test_only_the_rows_made_when_memory_was_short_are_marked(tmp_path: Path) -> None:
+    sizes: list[int] = []
+    atelier = Atelier(tmp_path, PROMPTS, allow_batch_change=True)
+    serve(atelier, short_of_memory_above(3, sizes, times=2), 4, [range(4), range(4, 8)])
+    assert [atelier.lines()[row].get("batch_size") for row in range(8)] == [2] * 4 + [None] * 4
+
+
+def test_a_text_that_no_file_can_carry_fails_its_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from muralist.generate import store
+
+    encode = store.encode
+
+    def choke(pixels, sample, facts, video_format):  # type: ignore[no-untyped-def]
+        if sample.row == 1:
+            raise ValueError("x" * 1_000_000)
+        return encode(pixels, sample, facts, video_format)
+
+    monkeypatch.setattr(store, "encode", choke)
+    atelier = Atelier(tmp_path, PROMPTS)
+    said = serve(atelier, lambda *_: None, 2, [[0, 1], [2, 3]])
+    assert done(said) == {0, 2, 3}
+    (failed,) = [report for report in said if isinstance(report, messages.Failed)]
+    assert failed.number == 1 and failed.reason.startswith("ValueError: xxx") and len(failed.reason) < 400
+    assert atelier.lines()[1]["error"] == failed.reason
+
+
+def test_prompts_of_every_kind_reach_the_file_and_the_ledger_unchanged(tmp_path: Path) -> None:
+    prompts = ["\u0000\u0001 \u001b[31mred", "日本語 🎨", "a\nb\tc", "half \ud83d of a pair", "x" * 300_000]
+    atelier = Atelier(tmp_path, PROMPTS)
+    samples = [atelier.plan.sample(row)._replace(prompt=prompt) for row, prompt in enumerate(prompts)]
+    inbox: queue.Queue[messages.Order] = queue.Queue()
+    said: list[messages.Report] = []
+
+    class Anything(Watched):
+        """Paints a car whatever is asked for."""
+
+        def paint(self, orders, size, beat, steps=None):  # type: ignore[no-untyped-def]
+            if inbox.empty():
+                inbox.put(Stop())
+            return super().paint([order._replace(prompt="car") for order in orders], size, beat, steps)
+
+    inbox.put(Task(tuple(samples), 5, 5))
+    Worker(atelier.job, "0", CPU, Anything("0", lambda *_: None), said.append).serve(inbox)
+    ledger.merge(atelier.folder.ledger, atelier.folder.work)
+    lines = atelier.lines()
+    assert [lines[row]["prompt"] for row in range(5)] == prompts
+    failed = {report.number for report in said if isinstance(report, messages.Failed)}
+    assert failed <= {3}, "only half a character may be more than a PNG can say"
+    for row in set(range(5)) - failed:
+        with Image.open(atelier.folder.root / samples[row].file) as picture:
+            picture.load()
+            assert picture.text["prompt"] == prompts[row]
+            assert picture.text["seed"] == str(42 + row)
+            assert picture.text["model"] == "tiny"
+
+
+def test_a_full_disk_stops_with_a_sentence_and_resumes(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        atelier = Atelier(disk, PROMPTS)
+        leave_free(disk, 3 * 4096)
+        with pytest.raises(UserError, match="No space left on the disk that holds .*run the same command again"):
+            serve(atelier, lambda *_: None, 2, [[0, 1], [2, 3], [4, 5], [6, 7]])
+        (disk / "filler").unlink()
+        ledger.merge(atelier.folder.ledger, atelier.folder.work)
+        whole = atelier.folder.finished(atelier.plan)
+        assert 0 < whole.sum() < 8
+        assert not list(atelier.folder.root.glob(".*.tmp"))
+        serve(atelier, lambda *_: None, 2, [[row] for row in range(8) if not whole[row]])
+        assert atelier.folder.finished(atelier.plan).all()
+
+
+def test_a_picture_carries_how_it_was_made(tmp_path: Path) -> None:
+    atelier = Atelier(tmp_path, PROMPTS)
+    serve(atelier, lambda *_: None, 2, [[0, 1]])
+    data = (atelier.folder.root / "000002_seed43.png").read_bytes()
+    with Image.open(io.BytesIO(data)) as picture:
+        assert picture.size == (16, 16)
+        assert {key: picture.text[key] for key in ("prompt", "seed", "model")} == {
+            "prompt": "tree",
+            "seed": "43",
+            "model": "tiny",
+        }
+    line = atelier.lines()[1]
+    assert line["bytes"] == len(data) and line["file"] == "000002_seed43.png" and line["gpu"] == "0"
+    assert line["seconds"] > 0 and json.loads(json.dumps(line)) == line
