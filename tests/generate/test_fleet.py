@@ -13,7 +13,8 @@ from muralist.generate.fleet import Not, Shape
 from muralist.generate.folder import write_failures
 from muralist.generate.messages import Beat, Gone, Measure, Ready, Task
 from muralist.generate.painter import Order
-from tests.support.crews import Atelier, Death
+from muralist.generate.plan import place_of
+from tests.support.crews import Atelier, Death, Watched
 
 PROMPTS = ["car", "tree", "house"] * 5  # 15 rows: 7 batches of two and a padded one
 
@@ -45,6 +46,22 @@ def test_round_robin_by_position_and_the_same_bytes(
     assert {label: count.done for label, count in atelier.screen.counts.items()} == {
         label: len(range(place, 15, len(labels))) for place, label in enumerate(labels)
     }
+
+
+def test_a_row_has_one_place_in_every_batch_whoever_paints_it(tmp_path: Path) -> None:
+    seen: dict[int, set[tuple[int, int]]] = {}
+
+    def before(label: str, orders: Sequence[Order]) -> None:
+        seeds = [order.seed for order in orders]
+        for seed in seeds:
+            if seeds.count(seed) == 1:  # the first one of a batch is also what it is padded with
+                seen.setdefault(seed, set()).add((len(seeds), seeds.index(seed)))
+
+    atelier = Atelier(tmp_path, PROMPTS * 2, shape=4)
+    for labels in (["0"], ["0", "1"], ["0", "1", "2"]):
+        assert atelier.run(labels, before) == (30, 0)
+    assert len(seen) == 30
+    assert all(places == {(4, place_of(seed - 42, 0, 4))} for seed, places in seen.items())
 
 
 def test_the_rows_of_a_dead_worker_go_to_the_others(tmp_path: Path, reference: dict[str, bytes]) -> None:
@@ -82,7 +99,9 @@ def test_a_worker_that_hangs_is_given_up_and_killed(tmp_path: Path, reference: d
     assert {line["gpu"] for line in atelier.lines().values()} == {"0"}
 
 
-def test_a_worker_that_had_nothing_to_do_is_not_taken_for_a_hung_one(tmp_path: Path) -> None:
+def test_a_worker_that_had_nothing_to_do_is_not_taken_for_a_hung_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """GPU 1 finishes its one row and waits for longer than the limit; then GPU 0 dies, and GPU 1 takes over, slowly."""
 
     def before(label: str, orders: Sequence[Order]) -> None:
@@ -91,9 +110,8 @@ def test_a_worker_that_had_nothing_to_do_is_not_taken_for_a_hung_one(tmp_path: P
                 time.sleep(0.1)
                 atelier.crew.outbox.put(("0", atelier.crew.painters["0"], Beat()))
             raise Death
-        if orders[0].seed != 43:
-            time.sleep(0.3)
 
+    monkeypatch.setattr(Watched, "prepare", lambda *_: time.sleep(0.3))
     atelier = Atelier(tmp_path, ["car", "tree", "house"], shape=1)
     assert atelier.run(["0", "1"], before, timeout=0.6) == (3, 0)
     assert atelier.crew.started == ["0", "1"]

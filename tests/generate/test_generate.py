@@ -195,3 +195,19 @@ def test_folders_that_are_refused(run: Path, tmp_path: Path, capsys: pytest.Capt
     assert "is not a ledger that this muralist can read" in capsys.readouterr().err
     assert (tmp_path / "images" / "000001_seed42.png").read_bytes() == b"somebody else's"
     assert (tmp_path / "images" / "ledger.jsonl").read_text() == "my own notes\n"
+
+
+def test_rows_that_fail_alike_do_not_keep_later_rows_from_being_made(
+    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = "prompt,height,width\n" + "car,33,32\n" * 17
+    table(tmp_path, bad)
+    small = ["--height", 32, "--width", 32, "--batch_size", 2]
+    images = generate(tmp_path, wan, *small, expect=1)
+    assert "The first 16 pictures all failed alike." in capsys.readouterr().err and files(images) == {}
+    table(tmp_path, "prompt,height,width\ncar,,\n" + bad.partition("\n")[2])
+    generate(tmp_path, wan, *small, "--num_samples", 1)
+    table(tmp_path, "prompt,height,width\ncar,,\n" + bad.partition("\n")[2] + "tree,,\n")
+    generate(tmp_path, wan, *small, expect=1)
+    assert list(files(images)) == ["000001_seed42.png", "000019_seed60.png"]
+    assert "2 of 19 pictures are in" in capsys.readouterr().err

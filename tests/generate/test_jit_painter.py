@@ -16,10 +16,10 @@ from muralist.generate.models import check_model
 from muralist.generate.painter import Order, Painter
 from muralist.generate.pipelines import open_painter
 from muralist.models.export import export
-from muralist.models.family import to_u8
 from muralist.models.jit_family import JiTFamily
 from muralist.models.lora import Lora
 from muralist.models.small_hunyuan import build_small_hunyuan
+from muralist.pictures import to_u8
 from muralist.settings import ExportSettings, GenerateSettings, ModelSettings, SampleSettings, TrainSettings
 from tests.support.hunyuan import small_family
 from tests.support.painting import CPU, differ, no_beat

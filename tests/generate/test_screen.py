@@ -42,7 +42,9 @@ def bars(width: int, now: list[float]) -> Bars:
 def test_a_bar_per_gpu_as_in_the_guide(now: list[float]) -> None:
     made = bars(120, now)
     lines = rendered(made, 120)
+    now[0] += 60  # while workers end
     made.close()
+    assert rendered(made, 120) == lines
     assert len(lines) == 3
     assert re.fullmatch(r"GPU 0: 100%\|#+\| 250/250 \[30:00<00:00, success: 248, failed: 2\]", lines[0])
     # 100 pictures in 25 minutes, 125 to go

@@ -101,6 +101,7 @@ class Fleet:
     more: More
     beat: Callable[[], None]  # the fleet's own sign of life
     timeout: float
+    made_before: int = 0  # pictures that earlier commands left: the model works
     members: dict[str, _Member] = field(default_factory=dict)
     orphans: deque[int] = field(default_factory=deque)  # of workers that are gone
     suspects: deque[int] = field(default_factory=deque)  # were being painted when a worker died: from now on alone
@@ -302,7 +303,7 @@ class Fleet:
 
     def _count_failure(self, reason: str) -> None:
         self.reasons[reason] += 1
-        made = sum(member.done for member in self.members.values())
+        made = self.made_before + sum(member.done for member in self.members.values())
         if not made and len(self.reasons) == 1 and self.reasons[reason] >= _HOPELESS_FAILURES:
             raise UserError(
                 f"The first {_HOPELESS_FAILURES} pictures all failed alike.",

@@ -110,7 +110,11 @@ class _Command:
                 self.screen = screen
                 more = self.ranks.more if self.ranks else lambda: None
                 timeout = self.settings.worker_timeout
-                fleet = Fleet(self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, timeout)
+                stack.callback(screen.close)  # whatever happens, the terminal gets its cursor back
+                made_before = len(self.plan) - len(todo)
+                fleet = Fleet(
+                    self.plan, self.folder, self._digest, crew, screen, self._settle, more, beat, timeout, made_before
+                )
                 patience = 0.0
                 try:
                     if self._is_first:

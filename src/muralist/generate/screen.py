@@ -17,6 +17,7 @@ from muralist.words import duration
 _SECONDS_BETWEEN_LINES = 10.0
 _ROOM_FOR_WORDS = 90
 _SHORTEST = 4
+_TOTAL = "total"
 
 
 class Count(NamedTuple):
@@ -89,41 +90,49 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
 
 
+class _Row(NamedTuple):
+    name: str
+    reached: Count
+    times: str
+    rate: float
+
+
 class Bars:
-    """One bar per GPU and one for all; what is not the bar itself is never cut off, except on very narrow terminals."""
+    """One bar per GPU and one for all; they stand still when no more is shown."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.started = console, time.monotonic()
         self.paces: defaultdict[str, Pace] = defaultdict(Pace)
-        self.counts: dict[str, Count] = {}
+        self.rows: list[_Row] = []
         self.live = Live(self, console=console, refresh_per_second=4)
         self.live.start()
 
     def show(self, counts: Mapping[str, Count], unassigned: int) -> None:
         """Move the bars."""
-        self.counts = {f"GPU {label}": count for label, count in counts.items()}
-        self.counts["total"] = _sum(counts, unassigned)
-        for name, count in self.counts.items():
-            self.paces[name].rate(count.finished)
+        named = {f"GPU {label}": count for label, count in counts.items()} | {_TOTAL: _sum(counts, unassigned)}
+        elapsed = clock(time.monotonic() - self.started)
+        self.rows = [
+            _Row(name, count, f"{elapsed}<{clock(pace.left(count))}", pace.rate(count.finished))
+            for name, count in named.items()
+            for pace in [self.paces[name]]
+        ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """As many columns as there is room for: the numbers go first to be short, the bar last to go."""
-        elapsed = clock(time.monotonic() - self.started)
+        """The bar gets what room the numbers leave; on a narrow terminal words are shorter, then lines are cut."""
+        longest = max((len(row.name) for row in self.rows), default=0)
         heads, tails = [], []
-        for name, count in self.counts.items():
+        for name, count, times, rate in self.rows:
             share = count.finished / count.total if count.total else 1.0
-            heads.append(f"{name:>{max(map(len, self.counts))}}: {share:4.0%}|")
-            times = f"{elapsed}<{clock(self.paces[name].left(count))}"
-            numbers = f"{count.finished:,}/{count.total:,}"
+            heads.append(f"{name:>{longest}}: {share:4.0%}|")
             words = f"success: {count.done:,}, failed: {count.failed:,}"
             if options.max_width < _ROOM_FOR_WORDS:
                 words = f"ok {count.done:,}, failed {count.failed:,}"
-            if name == "total":
-                words += f", {self.paces[name].rate(count.finished):.2f} images/s"
-            tails.append(f"| {numbers} [{times}, {words}]")
+            if name == _TOTAL:
+                words += f", {rate:.2f} images/s"
+            tails.append(f"| {count.finished:,}/{count.total:,} [{times}, {words}]")
         width = max(options.max_width - max(map(len, heads), default=0) - max(map(len, tails), default=0), _SHORTEST)
-        for head, tail, count in zip(heads, tails, self.counts.values(), strict=True):
-            filled = width * count.finished // count.total if count.total else width
+        for head, tail, row in zip(heads, tails, self.rows, strict=True):
+            filled = width * row.reached.finished // row.reached.total if row.reached.total else width
             line = Text(head, no_wrap=True, overflow="ellipsis")
             line.append("#" * filled, style="green").append(" " * (width - filled)).append(tail)
             yield line

@@ -1,0 +1,219 @@
+"""Real generating processes, killed, stopped, starved and interrupted: every row is made, and to the bit the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.disks import leave_free, small_disk
+from tests.support.pipelines import build_pipeline
+from tests.support.runs import finish, start
+
+pytestmark = pytest.mark.slow
+
+ROWS = 42
+MB = 2**20
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_pipeline("wan21", tmp_path_factory.mktemp("pipelines"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("table") / "prompts.csv"
+    path.write_text("prompt\n" + "".join(f"car {row}{' in the rain' * (row % 5)}\n" for row in range(ROWS)))
+    return path
+
+
+def command(model: Path, prompts: Path, images: Path, *more: object) -> list[object]:
+    return ["python", "batch_generate_t2i_multigpu.py", "--prompts_csv", prompts, "--output_dir", images,
+            "--model_path", model, "--height", 32, "--width", 32, "--num_inference_steps", 4, "--dtype", "fp32",
+            "--batch_size", 3, *more]  # fmt: skip
+
+
+def files(images: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(images.glob("*.png"))}
+
+
+def lines(path: Path) -> list[dict]:
+    whole = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in whole if line.startswith('{"status"') and line.endswith("}")]
+
+
+def made_by(images: Path, label: str) -> int:
+    return len(lines(images / ".ledger" / f"gpu{label}.jsonl"))
+
+
+def wait_until(
+    happened: Callable[[], bool], process: subprocess.Popen[str] | None = None, seconds: float = 120
+) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert process is None or process.poll() is None, finish(process, expect=None)
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+def workers(process: subprocess.Popen[str]) -> list[int]:
+    """The command's worker processes, in the order of their start."""
+    found = []
+    for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return sorted(found)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def undisturbed(wan: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    images = tmp_path_factory.mktemp("undisturbed")
+    told = finish(start(*command(wan, prompts, images)))
+    assert f"{ROWS} of {ROWS} pictures are in" in told and "images/s" in told and "Traceback" not in told
+    assert "\r" not in told and "\x1b" not in told
+    pictures = files(images)
+    assert len(set(pictures.values())) == ROWS
+    assert {path.name for path in images.iterdir()} - set(pictures) == {"failed_prompts_gpu0.txt", "ledger.jsonl"}
+    return pictures
+
+
+def test_one_worker_is_killed_and_one_hangs(
+    wan: Path, prompts: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    more = ["--gpu_ids", 2, 3, 5, "--worker_timeout", 10]
+    process = start(*command(wan, prompts, tmp_path, *more))
+    wait_until(lambda: len(workers(process)) == 3, process)
+    second, third, _ = workers(process)  # of GPUs 2 and 3
+    struck: set[int] = set()
+
+    def strike() -> bool:
+        for label, pid, blow in (("2", second, signal.SIGKILL), ("3", third, signal.SIGSTOP)):
+            if pid not in struck and made_by(tmp_path, label):
+                os.kill(pid, blow)
+                struck.add(pid)
+        return len(struck) == 2
+
+    wait_until(strike, process)
+    told = finish(process)
+    assert "GPU 2: its process was killed by SIGKILL. The others take its" in told
+    assert "GPU 3 gave no sign of life for 10 s and was given up. The others take its" in told
+    assert "Traceback" not in told
+    assert files(tmp_path) == undisturbed
+    by_row = {line["index"]: line["gpu"] for line in lines(tmp_path / "ledger.jsonl")}
+    assert sorted(by_row) == list(range(ROWS))
+    assert {row for row, gpu in by_row.items() if gpu == "5"} >= set(range(2, ROWS, 3))
+    for label in ("2", "3", "5"):
+        assert (tmp_path / f"failed_prompts_gpu{label}.txt").read_text() == ""
+    assert not lives(third)
+
+
+def test_interrupted_killed_and_damaged_it_goes_on(
+    wan: Path, prompts: Path, tmp_path: Path, undisturbed: dict[str, bytes]
+) -> None:
+    # Ctrl+C, which a terminal sends to every process; and a second command meanwhile.
+    process = start(*command(wan, prompts, tmp_path, "--gpu_ids", 0, 1), new_session=True)
+    wait_until(lambda: made_by(tmp_path, "0") + made_by(tmp_path, "1") >= 1, process)
+    mine = workers(process)
+    os.killpg(process.pid, signal.SIGSTOP)  # so that it is still at work when the second one comes
+    refused = finish(start(*command(wan, prompts, tmp_path)), expect=1)
+    assert f"is being filled by process {process.pid} on" in refused
+    os.killpg(process.pid, signal.SIGCONT)
+    interrupted_at = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    told = finish(process, expect=130)
+    assert time.monotonic() - interrupted_at < 10
+    assert "Interrupted." in told and "The same command goes on." in told and "Traceback" not in told
+    assert not any(map(lives, mine))
+    there = files(tmp_path)
+    assert 0 < len(there) < ROWS and there.items() <= undisturbed.items()
+    assert {path.name for path in tmp_path.iterdir()} - set(there) == {
+        "failed_prompts_gpu0.txt", "failed_prompts_gpu1.txt", "ledger.jsonl",
+    }  # fmt: skip
+    assert len(lines(tmp_path / "ledger.jsonl")) == len(there)
+
+    # Kill -9 of the command alone: its workers end by themselves.
+    process = start(*command(wan, prompts, tmp_path, "--gpu_ids", 7))
+    wait_until(lambda: made_by(tmp_path, "7") >= 2, process)
+    mine = workers(process)
+    process.kill()
+    finish(process, expect=-signal.SIGKILL)
+    wait_until(lambda: not any(map(lives, mine)), seconds=20)
+    assert (tmp_path / ".ledger" / "gpu7.jsonl").exists()
+
+    # Damage: a cut file, another with one bit turned, a torn line, a file half written.
+    whole = sorted(files(tmp_path))
+    cut, turned = tmp_path / whole[0], tmp_path / whole[1]
+    cut.write_bytes(cut.read_bytes()[:-9])
+    turned.write_bytes(turned.read_bytes()[:-30] + b"\0" + turned.read_bytes()[-29:])
+    with (tmp_path / ".ledger" / "gpu7.jsonl").open("ab") as file:
+        file.write(b'{"status": "done", "index": 4')
+    (tmp_path / ".000009_seed50.png.1.tmp").write_bytes(b"half")
+    kept = {name: (tmp_path / name).stat().st_mtime_ns for name in whole[2:]}
+    told = finish(start(*command(wan, prompts, tmp_path), NPROC="2"))
+    assert files(tmp_path) == undisturbed
+    assert f"of {ROWS} pictures are there already." in told
+    there_already = int(told.partition(f" of {ROWS} pictures are there already")[0].split()[-1])
+    # A picture whose line was not yet written when the command was killed is made again.
+    assert len(kept) - 3 <= there_already <= len(kept)
+    again = [name for name, changed in kept.items() if (tmp_path / name).stat().st_mtime_ns != changed]
+    assert len(again) == len(kept) - there_already
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".") or path.name == "lock"]
+
+    # And once more: nothing is made.
+    times = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.png")}
+    told = finish(start(*command(wan, prompts, tmp_path)))
+    assert f"Nothing to do: {ROWS} of {ROWS} pictures" in told
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.png")} == times
+
+
+def test_memory_that_really_runs_out(tmp_path: Path) -> None:
+    """Its worker gets no more address space once it has begun: the large rows at the end cannot be."""
+    small, large = 30, 3
+    rows = ["small,,"] * small + ["large,768,768"] * large + ["impossible,33,32"]
+    (tmp_path / "prompts.csv").write_text("prompt,height,width\n" + "\n".join(rows) + "\n")
+    images = tmp_path / "images"
+    words = command(build_pipeline("sd", tmp_path), tmp_path / "prompts.csv", images)
+    process = start(*words)
+    wait_until(lambda: made_by(images, "0") >= 1, process)
+    (worker,) = workers(process)
+    status = Path(f"/proc/{worker}/status").read_text()
+    size = int(status.partition("VmSize:")[2].split()[0]) * 1024
+    resource.prlimit(worker, resource.RLIMIT_AS, (size + 20 * MB, size + 20 * MB))
+    told = finish(process, expect=1)
+    assert "GPU 0 ran out of memory with 3 pictures at once." in told and "--allow_batch_change" in told
+    assert "Traceback" not in told
+    before = files(images)
+    assert len(before) == small
+    told = finish(start(*words), expect=1)  # with memory it goes on; one row cannot be made by anybody
+    assert f"{small + large} of {small + large + 1} pictures are in" in told
+    assert len(files(images)) == small + large and before.items() <= files(images).items()
+    assert "cannot make pictures of 33 x 32" in (images / "failed_prompts_gpu0.txt").read_text()
+    assert not any("batch_size" in line for line in lines(images / "ledger.jsonl"))
+
+
+def test_a_disk_that_fills_up(wan: Path, prompts: Path, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        leave_free(disk, 20 * 4096)
+        told = finish(start(*command(wan, prompts, disk / "images")), expect=1)
+        assert "No space left on the disk that holds" in told and "Traceback" not in told
+        there = files(disk / "images")
+        assert 0 < len(there) < ROWS and there.items() <= undisturbed.items()
+        (disk / "filler").unlink()
+        finish(start(*command(wan, prompts, disk / "images")))
+        assert files(disk / "images") == undisturbed
