@@ -180,7 +180,7 @@ class HunyuanFamily:
         """The family a training run asks for; without a folder a small model is built beside the runs."""
         model = settings.model
         folder = Path(model.path) if model.path else small_folder(settings)
-        if encoded:
+        if encoded is not None:
             check_encoded(encoded, folder, settings.data.random_flip)
         return cls.load(
             folder,
@@ -196,7 +196,7 @@ class HunyuanFamily:
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
         """Bring what is not trained to a device; encoded data need text encoders for the prompts of samples alone."""
-        self.parts.to(device, dtype, torch.device("cpu") if self.encoded else None)
+        self.parts.to(device, dtype, None if self.encoded is None else torch.device("cpu"))
 
     def network(self) -> nn.Module:
         """The transformer as the folder has it, in float32; LoRA on it changes nothing yet."""
@@ -250,10 +250,10 @@ class HunyuanFamily:
 
     @cached_property
     def _empty(self) -> Text:
+        if self.encoded is None:
+            return self.parts.embed([""])
         device = next(self.parts.vae.parameters()).device
-        if self.encoded:
-            return Text(*(part.to(device) for part in _text(read_empty_caption(self.encoded))))
-        return self.parts.embed_prompts([""], device)
+        return Text(*(part.to(device) for part in _text(read_empty_caption(self.encoded))))
 
     def loss(self, network: nn.Module, encoded: HunyuanEncoded, keys: SampleKeys) -> Tensor:
         """Squared error of the predicted velocity, for each sample."""
@@ -309,7 +309,7 @@ class HunyuanFamily:
         # Drawn on the CPU: the same seed is the same noise whatever the card.
         latents = keyed_random.normal(0, Purpose.SAMPLE_NOISE, numbers, shape).to(device) * solver.init_noise_sigma
         text = self.parts.embed_prompts(prompts, device)
-        empty = Text(*(part.repeat(len(prompts), *[1] * (part.ndim - 1)) for part in self._empty))
+        empty = self.parts.embed_prompts([""] * len(prompts), device)
         guidance = _GUIDANCE if settings.guidance == "auto" else settings.guidance
         for step in solver.timesteps:
             noisy = solver.scale_model_input(latents, step)
@@ -370,7 +370,7 @@ class HunyuanFamily:
     def summary(self) -> str:
         """Folder, size, objective and LoRA."""
         lora = f", LoRA of rank {self.lora.rank} on {' '.join(self.lora.targets)}" if self.lora else ""
-        ahead = ", encoded ahead" if self.encoded else ""
+        ahead = "" if self.encoded is None else ", encoded ahead"
         return f"{NAME} of {self.folder} at {self.size[0]} x {self.size[1]} px, v-prediction{lora}{ahead}"
 
     def describe(self) -> dict[str, Any]:
