@@ -11,6 +11,7 @@ import pytest
 from muralist.cli import main
 from muralist.hydit import translate
 from muralist.models.hunyuan_family import HunyuanFamily
+from muralist.models.small_hunyuan import build_small_hunyuan
 from tests.data.driving_files import write_arrow, write_index
 from tests.support.hunyuan import SMALL
 from tests.support.pictures import Picture, encoded, noise
@@ -40,7 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs of all tests go: the small model is built once."""
-    return tmp_path_factory.mktemp("results")
+    results = tmp_path_factory.mktemp("results")
+    build_small_hunyuan(results / "models" / "small-hunyuandit")
+    return results
 
 
 def words(data: Path | str, results: Path, run: str, *arguments: object) -> list[str]:
@@ -67,17 +70,17 @@ def test_every_batch_has_one_size_and_interrupted_is_uninterrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     held_out = ["--val_fraction", 0.1]
-    assert main(words(folder, results, "through", *held_out, "--max_steps", 8)) == 0
+    assert main(words(folder, results, "through", *held_out, "--max_steps", 6)) == 0
     said = capfd.readouterr().out
     assert "sizes      3 in use, with so many pictures: 16 x 48 (1" in said
     assert "fewer pictures than a total batch of 4 at 48 x 16: a batch of such a size shows them more than once" in said
-    assert len(seen) == 9 and seen[-1] == (32, 32), "eight steps, and the held-out pictures at the one size of all runs"
+    assert len(seen) == 7 and seen[-1] == (32, 32), "six steps, and the held-out pictures at the one size of all runs"
     assert set(seen[:-1]) >= {(32, 32), (16, 48)} and set(seen) <= {(32, 32), (16, 48), (48, 16)}
     assert metrics(results / "through")[-1]["val/loss"] > 0
 
     assert main(words(folder, results, "halves", *held_out, "--max_steps", 3)) == 0
     monkeypatch.setattr("muralist.train.data.measure", None)  # the shapes are remembered
-    assert main(words(folder, results, "halves", *held_out, "--max_steps", 8)) == 0
+    assert main(words(folder, results, "halves", *held_out, "--max_steps", 6)) == 0
     assert losses(results / "halves") == losses(results / "through")
     assert_same_state(last_checkpoint(results / "through"), last_checkpoint(results / "halves"))
 

@@ -199,6 +199,7 @@ def compile_each_size(count: int) -> None:
 
     config.automatic_dynamic_shapes = False
     config.recompile_limit = max(config.recompile_limit, 8 * count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 64 * count)
 
 
 def build_strategy(engine: Engine) -> Replicated:
