@@ -315,9 +315,9 @@ def test_a_cell_may_be_long(tmp_path: Path) -> None:
 def test_thirty_thousand_rows_open_at_once(tmp_path: Path) -> None:
     lines = "".join(f"{number},a photo of thing {number}\n" for number in range(30_000))
     path = write(tmp_path, "image_id,prompt\n" + lines)
-    start = time.perf_counter()
+    start = time.process_time()  # not the clock on the wall: other tests run beside this one
     table = open_table(path)
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
     assert table.row(29_999)[:3] == (29_999, "29999", "a photo of thing 29999")
 
 

@@ -99,20 +99,20 @@ class PromptTable:
         places, hashes, seeds, sizes = array("q"), array("q"), array("q"), array("i")
         columns: set[str] = set(self._records.columns)
         digest = hashlib.sha256()
-        empty, changed, unit = 0, _Changes(), self._records.unit
+        empty, changed = 0, _Changes()
+        unit, path = self._records.unit, str(self.path)
         records = islice(self._records.stream(), limit)
         while block := list(islice(records, _ROWS_AT_ONCE)):
             columns.update(*(cells for _, _, cells in block))
             rows = [
-                _row(cells, index, f"{unit} {line} of {self.path}")
+                _row(cells, index, f"{unit} {line} of {path}")
                 for index, (_, line, cells) in enumerate(block, start=len(places))
             ]
             places.extend([place for place, _, _ in block])
             seeds.extend([-1 if row.seed is None else row.seed for row in rows])
             sizes.extend([side or 0 for row in rows for side in (row.height, row.width)])
-            hashes.extend(
-                [hash(row.id) for row in rows]
-            )  # only compared with each other: another process may hash otherwise
+            # Every process hashes in its own way, but these are only compared with each other.
+            hashes.extend([hash(row.id) for row in rows])
             empty += sum(not row.prompt for row in rows)
             changed.count(rows, [cells for _, _, cells in block])
             digest.update(json.dumps(rows).encode())
@@ -156,8 +156,10 @@ class _Changes:
     def count(self, rows: list[Row], cells: list[Cells]) -> None:
         """Take in some rows and what they were made from."""
         for row, written_cells in zip(rows, cells, strict=True):
+            if row.id == written_cells.get("image_id"):
+                continue  # at once, since nearly all are
             written = _written_id(written_cells, "")
-            if written and written != row.id:
+            if written not in ("", row.id):
                 self.number += 1
                 self.example = self.example or f"{written[:60]!r} became {row.id[:60]!r}"
 
@@ -218,16 +220,27 @@ def _row(cells: Cells, index: int, where: str) -> Row:
     prompt_field = pick(cells, _PROMPT)
     if prompt_field is None:
         raise _no_prompt(cells, where)
-    negative = _text(cells, "negative_prompt", where)
-    seed = _whole(cells, "seed", where, 0, _SEEDS_BELOW)
+    written = _written_id(cells, where)
+    # Most tables lack most columns, and there may be a million rows: what is not there is not looked into.
+    height, width = _size(cells, where) if "height" in cells or "width" in cells else (None, None)
+    return Row(
+        index,
+        safe_id(written) if written else f"{index + 1:06d}",
+        _text(cells, prompt_field, where),
+        _whole(cells, "seed", where, 0, _SEEDS_BELOW) if "seed" in cells else None,
+        (_text(cells, "negative_prompt", where) or None) if "negative_prompt" in cells else None,
+        height,
+        width,
+    )
+
+
+def _size(cells: Cells, where: str) -> tuple[int | None, int | None]:
     height = _whole(cells, "height", where, 1, _SIDES_BELOW)
     width = _whole(cells, "width", where, 1, _SIDES_BELOW)
     if (height is None) != (width is None):
         given, missing = ("width", "height") if height is None else ("height", "width")
         raise UserError(f"There is a {given} but no {missing} in {where}.", fix="Give both or neither.")
-    written = _written_id(cells, where)
-    id = safe_id(written) if written else f"{index + 1:06d}"
-    return Row(index, id, _text(cells, prompt_field, where), seed, negative or None, height, width)
+    return height, width
 
 
 def _text(cells: Cells, field: str, where: str) -> str:
