@@ -16,7 +16,8 @@ from tests.slurm.cluster import Cluster, wait_until
 from tests.support.generating import SCRIPT, made_by, makers, other_files, pictures, words, write_table
 from tests.support.runs import finish, start
 
-pytestmark = pytest.mark.slow
+# One cluster: its tests run one after another, in one process.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 ROWS, RANKS, STEPS = 24, 4, 20
 SRUN = ["srun", "--nodes=2", f"--ntasks={RANKS}", "--ntasks-per-node=2", "--export=ALL"]

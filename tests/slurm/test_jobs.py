@@ -15,7 +15,8 @@ from muralist.scale.slurm import first_host
 from tests.slurm.cluster import Cluster, Job, wait_until
 from tests.support.runs import TINY, assert_same_state, finish, last_checkpoint, losses, only_run, start
 
-pytestmark = pytest.mark.slow
+# One cluster: its tests run one after another, in one process.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 STEPS = 40
 SCRIPT = "scripts/train_slurm_multi_node.sh"
