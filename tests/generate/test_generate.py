@@ -13,7 +13,7 @@ from PIL import Image
 
 from muralist.cli import main
 from muralist.generate import job, ledger
-from muralist.generate.messages import Measure
+from muralist.generate.messages import Measure, Task
 from tests.support.crews import ModelCrew
 from tests.support.pipelines import build_pipeline
 from tests.support.runs import only_run, train
@@ -102,6 +102,21 @@ def test_the_batch_that_was_found_is_kept(run: Path, tmp_path: Path, capsys: pyt
     assert before.items() <= files(images).items()
     generate(tmp_path, run)
     assert "Nothing to do: 5 of 5 pictures" in capsys.readouterr().err
+
+
+def test_a_model_that_paints_one_at_a_time_goes_on_with_the_same_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zimage = build_pipeline("zimage", tmp_path)
+    table(tmp_path, "prompt\ncar\ntree\n")
+    asked = ["--height", 32, "--width", 32, "--batch_size", 5]
+    generate(tmp_path, zimage, *asked, "--num_samples", 1)
+    assert "one is made at a time" in capsys.readouterr().err
+    images = generate(tmp_path, zimage, *asked)
+    assert {order.shape for _, order in ModelCrew.last.sent if isinstance(order, Task)} == {1}
+    assert [line.get("batch_size") for line in lines(images)] == [None, None]
+    generate(tmp_path, zimage, *asked)
+    assert "Nothing to do: 2 of 2 pictures" in capsys.readouterr().err
 
 
 def test_a_changed_setting_is_refused_unless_told_to_overwrite(

@@ -114,7 +114,7 @@ class ThreadCrew:
 
             how = "ended with status 0"
             try:
-                send(Ready(True, {"device": "CPU"}))
+                send(Ready(painter.batches(), {"device": "CPU"}))
                 Worker(self.job, label, CPU, painter, send).serve(inbox)
             except Death:
                 how = "was killed by SIGKILL"

@@ -194,7 +194,7 @@ class _Command:
 
     def _check_batch(self, header: Header) -> None:
         asked = self.settings.batch_size
-        if asked in ("auto", header.batch_size) or self.settings.allow_batch_change:
+        if asked in ("auto", header.batch_size) or header.one_at_a_time or self.settings.allow_batch_change:
             return
         raise UserError(
             f"The pictures in {self.folder.root} were made {header.batch_size} at once, not {asked}.",
@@ -231,7 +231,8 @@ class _Command:
         if not ready.batches and asked not in ("auto", 1):
             self._say("This model's pictures depend on what is painted beside them: one is made at a time.")
         if self.header:
-            shape = Shape(self.header.batch_size if asked == "auto" else asked, self.header.batch_size)
+            now = 1 if not ready.batches else self.header.batch_size if asked == "auto" else asked
+            shape = Shape(now, self.header.batch_size)
             self._compare(ready.made_with, self.header.made_with)
         elif not ready.batches:
             shape = Shape(1, 1)
@@ -242,7 +243,7 @@ class _Command:
             assert isinstance(size, int)
             shape = Shape(size, size)
         if self.header is None:
-            self.header = Header(self.identity, shape.agreed, ready.made_with)
+            self.header = Header(self.identity, shape.agreed, ready.made_with, not ready.batches)
             ledger.start(self.folder.ledger, self.header)
         return shape
 
