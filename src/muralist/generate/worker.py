@@ -97,6 +97,8 @@ class Worker:
             saving: list[Future[None]] = []
             while True:
                 while not waiting or not inbox.empty():
+                    if not waiting and inbox.empty():
+                        _finish(saving)  # whatever goes wrong is told before waiting for more, which may never come
                     message = inbox.get()
                     if isinstance(message, Stop):
                         _finish(saving)
