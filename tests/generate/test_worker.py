@@ -163,9 +163,7 @@ def test_a_full_disk_stops_with_a_sentence_and_resumes(tmp_path: Path) -> None:
         assert atelier.folder.finished(atelier.plan).all()
 
 
-def test_a_last_picture_that_cannot_be_written_is_told_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_last_picture_that_cannot_be_written_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 

@@ -86,9 +86,6 @@ class Watched:
         with _one_at_a_time:
             return self.painter.paint(orders, size, beat, steps)
 
-    def facts(self) -> dict[str, Any]:
-        return self.painter.facts()
-
 
 class ThreadCrew:
     """A crew of threads; `before` is called with label and orders before every batch, and may raise or wait."""

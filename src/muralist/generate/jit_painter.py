@@ -95,11 +95,6 @@ class JiTPainter:
             hook.remove()
         return list(to_u8(images))
 
-    def facts(self) -> dict[str, Any]:
-        """Kind, solver, precision and device."""
-        device = next(self._network.parameters()).device
-        return {"model": self._family.summary(), "scheduler": "heun", "dtype": self._dtype, "device": str(device)}
-
 
 def _sampling(settings: GenerateSettings) -> SampleSettings:
     """Guidance is on from 0.1 of the way, as in the official sampler, until the cut."""
