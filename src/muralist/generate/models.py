@@ -75,7 +75,7 @@ def _pipeline(folder: Path, settings: GenerateSettings) -> CheckedModel:
     guidance = default if settings.guidance_scale == "auto" else settings.guidance_scale
     _check_cut(settings, name, guidance=1.0 if distilled else guidance, least=0.0 if name.startswith("ZImage") else 1.0)
     if settings.negative_prompt and (distilled or guidance <= 1):
-        log.warning("--negative_prompt does nothing here: %s runs without classifier-free guidance.", name)
+        log.info("--negative_prompt does nothing here: %s runs without classifier-free guidance.", name)
     height, width = settings.height or _PIPELINE_SIZE[0], settings.width or _PIPELINE_SIZE[1]
     settled = _settled(height, width, guidance, _frames(folder, settings))
     prints = {part: _fingerprint(folder / part) for part in parts}
