@@ -144,6 +144,21 @@ def test_a_changed_setting_is_refused_unless_told_to_overwrite(
     assert len(lines(images)) == 2
 
 
+def test_settings_that_made_no_picture_can_be_put_right_in_the_same_folder(
+    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--height", 32, "--width", 32]
+    table(tmp_path, "prompt,height,width\ncar,33,32\n")
+    images = generate(tmp_path, wan, *small, expect=1)
+    assert files(images) == {} and [line["status"] for line in lines(images)] == ["failed"]
+    table(tmp_path, "prompt\ncar\n")
+    generate(tmp_path, wan, *small, "--seed_start", 7)
+    assert "1 picture, 32 x 32, from" in capsys.readouterr().err
+    assert list(files(images)) == ["000001_seed7.png"] and [line["status"] for line in lines(images)] == ["done"]
+    generate(tmp_path, wan, *small, "--seed_start", 8, expect=1)
+    assert "Changed: seed_start 7 -> 8." in capsys.readouterr().err
+
+
 def test_pictures_do_not_depend_on_workers_or_interruptions(wan: Path, tmp_path: Path) -> None:
     rows = "".join(f"a red car {number}{' in the rain' * (number % 4)}\n" for number in range(7))
     small = ["--height", 32, "--width", 32, "--batch_size", 3]

@@ -182,13 +182,16 @@ class _Command:
         header = Header.read(self.folder.ledger)
         if header is None:
             self.folder.check_unclaimed(self.plan)
+        elif header.settings != self.identity and not self.folder.has_pictures():
+            self.folder.clear()  # settings that made nothing, a size that cannot be say, bind nobody
+            header = None
         else:
             self.folder.check_settings(self.identity, header)
             self._check_batch(header)
         self.folder.sweep()
         done = self.folder.finished(self.plan) if header else np.zeros(len(self.plan), dtype=bool)
         if done.any():
-            log.info("%s of %s pictures are there already.", f"{done.sum():,}", f"{len(self.plan):,}")
+            log.info("%s of %s %s are there already.", f"{done.sum():,}", f"{len(self.plan):,}", self._things())
         self.header = header
         return self.plan.in_order(np.flatnonzero(~done)), lock
 
@@ -266,10 +269,13 @@ class _Command:
             guidance += f" for {settings.cfg_truncation_step} steps"
         clip = f" of {settings.num_frames} frames" if settings.num_frames > 1 else ""
         return (
-            f"{todo:,} {'clips' if clip else 'pictures'}{clip}, {height} x {width}, from {settings.prompts_csv} with "
+            f"{todo:,} {self._things(todo)}{clip}, {height} x {width}, from {settings.prompts_csv} with "
             f"{self.identity['model']} ({settings.dtype}, {settings.num_inference_steps} steps, {guidance}) on "
             f"{len(labels)} {kind[len(labels) > 1]}: {' '.join(labels)}. Loading the model."
         )
+
+    def _things(self, count: int = 0) -> str:
+        return f"{'clip' if self.settings.num_frames > 1 else 'picture'}{'' if count == 1 else 's'}"
 
     def _missing(self) -> int:
         done = self.folder.finished(self.plan) if self.folder.ledger.is_file() else np.zeros(len(self.plan), dtype=bool)
@@ -279,7 +285,7 @@ class _Command:
         there = len(self.plan) - missing
         pace = f", {(tried - missing) / seconds:.2f} images/s with loading" if tried > missing else ""
         told = (
-            f"{there:,} of {len(self.plan):,} pictures are in {self.settings.output_dir} ({duration(seconds)}{pace})."
+            f"{there:,} of {len(self.plan):,} {self._things()} are in {self.settings.output_dir} ({duration(seconds)}{pace})."
         )
         if interrupted:
             log.warning("Interrupted. %s The same command goes on.", told)
