@@ -276,4 +276,5 @@ def _too_large(label: str) -> UserError:
 
 
 def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    said = f"{' '.join(str(error).split()):.300}"
+    return said if isinstance(error, UserError) else f"{type(error).__name__}: {said}"
