@@ -180,12 +180,19 @@ def test_rows_of_their_own_size_and_one_that_cannot_be(wan: Path, tmp_path: Path
     sizes = {path.name[:6]: Image.open(path).size for path in images.glob("*.png")}
     assert sizes == {"000001": (32, 32), "000002": (32, 48), "000004": (32, 48), "000005": (32, 32)}
     reason = (images / "failed_prompts_gpu0.txt").read_text()
-    assert reason.startswith("000003\t44\thouse\tUserError: WanPipeline cannot make pictures of 33 x 32 pixels")
+    assert reason.startswith("000003\t44\thouse\tWanPipeline cannot make pictures of 33 x 32 pixels")
     before = files(images)
     table(tmp_path, "prompt,height,width\ncar,,\ntree,48,32\nhouse,32,32\nbike,48,32\nboat,,\n")
     generate(tmp_path, wan, "--height", 32, "--width", 32, "--batch_size", 2)  # a failed row may be put right
     assert before.items() <= files(images).items() and len(files(images)) == 5
     assert (images / "failed_prompts_gpu0.txt").read_text() == ""
+
+
+def test_a_row_of_another_size_than_that_of_the_jit_fails_alone(run: Path, tmp_path: Path) -> None:
+    table(tmp_path, "prompt,height,width\nmeadow,32,32\nsunrise,,\n")
+    images = generate(tmp_path, run, expect=1)
+    assert list(files(images)) == ["000002_seed43.png"]
+    assert "16 x 16 pixels, not 32 x 32" in (images / "failed_prompts_gpu0.txt").read_text()
 
 
 @pytest.mark.parametrize("kind", ["webp", "mp4"])

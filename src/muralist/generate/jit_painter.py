@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from muralist.generate.painter import Beat, CannotPaint, Order
+from muralist.errors import UserError
+from muralist.generate.painter import Beat, Order
 from muralist.models.jit import JiT
 from muralist.models.jit_family import JiTFamily, Objective
 from muralist.models.weights import (
@@ -79,7 +80,7 @@ class JiTPainter:
         """Pictures of the one size that the model has."""
         side = self._family.img_size
         if size != (side, side):
-            raise CannotPaint(
+            raise UserError(  # a row's own mistake: the size of the command was looked at before
                 f"This JiT model makes pictures of {side} x {side} pixels, not {size[0]} x {size[1]}.",
                 fix="Leave height and width out, also in the table.",
             )

@@ -284,9 +284,8 @@ class _Command:
     def _conclude(self, tried: int, missing: int, seconds: float, interrupted: bool) -> int:
         there = len(self.plan) - missing
         pace = f", {(tried - missing) / seconds:.2f} images/s with loading" if tried > missing else ""
-        told = (
-            f"{there:,} of {len(self.plan):,} {self._things()} are in {self.settings.output_dir} ({duration(seconds)}{pace})."
-        )
+        took = f"{duration(seconds)}{pace}"
+        told = f"{there:,} of {len(self.plan):,} {self._things()} are in {self.settings.output_dir} ({took})."
         if interrupted:
             log.warning("Interrupted. %s The same command goes on.", told)
             return INTERRUPTED
