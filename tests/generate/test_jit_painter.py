@@ -125,6 +125,19 @@ def test_guidance_that_ends_early(pets: tuple[Path, JiTFamily, torch.nn.Module])
     assert differ(cut, none) > 0
 
 
+@pytest.mark.parametrize(("steps", "cut"), [(3, 2), (14, 7), (20, 15)])
+def test_the_first_step_after_the_cut_is_not_guided(
+    pets: tuple[Path, JiTFamily, torch.nn.Module], steps: int, cut: int
+) -> None:
+    beats: list[int] = []
+    painter = painter_of(pets[0], num_inference_steps=steps, cfg_truncation_step=cut)
+    painter.paint([DOG], (SIDE, SIDE), lambda: beats.append(1))
+    guided = sum(
+        0.1 < step / steps for step in range(cut)
+    )  # times of the grid, at each of which two stages end or begin
+    assert len(beats) == 2 * steps - 1 + 2 * guided
+
+
 def test_half_of_one_frame_says_that_it_does_nothing(
     pets: tuple[Path, JiTFamily, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:

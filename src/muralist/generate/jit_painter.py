@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from muralist.diffusion.solvers import time_grid
 from muralist.errors import UserError
 from muralist.generate.painter import Beat, Order
 from muralist.models.jit import JiT
@@ -102,6 +103,7 @@ def _sampling(settings: GenerateSettings) -> SampleSettings:
     sampling = SampleSettings(steps=settings.num_inference_steps, guidance=settings.guidance_scale)
     if settings.cfg_truncation_step is None:
         return sampling
-    low, end = sampling.interval[0], min(1.0, settings.cfg_truncation_step / settings.num_inference_steps)
+    # A time out of the sampler's own grid: k / n may be rounded to the next number above it.
+    low, end = sampling.interval[0], time_grid(sampling.steps)[min(settings.cfg_truncation_step, sampling.steps)]
     changes = {"interval": (low, end)} if end > low else {"guidance": 1.0}
     return sampling.model_copy(update=changes)
