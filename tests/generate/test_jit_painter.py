@@ -132,9 +132,7 @@ def test_the_first_step_after_the_cut_is_not_guided(
     beats: list[int] = []
     painter = painter_of(pets[0], num_inference_steps=steps, cfg_truncation_step=cut)
     painter.paint([DOG], (SIDE, SIDE), lambda: beats.append(1))
-    guided = sum(
-        0.1 < step / steps for step in range(cut)
-    )  # times of the grid, at each of which two stages end or begin
+    guided = sum(step / steps > 0.1 for step in range(cut))  # times of the grid; two stages meet at each
     assert len(beats) == 2 * steps - 1 + 2 * guided
 
 
