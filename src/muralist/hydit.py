@@ -38,9 +38,10 @@ def train_words(arguments: Sequence[str]) -> list[str]:
     """The whole command line for `muralist train`: the recipe below what is said, DeepSpeed where it is installed."""
     adopt_ranks(os.environ)
     words, strategy, claims = translate(arguments)
-    if "--config" not in words:
+    named = {word.partition("=")[0] for word in words}
+    if "--config" not in named:
         words = ["--config", str(CONFIG), *words]
-    if "LOCAL_RANK" in os.environ and "--strategy" not in words:
+    if "LOCAL_RANK" in os.environ and "--strategy" not in named:
         words += ["--strategy", strategy or _default_strategy()]
     if claims:
         _check_claims(claims, words)

@@ -9,6 +9,7 @@ import pytest
 
 from muralist.cli import main
 from muralist.config import identity, load, run_name
+from muralist.data.buckets import measurable
 from muralist.data.images import centre_crop
 from muralist.data.sources import open_held_out, open_source, read_batch
 from muralist.errors import UserError
@@ -40,6 +41,11 @@ def test_the_rows_of_all_index_files_in_order(indices: list[str]) -> None:
     assert np.array_equal(images, np.stack([centre_crop(picture.image, SIZE) for picture in expected]))
     assert (labels.tolist(), source.label_names) == ([0] * 5, [])
     assert open_held_out(indices, SIZE) is None
+
+
+def test_buckets_of_several_are_refused_by_their_own_sentence(indices: list[str]) -> None:
+    with pytest.raises(UserError, match=r"^--multireso reads one data set, and a b are 2\."):
+        measurable(open_source(indices, SIZE), "a b")
 
 
 def test_order_and_number_are_in_the_fingerprint(indices: list[str]) -> None:

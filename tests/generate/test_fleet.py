@@ -132,7 +132,7 @@ def test_a_prompt_that_fails_is_tried_alone_and_recorded(tmp_path: Path, referen
     assert {len(prompts) for prompts in tried} == {2}
     assert write_failures(atelier.folder, ["0", "1"]) == 1
     told = atelier.folder.failures("0").read_text()
-    assert told.startswith("000005\t46\tno such class\tUserError: ") and told.count("\n") == 1
+    assert told.startswith("000005\t46\tno such class\tThe prompt ") and told.count("\n") == 1
     assert atelier.folder.failures("1").read_text() == ""
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from muralist.cli import main
 from muralist.generate import job, ledger
-from muralist.generate.messages import Measure
+from muralist.generate.messages import Measure, Task
 from tests.support.crews import ModelCrew
 from tests.support.pipelines import build_pipeline
 from tests.support.runs import only_run, train
@@ -104,6 +104,21 @@ def test_the_batch_that_was_found_is_kept(run: Path, tmp_path: Path, capsys: pyt
     assert "Nothing to do: 5 of 5 pictures" in capsys.readouterr().err
 
 
+def test_a_model_that_paints_one_at_a_time_goes_on_with_the_same_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zimage = build_pipeline("zimage", tmp_path)
+    table(tmp_path, "prompt\ncar\ntree\n")
+    asked = ["--height", 32, "--width", 32, "--batch_size", 5]
+    generate(tmp_path, zimage, *asked, "--num_samples", 1)
+    assert "one is made at a time" in capsys.readouterr().err
+    images = generate(tmp_path, zimage, *asked)
+    assert {order.shape for _, order in ModelCrew.last.sent if isinstance(order, Task)} == {1}
+    assert [line.get("batch_size") for line in lines(images)] == [None, None]
+    generate(tmp_path, zimage, *asked)
+    assert "Nothing to do: 2 of 2 pictures" in capsys.readouterr().err
+
+
 def test_a_changed_setting_is_refused_unless_told_to_overwrite(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,6 +144,21 @@ def test_a_changed_setting_is_refused_unless_told_to_overwrite(
     assert len(lines(images)) == 2
 
 
+def test_settings_that_made_no_picture_can_be_put_right_in_the_same_folder(
+    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--height", 32, "--width", 32]
+    table(tmp_path, "prompt,height,width\ncar,33,32\n")
+    images = generate(tmp_path, wan, *small, expect=1)
+    assert files(images) == {} and [line["status"] for line in lines(images)] == ["failed"]
+    table(tmp_path, "prompt\ncar\n")
+    generate(tmp_path, wan, *small, "--seed_start", 7)
+    assert "1 picture, 32 x 32, from" in capsys.readouterr().err
+    assert list(files(images)) == ["000001_seed7.png"] and [line["status"] for line in lines(images)] == ["done"]
+    generate(tmp_path, wan, *small, "--seed_start", 8, expect=1)
+    assert "Changed: seed_start 7 -> 8." in capsys.readouterr().err
+
+
 def test_pictures_do_not_depend_on_workers_or_interruptions(wan: Path, tmp_path: Path) -> None:
     rows = "".join(f"a red car {number}{' in the rain' * (number % 4)}\n" for number in range(7))
     small = ["--height", 32, "--width", 32, "--batch_size", 3]
@@ -150,12 +180,19 @@ def test_rows_of_their_own_size_and_one_that_cannot_be(wan: Path, tmp_path: Path
     sizes = {path.name[:6]: Image.open(path).size for path in images.glob("*.png")}
     assert sizes == {"000001": (32, 32), "000002": (32, 48), "000004": (32, 48), "000005": (32, 32)}
     reason = (images / "failed_prompts_gpu0.txt").read_text()
-    assert reason.startswith("000003\t44\thouse\tUserError: WanPipeline cannot make pictures of 33 x 32 pixels")
+    assert reason.startswith("000003\t44\thouse\tWanPipeline cannot make pictures of 33 x 32 pixels")
     before = files(images)
     table(tmp_path, "prompt,height,width\ncar,,\ntree,48,32\nhouse,32,32\nbike,48,32\nboat,,\n")
     generate(tmp_path, wan, "--height", 32, "--width", 32, "--batch_size", 2)  # a failed row may be put right
     assert before.items() <= files(images).items() and len(files(images)) == 5
     assert (images / "failed_prompts_gpu0.txt").read_text() == ""
+
+
+def test_a_row_of_another_size_than_that_of_the_jit_fails_alone(run: Path, tmp_path: Path) -> None:
+    table(tmp_path, "prompt,height,width\nmeadow,32,32\nsunrise,,\n")
+    images = generate(tmp_path, run, expect=1)
+    assert list(files(images)) == ["000002_seed43.png"]
+    assert "16 x 16 pixels, not 32 x 32" in (images / "failed_prompts_gpu0.txt").read_text()
 
 
 @pytest.mark.parametrize("kind", ["webp", "mp4"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,26 @@ def test_guidance_that_ends_early(pets: tuple[Path, JiTFamily, torch.nn.Module])
     assert fewest < fewer < passes
     assert differ(cut, whole) > 0
     assert differ(cut, none) > 0
+
+
+@pytest.mark.parametrize(("steps", "cut"), [(3, 2), (14, 7), (20, 15)])
+def test_the_first_step_after_the_cut_is_not_guided(
+    pets: tuple[Path, JiTFamily, torch.nn.Module], steps: int, cut: int
+) -> None:
+    beats: list[int] = []
+    painter = painter_of(pets[0], num_inference_steps=steps, cfg_truncation_step=cut)
+    painter.paint([DOG], (SIDE, SIDE), lambda: beats.append(1))
+    guided = sum(step / steps > 0.1 for step in range(cut))  # times of the grid; two stages meet at each
+    assert len(beats) == 2 * steps - 1 + 2 * guided
+
+
+def test_half_of_one_frame_says_that_it_does_nothing(
+    pets: tuple[Path, JiTFamily, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("muralist"), "info", said.append)
+    check_model(given(pets[0], enable_half_frame=True))
+    assert said == ["--enable_half_frame does nothing for one frame."]
 
 
 def test_settings_that_do_not_fit(pets: tuple[Path, JiTFamily, torch.nn.Module], tmp_path: Path) -> None:

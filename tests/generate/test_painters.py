@@ -148,7 +148,6 @@ def test_a_scheduler_that_draws_noise_draws_each_pictures_own(tiny_pipeline: Bui
     first, last = paint(painter, CAR, NIGHT, SNOW), paint(painter, DOGS, CAT, CAR)
     assert np.array_equal(first[0], last[2])
     assert differ(first[0], plain(folder, CAR, scheduler=EulerAncestralDiscreteScheduler)[0]) <= 1
-    assert painter.facts()["scheduler"] == "EulerAncestralDiscreteScheduler"
 
 
 def test_a_scheduler_that_does_not_fit_is_refused_with_those_that_do(tiny_pipeline: Build) -> None:

@@ -62,7 +62,6 @@ def test_every_format_says_the_same(suffix: str, tmp_path: Path) -> None:
     assert sizes is not None and sizes.dtype == np.int32 and sizes.tolist() == [[480, 832], [0, 0], [0, 0]]
     assert seeds is not None and seeds.dtype == np.int64 and seeds.tolist() == [7, -1, 0]
     assert table.notes == ["1 of 3 prompts are empty: their pictures are drawn from the empty text."]
-    assert table.fingerprint() == open_table(write_cells(tmp_path, ".csv")).fingerprint()
     with pytest.raises(IndexError):
         table.row(3)
 
@@ -215,7 +214,7 @@ def test_a_pickled_copy_reads_on(tmp_path: Path) -> None:
         table = open_table(write_cells(tmp_path, suffix))
         table.row(0)
         copy = pickle.loads(pickle.dumps(table))
-        assert copy.rows([1, 0]) == [ROWS[1], ROWS[0]] and copy.fingerprint() == table.fingerprint()
+        assert copy.rows([1, 0]) == [ROWS[1], ROWS[0]]
 
 
 def test_a_table_that_changes_underneath_is_noticed(tmp_path: Path) -> None:
@@ -224,7 +223,6 @@ def test_a_table_that_changes_underneath_is_noticed(tmp_path: Path) -> None:
     write(tmp_path, "prompt\nab\nb\n")
     with pytest.raises(UserError, match="prompts.csv was changed or removed"):
         table.row(1)
-    assert open_table(path).fingerprint() != table.fingerprint()
     Path(path).unlink()
     with pytest.raises(UserError, match="prompts.csv was changed or removed"):
         table.row(1)

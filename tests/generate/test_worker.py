@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import queue
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from PIL import Image
 
 from muralist.errors import UserError
-from muralist.generate import ledger, messages
+from muralist.generate import ledger, messages, worker
 from muralist.generate.messages import Stop, Task
 from muralist.generate.painter import CannotPaint, Order
 from muralist.generate.worker import Worker
@@ -159,6 +161,24 @@ def test_a_full_disk_stops_with_a_sentence_and_resumes(tmp_path: Path) -> None:
         assert not list(atelier.folder.root.glob(".*.tmp"))
         serve(atelier, lambda *_: None, 2, [[row] for row in range(8) if not whole[row]])
         assert atelier.folder.finished(atelier.plan).all()
+
+
+def test_a_last_picture_that_cannot_be_written_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(worker, "write_atomically", full)
+    atelier = Atelier(tmp_path, PROMPTS)
+    told: queue.Queue[Exception] = queue.Queue()
+
+    def run() -> None:
+        try:
+            serve(atelier, lambda *_: None, 2, [[0, 1]])  # nothing comes after them, not even a word to stop
+        except UserError as error:
+            told.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    assert "No space left on the disk" in str(told.get(timeout=10))
 
 
 def test_a_picture_carries_how_it_was_made(tmp_path: Path) -> None:

@@ -86,9 +86,6 @@ class Watched:
         with _one_at_a_time:
             return self.painter.paint(orders, size, beat, steps)
 
-    def facts(self) -> dict[str, Any]:
-        return self.painter.facts()
-
 
 class ThreadCrew:
     """A crew of threads; `before` is called with label and orders before every batch, and may raise or wait."""
@@ -114,7 +111,7 @@ class ThreadCrew:
 
             how = "ended with status 0"
             try:
-                send(Ready(True, {"device": "CPU"}))
+                send(Ready(painter.batches(), {"device": "CPU"}))
                 Worker(self.job, label, CPU, painter, send).serve(inbox)
             except Death:
                 how = "was killed by SIGKILL"

@@ -107,6 +107,7 @@ def test_official_flags_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--strategy" not in train_words([])
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert train_words([])[-2:] == ["--strategy", "zero2"]
+    assert train_words(["--strategy=ddp"])[-1] == "--strategy=ddp"
 
 
 def test_without_deepspeed_it_says_what_it_does_instead(

@@ -21,6 +21,7 @@ import numpy as np
 from muralist.data.hydit_index import IndexSource
 from muralist.data.images import BrokenImage, size_words
 from muralist.data.item import Item
+from muralist.data.several import SeveralSources
 from muralist.data.sources import Source
 from muralist.data.stream import Numbers, permute
 from muralist.errors import UserError
@@ -48,6 +49,11 @@ class MeasurableSource(Source, Protocol):
 
 def measurable(source: Source, path: str) -> MeasurableSource:
     """The source, if its pictures can be divided into buckets; else the sentence that says why not."""
+    if isinstance(source, SeveralSources):
+        raise UserError(
+            f"--multireso reads one data set, and {path} are {len(source.sources)}.",
+            fix="Put their pictures into one folder or one index, or leave --multireso out.",
+        )
     if not isinstance(source, MeasurableSource):
         raise UserError(
             f"--multireso cannot read the packed folder {path}.",

@@ -229,16 +229,6 @@ class DiffusersPainter:
         packed = "guidance_embeds" in network.config or "all_patch_size" in network.config
         return int(factor) * (2 if packed else patch[-1] if isinstance(patch, (list, tuple)) else int(patch or 1))
 
-    def facts(self) -> dict[str, Any]:
-        """Kind, scheduler, precision and device."""
-        return {
-            "pipeline": self._name,
-            "scheduler": type(self._pipe.scheduler).__name__,
-            "dtype": self._precision,
-            "device": str(self._pipe._execution_device),
-            "batches": self.batches(),
-        }
-
 
 def another_scheduler(scheduler: Any, wanted: str) -> Any:
     """A scheduler of another kind with the same noise; the name may leave out the word Scheduler."""

@@ -81,6 +81,11 @@ class OutputFolder:
         for path in (*self.root.glob(f"{_FAILURES}*.txt"), *ledgers):
             path.unlink(missing_ok=True)
 
+    def has_pictures(self) -> bool:
+        """Whether a ledger, or a worker's lines that are not in it yet, name a picture."""
+        files = (self.ledger, *self.work.glob("*.jsonl"))
+        return any(line["status"] == ledger.DONE for path in files for line in ledger.read_lines(path))
+
     def check_settings(self, settings: dict[str, Any], header: Header) -> None:
         """Refuse to mix pictures made differently."""
         names = sorted(settings.keys() | header.settings.keys())

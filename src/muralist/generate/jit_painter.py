@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from muralist.generate.painter import Beat, CannotPaint, Order
+from muralist.diffusion.solvers import time_grid
+from muralist.errors import UserError
+from muralist.generate.painter import Beat, Order
 from muralist.models.jit import JiT
 from muralist.models.jit_family import JiTFamily, Objective
 from muralist.models.weights import (
@@ -79,7 +81,7 @@ class JiTPainter:
         """Pictures of the one size that the model has."""
         side = self._family.img_size
         if size != (side, side):
-            raise CannotPaint(
+            raise UserError(  # a row's own mistake: the size of the command was looked at before
                 f"This JiT model makes pictures of {side} x {side} pixels, not {size[0]} x {size[1]}.",
                 fix="Leave height and width out, also in the table.",
             )
@@ -95,17 +97,13 @@ class JiTPainter:
             hook.remove()
         return list(to_u8(images))
 
-    def facts(self) -> dict[str, Any]:
-        """Kind, solver, precision and device."""
-        device = next(self._network.parameters()).device
-        return {"model": self._family.summary(), "scheduler": "heun", "dtype": self._dtype, "device": str(device)}
-
 
 def _sampling(settings: GenerateSettings) -> SampleSettings:
     """Guidance is on from 0.1 of the way, as in the official sampler, until the cut."""
     sampling = SampleSettings(steps=settings.num_inference_steps, guidance=settings.guidance_scale)
     if settings.cfg_truncation_step is None:
         return sampling
-    low, end = sampling.interval[0], min(1.0, settings.cfg_truncation_step / settings.num_inference_steps)
+    # A time out of the sampler's own grid: k / n may be rounded to the next number above it.
+    low, end = sampling.interval[0], time_grid(sampling.steps)[min(settings.cfg_truncation_step, sampling.steps)]
     changes = {"interval": (low, end)} if end > low else {"guidance": 1.0}
     return sampling.model_copy(update=changes)

@@ -182,19 +182,22 @@ class _Command:
         header = Header.read(self.folder.ledger)
         if header is None:
             self.folder.check_unclaimed(self.plan)
+        elif header.settings != self.identity and not self.folder.has_pictures():
+            self.folder.clear()  # settings that made nothing, a size that cannot be say, bind nobody
+            header = None
         else:
             self.folder.check_settings(self.identity, header)
             self._check_batch(header)
         self.folder.sweep()
         done = self.folder.finished(self.plan) if header else np.zeros(len(self.plan), dtype=bool)
         if done.any():
-            log.info("%s of %s pictures are there already.", f"{done.sum():,}", f"{len(self.plan):,}")
+            log.info("%s of %s %s are there already.", f"{done.sum():,}", f"{len(self.plan):,}", self._things())
         self.header = header
         return self.plan.in_order(np.flatnonzero(~done)), lock
 
     def _check_batch(self, header: Header) -> None:
         asked = self.settings.batch_size
-        if asked in ("auto", header.batch_size) or self.settings.allow_batch_change:
+        if asked in ("auto", header.batch_size) or header.one_at_a_time or self.settings.allow_batch_change:
             return
         raise UserError(
             f"The pictures in {self.folder.root} were made {header.batch_size} at once, not {asked}.",
@@ -231,7 +234,8 @@ class _Command:
         if not ready.batches and asked not in ("auto", 1):
             self._say("This model's pictures depend on what is painted beside them: one is made at a time.")
         if self.header:
-            shape = Shape(self.header.batch_size if asked == "auto" else asked, self.header.batch_size)
+            now = 1 if not ready.batches else self.header.batch_size if asked == "auto" else asked
+            shape = Shape(now, self.header.batch_size)
             self._compare(ready.made_with, self.header.made_with)
         elif not ready.batches:
             shape = Shape(1, 1)
@@ -242,7 +246,7 @@ class _Command:
             assert isinstance(size, int)
             shape = Shape(size, size)
         if self.header is None:
-            self.header = Header(self.identity, shape.agreed, ready.made_with)
+            self.header = Header(self.identity, shape.agreed, ready.made_with, not ready.batches)
             ledger.start(self.folder.ledger, self.header)
         return shape
 
@@ -265,10 +269,13 @@ class _Command:
             guidance += f" for {settings.cfg_truncation_step} steps"
         clip = f" of {settings.num_frames} frames" if settings.num_frames > 1 else ""
         return (
-            f"{todo:,} {'clips' if clip else 'pictures'}{clip}, {height} x {width}, from {settings.prompts_csv} with "
+            f"{todo:,} {self._things(todo)}{clip}, {height} x {width}, from {settings.prompts_csv} with "
             f"{self.identity['model']} ({settings.dtype}, {settings.num_inference_steps} steps, {guidance}) on "
             f"{len(labels)} {kind[len(labels) > 1]}: {' '.join(labels)}. Loading the model."
         )
+
+    def _things(self, count: int = 0) -> str:
+        return f"{'clip' if self.settings.num_frames > 1 else 'picture'}{'' if count == 1 else 's'}"
 
     def _missing(self) -> int:
         done = self.folder.finished(self.plan) if self.folder.ledger.is_file() else np.zeros(len(self.plan), dtype=bool)
@@ -277,9 +284,8 @@ class _Command:
     def _conclude(self, tried: int, missing: int, seconds: float, interrupted: bool) -> int:
         there = len(self.plan) - missing
         pace = f", {(tried - missing) / seconds:.2f} images/s with loading" if tried > missing else ""
-        told = (
-            f"{there:,} of {len(self.plan):,} pictures are in {self.settings.output_dir} ({duration(seconds)}{pace})."
-        )
+        took = f"{duration(seconds)}{pace}"
+        told = f"{there:,} of {len(self.plan):,} {self._things()} are in {self.settings.output_dir} ({took})."
         if interrupted:
             log.warning("Interrupted. %s The same command goes on.", told)
             return INTERRUPTED

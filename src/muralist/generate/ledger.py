@@ -39,6 +39,8 @@ class Header:
     """Pictures made at once; a picture's last bits depend on it."""
     made_with: dict[str, str] = field(default_factory=dict)
     """Versions and the kind of device: with others, pictures may differ in their last bits."""
+    one_at_a_time: bool = False
+    """Whether the model makes one at once whatever is asked for."""
 
     @property
     def digest(self) -> str:

@@ -75,7 +75,7 @@ def _pipeline(folder: Path, settings: GenerateSettings) -> CheckedModel:
     guidance = default if settings.guidance_scale == "auto" else settings.guidance_scale
     _check_cut(settings, name, guidance=1.0 if distilled else guidance, least=0.0 if name.startswith("ZImage") else 1.0)
     if settings.negative_prompt and (distilled or guidance <= 1):
-        log.warning("--negative_prompt does nothing here: %s runs without classifier-free guidance.", name)
+        log.info("--negative_prompt does nothing here: %s runs without classifier-free guidance.", name)
     height, width = settings.height or _PIPELINE_SIZE[0], settings.width or _PIPELINE_SIZE[1]
     settled = _settled(height, width, guidance, _frames(folder, settings))
     prints = {part: _fingerprint(folder / part) for part in parts}
@@ -110,7 +110,7 @@ def _trained_hunyuan(path: Path, description: dict[str, Any], settings: Generate
     own = (size, size) if isinstance(size, int) else tuple(size)
     guidance = _PIPELINE_GUIDANCE if settings.guidance_scale == "auto" else settings.guidance_scale
     _check_cut(settings, "HunyuanDiT", guidance)
-    settled = _settled(settings.height or own[0], settings.width or own[1], guidance, settings.num_frames)
+    settled = _settled(settings.height or own[0], settings.width or own[1], guidance, _asked_frames(settings))
     prints = {part: _fingerprint(base / part) for part in parts} | {"trained": _fingerprint(weights_file(path, "ema1"))}
     return CheckedModel("hunyuandit", settled, _identity("HunyuanDiT trained here", prints, settings), description)
 
@@ -135,7 +135,7 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
         raise UserError("JiT makes pictures, not clips.", fix="Leave --num_frames out.")
     guidance = _JIT_GUIDANCE if settings.guidance_scale == "auto" else settings.guidance_scale
     _check_cut(settings, "JiT", guidance if family.label_names else 1.0, unguided=1.0)
-    settled = _settled(side, side, guidance, 1)
+    settled = _settled(side, side, guidance, _asked_frames(settings))
     prints = {"weights": _fingerprint(weights_file(path, "ema1"))}
     return CheckedModel("jit", settled, _identity(f"{family.name} at {side} px", prints, settings), description)
 
@@ -169,13 +169,18 @@ def _check_cut(
         raise nothing_to_cut(name)
 
 
+def _asked_frames(settings: GenerateSettings) -> int:
+    """How many frames are asked for: half with --enable_half_frame."""
+    if not settings.enable_half_frame:
+        return settings.num_frames
+    if settings.num_frames == 1:
+        log.info("--enable_half_frame does nothing for one frame.")
+    return (settings.num_frames + 1) // 2
+
+
 def _frames(folder: Path, settings: GenerateSettings) -> int:
-    """How many frames come out: half where that is asked for, and a number that the video's autoencoder can make."""
-    frames = settings.num_frames
-    if settings.enable_half_frame:
-        if frames == 1:
-            log.info("--enable_half_frame does nothing for one frame.")
-        frames = (frames + 1) // 2
+    """How many frames come out: a number that the video's autoencoder can make."""
+    frames = _asked_frames(settings)
     vae = _read(folder / "vae" / "config.json")
     every = int(vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 1)
     if frames == 1 or every == 1 or frames % every == 1:

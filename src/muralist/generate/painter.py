@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,9 +38,6 @@ class Painter(Protocol):
         self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, steps: int | None = None
     ) -> list[np.ndarray]:
         """Pictures of a height and width: uint8 [H, W, 3] each, or clips [F, H, W, 3]; fewer steps are a trial."""
-
-    def facts(self) -> dict[str, Any]:
-        """What the ledger says of the model: its kind, scheduler, precision and device."""
 
 
 class CannotPaint(UserError):

@@ -62,4 +62,5 @@ def _trained(settings: GenerateSettings, model: CheckedModel) -> dict[str, Any]:
 
     weights = read_weights(settings.model_path)
     network = trained_transformer(weights, Path(model.description["folder"]), model.description.get("lora"))
-    return {"transformer": with_official_rotation(network.to(DTYPES[settings.dtype]))}
+    torch.nn.Module.to(network, DTYPES[settings.dtype])  # diffusers' own warns of nothing
+    return {"transformer": with_official_rotation(network)}

@@ -64,6 +64,7 @@ class RayCrew:
             nodes = _nodes(self._ray)
             node = nodes[list(self.devices).index(label) % len(nodes)]
             place = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
+        self._forget_calls(label)  # of an actor that was given up: its end is not that of the new one
         actor = self._ray.remote(Answering).options(**place, max_restarts=0)
         self._actors[label] = actor.remote(self.job, label, self.devices[label], str(Path.cwd()))
         self._call(label, None)
@@ -115,6 +116,9 @@ class RayCrew:
     def _forget(self, label: str) -> None:
         """Free what an actor holds; answers that still come are of no interest."""
         self._ray.kill(self._actors.pop(label))
+        self._forget_calls(label)
+
+    def _forget_calls(self, label: str) -> None:
         self._calls = {call: whose for call, whose in self._calls.items() if whose != label}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from array import array
 from collections.abc import Iterable, Sequence
@@ -86,10 +84,6 @@ class PromptTable:
         """Hashes of the ids, int64 [N]; None where ids are mere row numbers."""
         return self._id_hashes
 
-    def fingerprint(self) -> str:
-        """Return 16 hexadecimal digits that change when a row in use does; other columns and the format do not matter."""
-        return self._fingerprint
-
     def where(self, index: int) -> str:
         """Say where a row is, for people; the table is read up to there, so this is for errors."""
         record = next(islice(self._records.stream(), index, None))
@@ -98,7 +92,6 @@ class PromptTable:
     def _scan(self, limit: int | None) -> None:
         places, hashes, seeds, sizes = array("q"), array("q"), array("q"), array("i")
         columns: set[str] = set(self._records.columns)
-        digest = hashlib.sha256()
         empty, changed = 0, _Changes()
         unit, path = self._records.unit, str(self.path)
         records = islice(self._records.stream(), limit)
@@ -115,10 +108,8 @@ class PromptTable:
             hashes.extend([hash(row.id) for row in rows])
             empty += sum(not row.prompt for row in rows)
             changed.count(rows, [cells for _, _, cells in block])
-            digest.update(json.dumps(rows).encode())
         if not places:
             raise UserError(f"The table {self.path} has no rows.", fix="Give it at least one prompt.")
-        self._fingerprint = digest.hexdigest()[:16]
         self._places = np.frombuffer(places, np.int64)
         self._id_hashes = np.frombuffer(hashes, np.int64) if pick(columns, _ID) else None
         self._seeds = np.frombuffer(seeds, np.int64) if "seed" in columns else None

@@ -97,6 +97,8 @@ class Worker:
             saving: list[Future[None]] = []
             while True:
                 while not waiting or not inbox.empty():
+                    if not waiting and inbox.empty():
+                        _finish(saving)  # whatever goes wrong is told before waiting for more, which may never come
                     message = inbox.get()
                     if isinstance(message, Stop):
                         _finish(saving)
@@ -274,4 +276,5 @@ def _too_large(label: str) -> UserError:
 
 
 def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    said = f"{' '.join(str(error).split()):.300}"
+    return said if isinstance(error, UserError) else f"{type(error).__name__}: {said}"
