@@ -180,7 +180,7 @@ class _Evaluation:
             self._note_unreadable(reference)
             real_rows = reference.rows
             real, count = metrics.moments(real_rows), len(real_rows)
-        rows, seed = found.rows, self.settings.seed
+        rows, seed, device = found.rows, self.settings.seed, next(iter(self.devices.values()))
         for name, number in (("images", len(rows)), ("reference images", count)):
             if number is not None and number < FEATURES:
                 self.warnings.append(
@@ -190,8 +190,8 @@ class _Evaluation:
         self._keep("fid", metrics.frechet(metrics.moments(rows), real, rows, real_rows), RESIZING)
         if real_rows is None:
             return count
-        self._keep("kid", metrics.kid(rows, real_rows, seed), "100 subsets of at most 1,000 images")
-        near = metrics.neighbourhood(rows, real_rows, seed, next(iter(self.devices.values())))
+        self._keep("kid", metrics.kid(rows, real_rows, seed, device), "100 subsets of at most 1,000 images")
+        near = metrics.neighbourhood(rows, real_rows, seed, device)
         used = f"of {near.used[0]:,} images and {near.used[1]:,} of the reference"
         for name, k in (("precision", 3), ("recall", 3), ("density", 5), ("coverage", 5)):
             self._keep(name, getattr(near, name), f"k = {k}, {used}")

@@ -117,12 +117,13 @@ def _frechet_influence(
         part = slice(start, start + len(chunk))
         if back is not None:
             moved[part] = np.einsum("nd,nd->n", centred @ back, centred)
-        influence[part] = 2 * centred @ apart + np.einsum("nd,nd->n", centred, centred) - moved[part]
+        spread = np.einsum("nd,nd->n", centred, centred) - moved[part]
+        influence[part] = 2 * centred @ apart + spread * len(rows) / (len(rows) - 1)
         start += len(chunk)
     return influence
 
 
-def kid(fake: np.ndarray, real: np.ndarray, seed: int) -> Estimate:
+def kid(fake: np.ndarray, real: np.ndarray, seed: int, device: str = "cpu") -> Estimate:
     """Kernel distance: the unbiased squared MMD with the kernel (x y / d + 1)^3, the mean of 100 subsets of 1,000.
 
     Where a set has no more than 1,000 samples, subsets of the smaller set's size are drawn from the larger; two such
@@ -134,22 +135,20 @@ def kid(fake: np.ndarray, real: np.ndarray, seed: int) -> Estimate:
     influences: tuple[np.ndarray, ...] = ()
     for subset in range(subsets):
         generator = np.random.Generator(np.random.Philox(key=(seed << 32) + subset))
-        x = fake[np.sort(generator.permutation(len(fake))[:size])].astype(np.float64)
-        y = real[np.sort(generator.permutation(len(real))[:size])].astype(np.float64)
-        within_x, within_y, across = _cubic(x, x), _cubic(y, y), _cubic(x, y)
-        np.fill_diagonal(within_x, 0)
-        np.fill_diagonal(within_y, 0)
-        pairs = size * (size - 1)
-        values.append(within_x.sum() / pairs + within_y.sum() / pairs - 2 * across.mean())
+        chosen = (rows[np.sort(generator.permutation(len(rows))[:size])] for rows in (fake, real))
+        x, y = (torch.from_numpy(rows.astype(np.float64)).to(device) for rows in chosen)
+        within_x, within_y, across = _cubic(x, x).fill_diagonal_(0), _cubic(y, y).fill_diagonal_(0), _cubic(x, y)
+        values.append(float((within_x.sum() + within_y.sum()) / (size * (size - 1)) - 2 * across.mean()))
         if subset == 0:
-            toward_x = 2 * (within_x.sum(1) / (size - 1) - across.mean(1))
-            toward_y = 2 * (within_y.sum(1) / (size - 1) - across.mean(0))
+            toward_x = 2 * (within_x.sum(1) / (size - 1) - across.mean(1)).cpu().numpy()
+            toward_y = 2 * (within_y.sum(1) / (size - 1) - across.mean(0)).cpu().numpy()
             influences = (_for_more(toward_x, len(fake)), _for_more(toward_y, len(real)))
     return Estimate(float(np.mean(values)), influences)
 
 
-def _cubic(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return (x @ y.T / x.shape[1] + 1) ** 3
+def _cubic(x: Tensor, y: Tensor) -> Tensor:
+    base = x @ y.T / x.shape[1] + 1
+    return base * base * base
 
 
 def _for_more(influence: np.ndarray, count: int) -> np.ndarray:
