@@ -20,7 +20,9 @@ from tests.support.evaluating import inception_weights
 
 
 def test_features_are_those_of_the_reference(cifar10: Path) -> None:
-    expected = json.loads((SHARED_DATA / "fid_reference.json").read_text())["feature_sum_of_first_5_of_train[1000:1500]"]
+    expected = json.loads((SHARED_DATA / "fid_reference.json").read_text())[
+        "feature_sum_of_first_5_of_train[1000:1500]"
+    ]
     network = load_inception(inception_weights())
     pictures = torch.from_numpy(np.load(cifar10)["train_x"][1000:1003])
     with torch.inference_mode():
@@ -70,7 +72,12 @@ def test_where_weights_are_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found, reason = find_weights(None)
     assert found is None
-    for part in ("pt_inception-2015-12-05-6726825d.pth", "--inception_weights", "MURALIST_INCEPTION", "CLIP score and CMMD"):
+    for part in (
+        "pt_inception-2015-12-05-6726825d.pth",
+        "--inception_weights",
+        "MURALIST_INCEPTION",
+        "CLIP score and CMMD",
+    ):
         assert part in reason
     assert str(tmp_path / "muralist") in reason
     cached = tmp_path / "muralist" / "default_1.pt"

@@ -15,15 +15,14 @@ from PIL import Image
 from muralist.cli import main
 from tests.conftest import REPOSITORY
 
-_PLACES = (REPOSITORY / ".cache" / "default_1.pt", REPOSITORY.parent / "shared" / "data" / "default_1.pt")
+_FETCHED = REPOSITORY / ".cache" / "default_1.pt"
 
 
 def inception_weights() -> Path:
     """The weights of 2015-12-05; `make weights` fetches them."""
-    given = os.environ.get("MURALIST_INCEPTION")
-    for path in (Path(given),) if given else _PLACES:
-        if path.is_file():
-            return path
+    path = Path(os.environ.get("MURALIST_INCEPTION") or _FETCHED)
+    if path.is_file():
+        return path
     if os.environ.get("CI"):
         pytest.fail("the Inception weights are not there: `make weights` fetches them")
     pytest.skip("the Inception weights are not on this machine: `make weights` fetches them")

@@ -125,21 +125,21 @@ class ClipFeatures:
         return self._load_text(device) if self.name == "clip-text" else self._load_images(device)
 
     def _load_images(self, device: torch.device) -> Loaded:
-        from transformers import CLIPVisionModelWithProjection
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-        model = _quiet(CLIPVisionModelWithProjection, self.folder).to(device)
+        model = _read_clip(self.folder).to(device)
         processor = CLIPImageProcessorPil.from_pretrained(self.folder, local_files_only=True)
 
         def prepare(path: Path) -> Tensor:
             return processor(images=decode(path), return_tensors="pt")["pixel_values"][0]
 
-        return _Functions(prepare, lambda batch: _unit(model(pixel_values=batch.to(device)).image_embeds))
+        def compute(batch: Tensor) -> Tensor:
+            return _unit(model.visual_projection(model.vision_model(pixel_values=batch.to(device)).pooler_output))
+
+        return _Functions(prepare, compute)
 
     def _load_text(self, device: torch.device) -> Loaded:
-        from transformers import CLIPTextModelWithProjection
-
-        model = _quiet(CLIPTextModelWithProjection, self.folder).to(device)
+        model = _read_clip(self.folder).to(device)
         tokenizer = self.tokenizer()
 
         def prepare(prompt: str) -> Tensor:
@@ -149,8 +149,8 @@ class ClipFeatures:
             return torch.stack((words["input_ids"][0], words["attention_mask"][0]))
 
         def compute(batch: Tensor) -> Tensor:
-            batch = batch.to(device)
-            return _unit(model(input_ids=batch[:, 0], attention_mask=batch[:, 1]).text_embeds)
+            words, mask = batch.to(device).unbind(1)
+            return _unit(model.text_projection(model.text_model(input_ids=words, attention_mask=mask).pooler_output))
 
         return _Functions(prepare, compute)
 
@@ -170,18 +170,21 @@ class ClipFeatures:
 _CLIP_FIX = "Give the folder of a CLIP model as transformers saves it, such as a copy of openai/clip-vit-large-patch14."
 
 
-def _quiet(kind: Any, folder: Path) -> Any:
-    """Half of a CLIP without the list of the other half's weights."""
+def _read_clip(folder: Path) -> Any:
+    """The whole model: some checkpoints' halves do not say their widths."""
+    from transformers import CLIPModel
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         return (
-            kind.from_pretrained(folder, local_files_only=True, torch_dtype=torch.float32).eval().requires_grad_(False)
+            CLIPModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval().requires_grad_(False)
         )
-    finally:
-        logging.set_verbosity(before)
+    except (OSError, ValueError, RuntimeError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
+        raise UserError(
+            f"The CLIP model in {folder} cannot be loaded.", f"The reader said: {said}.", _CLIP_FIX
+        ) from None
 
 
 def _unit(embeds: Tensor) -> Tensor:
