@@ -186,7 +186,7 @@ def neighbourhood(fake: np.ndarray, real: np.ndarray, seed: int, device: str = "
         distances = _distances(x[part], y)
         inside_real[part] = (distances <= three_y).any(1)
         inside_fake |= (distances <= three_x[part, None]).any(0)
-        balls[part] = (distances <= five_y).sum(1) / 5.0
+        balls[part] = (distances <= five_y).sum(1).double() / 5
         nearest_fake = torch.minimum(nearest_fake, distances.amin(0))
     covered = nearest_fake <= five_y
     return Neighbourhood(_mean(inside_real), _mean(inside_fake), _mean(balls), _mean(covered), (len(x), len(y)))
