@@ -20,6 +20,8 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist pack     SRC DST --img_size 512 --encode MODEL      and run a HunyuanDiT's frozen parts on them
   muralist export   SRC DST                    weights as a diffusers-style folder
   muralist generate --prompts_csv prompts.csv --output_dir images --model_path MODEL      a picture for every prompt
+  muralist evaluate --images DIR --reference DIR_OR_NPZ --inception_weights FILE --output_dir OUT      how good they are
+  muralist stats    DIR -o stats.npz           what evaluate needs to know of a reference, computed once
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
   muralist launch   --slurm --nodes 2 --gpus-per-node 4 train ...    the same as a job of SLURM
   muralist demo                                train a small model on driving scenes, five minutes on two cores
@@ -87,6 +89,27 @@ def _generate(arguments: Sequence[str]) -> int:
     from muralist.generate.job import generate
 
     return generate(settings)
+
+
+def _evaluate(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import EvaluateSettings
+
+    settings = load(EvaluateSettings, arguments, {})
+    from muralist.evaluate.job import evaluate
+
+    return evaluate(settings)
+
+
+def _stats(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import StatsSettings
+
+    words = ["--output" if word == "-o" else word for word in arguments]
+    settings = load(StatsSettings, words, {}, positional=("source",))
+    from muralist.evaluate.job import stats
+
+    return stats(settings)
 
 
 def _export(arguments: Sequence[str]) -> int:
@@ -158,6 +181,8 @@ COMMANDS = {
     "hydit": Command(_hydit, "TrainSettings"),
     "pack": Command(_pack, "PackSettings", SOURCE_AND_DESTINATION),
     "generate": Command(_generate, "GenerateSettings"),
+    "evaluate": Command(_evaluate, "EvaluateSettings"),
+    "stats": Command(_stats, "StatsSettings", ("source",)),
     "export": Command(_export, "ExportSettings", SOURCE_AND_DESTINATION),
     "launch": Command(_launch, "LaunchSettings"),
     "demo": Command(_demo, "DemoSettings"),

@@ -3,8 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+
+from muralist.errors import UserError
+from muralist.launch import chosen_processes
 
 
 def usable_cores() -> int:
     """Count the cores this process may use, which on a cluster are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_devices(gpu_ids: Sequence[int]) -> dict[str, str]:
+    """Label and device of each worker: the GPUs that were named, else all; without GPUs, CPU processes stand in."""
+    if len(set(gpu_ids)) < len(gpu_ids):
+        raise UserError(f"--gpu_ids {' '.join(map(str, gpu_ids))} names a GPU twice.", fix="Name each GPU once.")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        listed = [entry for entry in (visible or "").split(",") if entry]
+        labels = list(gpu_ids) or list(range(chosen_processes() or len(listed) or 1))
+        return {str(label): "cpu" for label in labels}
+    if missing := [gpu for gpu in gpu_ids if gpu >= count]:
+        seen = f"CUDA_VISIBLE_DEVICES is {visible}" if visible else "counted from 0"
+        raise UserError(
+            f"There is no GPU {missing[0]}: {count} can be seen ({seen}).",
+            fix=f"Give --gpu_ids from 0 to {count - 1}, or leave it out to use all.",
+        )
+    return {str(gpu): f"cuda:{gpu}" for gpu in gpu_ids or range(count)}

@@ -7,10 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-import pytest
-
-from muralist.errors import UserError
-from muralist.generate.crew import LocalCrew, choose_devices
+from muralist.generate.crew import LocalCrew
 from muralist.generate.messages import Gone, Job, Task
 from muralist.generate.plan import Sample
 from tests.support.crews import settings
@@ -43,28 +40,3 @@ def test_a_worker_does_not_listen_to_ctrl_c_from_its_first_moment(tmp_path: Path
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])  # the command itself does
     crew.close(0)
     assert crew._workers["0"].process.exitcode == -signal.SIGKILL
-
-
-def test_labels_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    for name in ("NPROC", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    assert choose_devices([]) == {"0": "cpu"}
-    assert choose_devices([2, 3]) == {"2": "cpu", "3": "cpu"}
-    monkeypatch.setenv("NPROC", "3")
-    assert choose_devices([]) == {"0": "cpu", "1": "cpu", "2": "cpu"}
-    with pytest.raises(UserError, match="names a GPU twice"):
-        choose_devices([1, 1])
-
-
-def test_labels_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert choose_devices([2, 3]) == {"2": "cuda:2", "3": "cuda:3"}
-    assert list(choose_devices([])) == ["0", "1", "2", "3"]
-    with pytest.raises(UserError, match="There is no GPU 4: 4 can be seen"):
-        choose_devices([0, 4])

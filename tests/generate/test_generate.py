@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from muralist.cli import main
+from muralist.data import ledger_lines
 from muralist.generate import job, ledger
 from muralist.generate.messages import Measure, Task
 from tests.support.crews import ModelCrew
@@ -61,7 +62,7 @@ def files(images: Path) -> dict[str, bytes]:
 
 
 def lines(images: Path) -> list[dict[str, Any]]:
-    return list(ledger.read_lines(images / "ledger.jsonl"))
+    return list(ledger_lines.read_lines(images / "ledger.jsonl"))
 
 
 def test_classes_as_prompts_several_pictures_each(

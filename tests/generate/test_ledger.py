@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muralist.data import ledger_lines
 from muralist.errors import UserError
 from muralist.generate import ledger
 from muralist.generate.ledger import Header, Shard
@@ -61,14 +62,14 @@ def test_torn_writes_lose_only_their_own_lines(
                 file.write(torn)
     ledger.merge(path, shards)
     ledger.merge(path, shards)
-    lines = list(ledger.read_lines(path))
+    lines = list(ledger_lines.read_lines(path))
     assert sorted((line["index"], line["prompt"], line["error"]) for line in lines) == [
         (row, prompt, prompt) for row, prompt in enumerate(prompts)
     ]
     assert Header.read(path) == HEADER
     assert b"\n\n" not in path.read_bytes() and not list(shards.iterdir())
-    places = [place for place, _ in ledger.placed_lines(path)]
-    assert list(ledger.lines_at(path, reversed(places))) == lines[::-1]
+    places = [place for place, _ in ledger_lines.placed_lines(path)]
+    assert list(ledger_lines.lines_at(path, reversed(places))) == lines[::-1]
 
 
 def test_a_merge_that_was_cut_off_is_done_again(tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ def test_a_merge_that_was_cut_off_is_done_again(tmp_path: Path) -> None:
     path.write_bytes(whole[:-50])  # the last line is torn, and the shard is still there
     (tmp_path / ".ledger" / "gpu0.jsonl").write_bytes(kept)
     ledger.merge(path, tmp_path / ".ledger")
-    assert [line["index"] for line in ledger.read_lines(path)] == [0, 1, 0, 1, 2]
+    assert [line["index"] for line in ledger_lines.read_lines(path)] == [0, 1, 0, 1, 2]
 
 
 def test_lines_that_say_too_little_are_passed_over(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_lines_that_say_too_little_are_passed_over(tmp_path: Path) -> None:
     ledger.start(path, HEADER)
     with path.open("ab") as file:
         file.write(b'{"status": "done"}\n{"status": "done", "index": 0}\n[]\n3\n"x"\n' + b"[" * 100_000 + b"\n")
-    assert list(ledger.read_lines(path)) == []
+    assert list(ledger_lines.read_lines(path)) == []
 
 
 def test_a_file_is_whole_by_size_and_time_or_by_its_bytes(tmp_path: Path) -> None:

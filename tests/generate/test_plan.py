@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muralist.data.prompts import open_table
 from muralist.errors import UserError
 from muralist.generate.plan import Plan, apart, place_of, shares
-from muralist.generate.table import open_table
 
 
 def plan_of(path: Path, text: str, copies: int = 1, suffix: str = "png") -> Plan:

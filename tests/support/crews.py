@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from muralist.data import ledger_lines
+from muralist.data.prompts import open_table
 from muralist.generate import ledger
 from muralist.generate.fleet import Fleet, Not, Outcome, Shape
 from muralist.generate.folder import OutputFolder
@@ -20,7 +22,6 @@ from muralist.generate.painter import Order as PaintOrder
 from muralist.generate.painter import Painter
 from muralist.generate.plan import Plan
 from muralist.generate.screen import Count
-from muralist.generate.table import open_table
 from muralist.generate.worker import Worker
 from muralist.models.jit import JiT
 from muralist.models.jit_family import JiTFamily, Objective
@@ -222,7 +223,7 @@ class Atelier:
 
     def lines(self) -> dict[int, dict[str, Any]]:
         """The last line about each row."""
-        last = {line["index"]: line for line in ledger.read_lines(self.folder.ledger)}
+        last = {line["index"]: line for line in ledger_lines.read_lines(self.folder.ledger)}
         return dict(sorted(last.items()))
 
     def bytes(self) -> dict[str, bytes]:

@@ -6,20 +6,16 @@ A pipe of its own for each: a worker that is killed in the middle of a message b
 from __future__ import annotations
 
 import multiprocessing
-import os
 import queue
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from muralist.errors import UserError
 from muralist.generate.messages import Gone, Job, Order, Report
-from muralist.launch import chosen_processes
 
 _ENDED_BY_ITSELF = 5.0
 
@@ -140,24 +136,3 @@ def _obituary(process: Any) -> str:
     if code is None:
         return "closed its pipe"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-
-
-def choose_devices(gpu_ids: Sequence[int]) -> dict[str, str]:
-    """Label and device of each worker: the GPUs that were named, else all; without GPUs, CPU processes stand in."""
-    if len(set(gpu_ids)) < len(gpu_ids):
-        raise UserError(f"--gpu_ids {' '.join(map(str, gpu_ids))} names a GPU twice.", fix="Name each GPU once.")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    import torch
-
-    count = torch.cuda.device_count()
-    if count == 0:
-        listed = [entry for entry in (visible or "").split(",") if entry]
-        labels = list(gpu_ids) or list(range(chosen_processes() or len(listed) or 1))
-        return {str(label): "cpu" for label in labels}
-    if missing := [gpu for gpu in gpu_ids if gpu >= count]:
-        seen = f"CUDA_VISIBLE_DEVICES is {visible}" if visible else "counted from 0"
-        raise UserError(
-            f"There is no GPU {missing[0]}: {count} can be seen ({seen}).",
-            fix=f"Give --gpu_ids from 0 to {count - 1}, or leave it out to use all.",
-        )
-    return {str(gpu): f"cuda:{gpu}" for gpu in gpu_ids or range(count)}

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from muralist.data import ledger_lines
 from muralist.errors import UserError
 from muralist.generate import ledger
 from muralist.generate.ledger import Header
@@ -74,7 +75,7 @@ class OutputFolder:
         """Remove every file the old ledger names, and the ledger last: cut off in the middle, it can be done again."""
         ledgers = [*self.work.glob("*.jsonl"), self.ledger]
         for path in ledgers:
-            for line in ledger.read_lines(path):
+            for line in ledger_lines.read_lines(path):
                 # A name out of a file is not trusted to stay in the folder, nor to be one of a file.
                 with suppress(OSError):
                     (self.root / Path(str(line["file"])).name).unlink()
@@ -115,13 +116,15 @@ class OutputFolder:
         last = np.full(
             len(plan), -1, dtype=np.int64
         )  # place of the last line about each sample: lines would fill memory
-        for place, line in ledger.placed_lines(self.ledger):
+        for place, line in ledger_lines.placed_lines(self.ledger):
             if 0 <= line["index"] < len(plan.table) and 0 <= line["copy"] < plan.copies:
                 last[line["index"] * plan.copies + line["copy"]] = place
         known = np.flatnonzero(last >= 0)
         done = np.zeros(len(plan), dtype=bool)
-        for sample, line in zip(plan.samples(known), ledger.lines_at(self.ledger, last[known].tolist()), strict=True):
-            if line["status"] != ledger.DONE:
+        for sample, line in zip(
+            plan.samples(known), ledger_lines.lines_at(self.ledger, last[known].tolist()), strict=True
+        ):
+            if line["status"] != ledger_lines.DONE:
                 continue  # a row that failed may have been put right
             if line["key"] != sample.key:
                 now = sample._asdict()
@@ -245,10 +248,10 @@ class Lock:
 def write_failures(folder: OutputFolder, labels: list[str]) -> int:
     """One file per worker of this command with what it could not draw, empty when nothing failed; returns how many."""
     failed: dict[tuple[int, int], dict[str, Any]] = {}
-    for line in ledger.read_lines(folder.ledger):
+    for line in ledger_lines.read_lines(folder.ledger):
         sample = line["index"], line["copy"]
         failed.pop(sample, None)
-        if line["status"] == ledger.FAILED:
+        if line["status"] == ledger_lines.FAILED:
             failed[sample] = line
     # Files of workers that this command does not use may tell of failures that are mended by now.
     earlier = [path.stem.removeprefix(_FAILURES) for path in folder.root.glob(f"{_FAILURES}*.txt")]

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from muralist.data.prompts import open_table
 from muralist.errors import UserError
 from muralist.generate import ledger, store
-from muralist.generate.crew import Crew, LocalCrew, choose_devices
+from muralist.generate.crew import Crew, LocalCrew
 from muralist.generate.fleet import Fleet, Not, Shape
 from muralist.generate.folder import Lock, OutputFolder, cannot_write, write_failures
 from muralist.generate.ledger import Header
@@ -26,7 +27,7 @@ from muralist.generate.messages import Job, Ready
 from muralist.generate.plan import Plan
 from muralist.generate.ranks import Ranks, RankScreen, Refused
 from muralist.generate.screen import Screen, open_screen
-from muralist.generate.table import open_table
+from muralist.machine import choose_devices
 from muralist.runfolder import is_full
 from muralist.scale.slurm import adopt_ranks
 from muralist.settings import GenerateSettings

@@ -13,20 +13,17 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from muralist.data.ledger_lines import DONE, FAILED, read_lines
 from muralist.errors import UserError
 from muralist.generate.plan import Sample
 from muralist.runfolder import write_atomically
 
 _FORMAT = "muralist ledger"
 _VERSION = 1
-DONE, FAILED = "done", "failed"
-_ABOUT = {"status", "index", "copy", "id", "seed", "prompt", "file", "gpu", "key"}
-_NEEDED = {True: _ABOUT | {"bytes", "changed", "sha256"}, False: _ABOUT | {"error"}}
 
 
 @dataclass(frozen=True)
@@ -136,40 +133,6 @@ def _encoded(content: dict[str, Any]) -> bytes:
         return (json.dumps(content, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:  # half a character, which JSON can only spell out
         return (json.dumps(content) + "\n").encode()
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a ledger or a shard, without the header."""
-    return (line for _, line in placed_lines(path))
-
-
-def placed_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The same, each with its place in the file."""
-    if not path.is_file():
-        return
-    place = 0
-    with path.open("rb") as file:
-        for raw in file:
-            if (line := parsed(raw)) is not None:
-                yield place, line
-            place += len(raw)
-
-
-def lines_at(path: Path, places: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """The lines at some places, which `placed_lines` told."""
-    with path.open("rb") as file:
-        for place in places:
-            file.seek(place)
-            yield json.loads(file.readline())
-
-
-def parsed(raw: bytes) -> dict[str, Any] | None:
-    """A line about a sample; None for the header and for what a kill or a full disk has torn."""
-    try:
-        line = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) and line.keys() >= _NEEDED[line.get("status") == DONE] else None
 
 
 def start(path: Path, header: Header) -> None:

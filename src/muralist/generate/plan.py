@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muralist.generate.names import file_stem
-from muralist.generate.table import PromptTable, Row, refuse_collision
+from muralist.data.picture_names import file_stem
+from muralist.data.prompts import PromptTable, Row, refuse_collision
 
 SEEDS_BETWEEN_COPIES = 1_000_000
 """Copy c of a row has the row's seed plus c times this: the same whatever the number of rows or copies."""

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from muralist.data import ledger_lines
 from muralist.errors import UserError
-from muralist.generate import ledger
 from muralist.generate.folder import OutputFolder
 from muralist.generate.plan import shares
 from muralist.generate.screen import Count, Lines, Screen, open_screen
@@ -140,7 +140,7 @@ class Ranks:
     def missing(self) -> int:
         """Rows of this command that have no picture."""
         self._look()
-        return sum(self._settled.get(number) != ledger.DONE for number in self.todo.tolist())
+        return sum(self._settled.get(number) != ledger_lines.DONE for number in self.todo.tolist())
 
     def closes_the_folder(self) -> bool:
         """The last thing a rank asks: whether it is to merge the ledger. Waits until no other rank needs the folder.
@@ -230,7 +230,7 @@ class Ranks:
             whole = news.rfind(b"\n") + 1
             self._read[file] = self._read.get(file, 0) + whole
             for raw in news[:whole].splitlines():
-                if (line := ledger.parsed(raw)) is not None:
+                if (line := ledger_lines.parsed(raw)) is not None:
                     self._settled[line["index"] * self.copies + line["copy"]] = line["status"]
 
     def _beat_file(self, rank: int) -> Path:

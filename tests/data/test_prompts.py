@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muralist.data import prompt_records
+from muralist.data.picture_names import safe_id
+from muralist.data.prompts import Row, file_stem, find_collision, open_table, refuse_collision
 from muralist.errors import UserError
-from muralist.generate import records
-from muralist.generate.names import safe_id
-from muralist.generate.table import Row, file_stem, find_collision, open_table, refuse_collision
 
 COLUMNS = ["image_id", "prompt", "seed", "negative_prompt", "height", "width"]
 CELLS = [
@@ -197,7 +197,7 @@ def test_a_limit_reads_no_further(suffix: str, tmp_path: Path) -> None:
 
 
 def test_parquet_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(prompt_records, "_BLOCK_ROWS", 4)
     path = tmp_path / "prompts.parquet"
     frame = pyarrow.table({"Prompt ": [f"p{number}" for number in range(50)], "pixels": [b"x"] * 50})
     pyarrow.parquet.write_table(frame, path, row_group_size=11)

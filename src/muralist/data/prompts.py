@@ -13,9 +13,9 @@ import numpy as np
 
 from muralist.data.fields import caption_text, pick
 from muralist.data.paths import check_exists
+from muralist.data.picture_names import file_stem, safe_id
+from muralist.data.prompt_records import TEXT_SUFFIXES, Cells, ParquetRecords, Records, TextRecords
 from muralist.errors import UserError, nearest
-from muralist.generate.names import file_stem, safe_id
-from muralist.generate.records import TEXT_SUFFIXES, Cells, ParquetRecords, Records, TextRecords
 
 _PROMPT = ("prompt", "caption")
 _ID = ("image_id", "id")

@@ -1,0 +1,191 @@
+"""What turns pictures and prompts into features: each is described by something small that processes can send each other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from muralist.data.images import decode
+from muralist.errors import UserError
+from muralist.evaluate import inception
+
+TEXT_LENGTH = 77
+
+
+class Loaded(Protocol):
+    """An extractor on its device; `prepare` runs on the CPU, in threads."""
+
+    def prepare(self, item: Any) -> Tensor:
+        """One picture or prompt as one row of a batch."""
+
+    def compute(self, batch: Tensor) -> Tensor:
+        """A batch to float32 features [B, D]."""
+
+
+class Extractor(Protocol):
+    """Which features: the digest names everything that they depend on, apart from the device."""
+
+    @property
+    def name(self) -> str:
+        """Short, for folders."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the weights."""
+
+    @property
+    def width(self) -> int:
+        """How many numbers describe an item."""
+
+    def load(self, device: torch.device) -> Loaded:
+        """Read the weights."""
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class _Functions:
+    prepare: Callable[[Any], Tensor]
+    compute: Callable[[Tensor], Tensor]
+
+
+def _pixels(path: Path) -> Tensor:
+    return torch.from_numpy(np.array(decode(path)))
+
+
+@dataclass(frozen=True)
+class InceptionFeatures:
+    """The 2048 numbers of FID."""
+
+    weights: Path
+    digest: str
+    name: str = "inception"
+    width: int = inception.FEATURES
+
+    @classmethod
+    def of(cls, weights: Path) -> InceptionFeatures:
+        """Features by the weights of a file."""
+        return cls(weights, file_digest(weights))
+
+    def load(self, device: torch.device) -> Loaded:
+        """Read the weights."""
+        from muralist.evaluate.inception_weights import load_inception
+
+        network = load_inception(self.weights).to(device)
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a fifth faster on CPUs
+
+        def compute(batch: Tensor) -> Tensor:
+            return network(batch.to(device).contiguous(memory_format=torch.channels_last))
+
+        return _Functions(lambda path: inception.network_input(_pixels(path)), compute)
+
+
+@dataclass(frozen=True)
+class ClipFeatures:
+    """CLIP's embeddings of pictures (name clip) or of prompts (name clip-text), of length 1."""
+
+    folder: Path
+    digest: str
+    width: int
+    name: str
+
+    @classmethod
+    def both(cls, folder: Path) -> tuple[ClipFeatures, ClipFeatures]:
+        """Pictures' and prompts' features by one checkpoint, after a look at what it says of itself."""
+        from transformers import CLIPConfig
+
+        if not folder.is_dir():
+            raise UserError(f"There is no folder {folder}, which --clip_path names.", fix=_CLIP_FIX)
+        try:
+            config = CLIPConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, TypeError) as error:
+            said = str(error).splitlines()[0][:200].rstrip(".")
+            raise UserError(f"{folder} is not a CLIP checkpoint.", f"The reader said: {said}.", _CLIP_FIX) from None
+        weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+        if config.model_type != "clip" or not weights:
+            raise UserError(f"{folder} is not a CLIP checkpoint.", fix=_CLIP_FIX)
+        settings = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".txt"))
+        digest = hashlib.sha256("".join(map(file_digest, weights + settings)).encode()).hexdigest()
+        width = int(config.projection_dim or 0)
+        return cls(folder, digest, width, "clip"), cls(folder, digest, width, "clip-text")
+
+    def load(self, device: torch.device) -> Loaded:
+        """Read the weights."""
+        return self._load_text(device) if self.name == "clip-text" else self._load_images(device)
+
+    def _load_images(self, device: torch.device) -> Loaded:
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+        model = _read_clip(self.folder).to(device)
+        processor = CLIPImageProcessorPil.from_pretrained(self.folder, local_files_only=True)
+
+        def prepare(path: Path) -> Tensor:
+            return processor(images=decode(path), return_tensors="pt")["pixel_values"][0]
+
+        def compute(batch: Tensor) -> Tensor:
+            return _unit(model.visual_projection(model.vision_model(pixel_values=batch.to(device)).pooler_output))
+
+        return _Functions(prepare, compute)
+
+    def _load_text(self, device: torch.device) -> Loaded:
+        model = _read_clip(self.folder).to(device)
+        tokenizer = self.tokenizer()
+
+        def prepare(prompt: str) -> Tensor:
+            words = tokenizer(
+                prompt, padding="max_length", truncation=True, max_length=TEXT_LENGTH, return_tensors="pt"
+            )
+            return torch.stack((words["input_ids"][0], words["attention_mask"][0]))
+
+        def compute(batch: Tensor) -> Tensor:
+            words, mask = batch.to(device).unbind(1)
+            return _unit(model.text_projection(model.text_model(input_ids=words, attention_mask=mask).pooler_output))
+
+        return _Functions(prepare, compute)
+
+    def tokenizer(self) -> Any:
+        """What cuts prompts into CLIP's words."""
+        from transformers import CLIPTokenizer
+
+        return CLIPTokenizer.from_pretrained(self.folder, local_files_only=True)
+
+    def count_cut(self, prompts: list[str]) -> int:
+        """How many prompts are longer than CLIP reads."""
+        tokenizer = self.tokenizer()
+        tokenizer.model_max_length = 1 << 30  # else it warns about every long one
+        return sum(len(tokenizer(prompt)["input_ids"]) > TEXT_LENGTH for prompt in set(prompts))
+
+
+_CLIP_FIX = "Give the folder of a CLIP model as transformers saves it, such as a copy of openai/clip-vit-large-patch14."
+
+
+def _read_clip(folder: Path) -> Any:
+    """The whole model: some checkpoints' halves do not say their widths."""
+    from transformers import CLIPModel
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        return (
+            CLIPModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval().requires_grad_(False)
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
+        raise UserError(
+            f"The CLIP model in {folder} cannot be loaded.", f"The reader said: {said}.", _CLIP_FIX
+        ) from None
+
+
+def _unit(embeds: Tensor) -> Tensor:
+    return embeds / embeds.norm(dim=-1, keepdim=True)

@@ -1,0 +1,179 @@
+"""The Inception network that FID is defined on: TensorFlow's graph of 2015-12-05, with the pooling it really has.
+
+Its average pools leave the padding out of the count, and its last block has a maximum pool where the paper has an average.
+Module names are those of the usual PyTorch port, so that its weights load as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+FEATURES = 2048
+SIDE = 299
+RESIZING = "bilinear to 299 x 299 without antialiasing, corners not aligned, as pytorch-fid does"
+
+
+class Convolution(nn.Module):
+    """Convolution without a bias, batch norm, ReLU; padded to keep the size unless it strides or is told not to."""
+
+    def __init__(
+        self, inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int = 1, padded: bool = True
+    ) -> None:
+        super().__init__()
+        height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
+        padding = (height // 2, width // 2) if padded and stride == 1 else (0, 0)
+        self.conv = nn.Conv2d(inputs, outputs, (height, width), stride, padding, bias=False)
+        self.bn = nn.BatchNorm2d(outputs, eps=1e-3)
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        """Three steps, one name in the weights file."""
+        return F.relu(self.bn(self.conv(x_BCHW)))
+
+
+def _average(x_BCHW: Tensor) -> Tensor:
+    return F.avg_pool2d(x_BCHW, 3, stride=1, padding=1, count_include_pad=False)
+
+
+class BlockA(nn.Module):
+    """35 x 35: branches of 1 x 1, 5 x 5 and two 3 x 3."""
+
+    def __init__(self, inputs: int, pooled: int) -> None:
+        super().__init__()
+        self.branch1x1 = Convolution(inputs, 64, 1)
+        self.branch5x5_1 = Convolution(inputs, 48, 1)
+        self.branch5x5_2 = Convolution(48, 64, 5)
+        self.branch3x3dbl_1 = Convolution(inputs, 64, 1)
+        self.branch3x3dbl_2 = Convolution(64, 96, 3)
+        self.branch3x3dbl_3 = Convolution(96, 96, 3)
+        self.branch_pool = Convolution(inputs, pooled, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Four branches side by side."""
+        five = self.branch5x5_2(self.branch5x5_1(x))
+        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
+        return torch.cat((self.branch1x1(x), five, double, self.branch_pool(_average(x))), 1)
+
+
+class BlockB(nn.Module):
+    """From 35 x 35 to 17 x 17."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.branch3x3 = Convolution(inputs, 384, 3, stride=2)
+        self.branch3x3dbl_1 = Convolution(inputs, 64, 1)
+        self.branch3x3dbl_2 = Convolution(64, 96, 3)
+        self.branch3x3dbl_3 = Convolution(96, 96, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Three branches side by side."""
+        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
+        return torch.cat((self.branch3x3(x), double, F.max_pool2d(x, 3, stride=2)), 1)
+
+
+class BlockC(nn.Module):
+    """17 x 17: 7 x 7 convolutions taken apart into 1 x 7 and 7 x 1."""
+
+    def __init__(self, inputs: int, middle: int) -> None:
+        super().__init__()
+        self.branch1x1 = Convolution(inputs, 192, 1)
+        self.branch7x7_1 = Convolution(inputs, middle, 1)
+        self.branch7x7_2 = Convolution(middle, middle, (1, 7))
+        self.branch7x7_3 = Convolution(middle, 192, (7, 1))
+        self.branch7x7dbl_1 = Convolution(inputs, middle, 1)
+        self.branch7x7dbl_2 = Convolution(middle, middle, (7, 1))
+        self.branch7x7dbl_3 = Convolution(middle, middle, (1, 7))
+        self.branch7x7dbl_4 = Convolution(middle, middle, (7, 1))
+        self.branch7x7dbl_5 = Convolution(middle, 192, (1, 7))
+        self.branch_pool = Convolution(inputs, 192, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Four branches side by side."""
+        seven = self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x)))
+        double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
+        double = self.branch7x7dbl_5(self.branch7x7dbl_4(double))
+        return torch.cat((self.branch1x1(x), seven, double, self.branch_pool(_average(x))), 1)
+
+
+class BlockD(nn.Module):
+    """From 17 x 17 to 8 x 8."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.branch3x3_1 = Convolution(inputs, 192, 1)
+        self.branch3x3_2 = Convolution(192, 320, 3, stride=2)
+        self.branch7x7x3_1 = Convolution(inputs, 192, 1)
+        self.branch7x7x3_2 = Convolution(192, 192, (1, 7))
+        self.branch7x7x3_3 = Convolution(192, 192, (7, 1))
+        self.branch7x7x3_4 = Convolution(192, 192, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Three branches side by side."""
+        seven = self.branch7x7x3_4(self.branch7x7x3_3(self.branch7x7x3_2(self.branch7x7x3_1(x))))
+        return torch.cat((self.branch3x3_2(self.branch3x3_1(x)), seven, F.max_pool2d(x, 3, stride=2)), 1)
+
+
+class BlockE(nn.Module):
+    """8 x 8: 1 x 3 and 3 x 1 convolutions side by side."""
+
+    def __init__(self, inputs: int, maximum: bool) -> None:
+        super().__init__()
+        self.maximum = maximum
+        self.branch1x1 = Convolution(inputs, 320, 1)
+        self.branch3x3_1 = Convolution(inputs, 384, 1)
+        self.branch3x3_2a = Convolution(384, 384, (1, 3))
+        self.branch3x3_2b = Convolution(384, 384, (3, 1))
+        self.branch3x3dbl_1 = Convolution(inputs, 448, 1)
+        self.branch3x3dbl_2 = Convolution(448, 384, 3)
+        self.branch3x3dbl_3a = Convolution(384, 384, (1, 3))
+        self.branch3x3dbl_3b = Convolution(384, 384, (3, 1))
+        self.branch_pool = Convolution(inputs, 192, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Six branches side by side."""
+        three = self.branch3x3_1(x)
+        double = self.branch3x3dbl_2(self.branch3x3dbl_1(x))
+        pooled = F.max_pool2d(x, 3, stride=1, padding=1) if self.maximum else _average(x)
+        sides = (self.branch3x3_2a(three), self.branch3x3_2b(three))
+        doubles = (self.branch3x3dbl_3a(double), self.branch3x3dbl_3b(double))
+        return torch.cat((self.branch1x1(x), *sides, *doubles, self.branch_pool(pooled)), 1)
+
+
+class Inception(nn.Module):
+    """Images in [-1, 1], [B, 3, 299, 299], to the 2048 numbers of the last pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.Conv2d_1a_3x3 = Convolution(3, 32, 3, stride=2)
+        self.Conv2d_2a_3x3 = Convolution(32, 32, 3, padded=False)
+        self.Conv2d_2b_3x3 = Convolution(32, 64, 3)
+        self.Conv2d_3b_1x1 = Convolution(64, 80, 1)
+        self.Conv2d_4a_3x3 = Convolution(80, 192, 3, padded=False)
+        self.Mixed_5b = BlockA(192, pooled=32)
+        self.Mixed_5c = BlockA(256, pooled=64)
+        self.Mixed_5d = BlockA(288, pooled=64)
+        self.Mixed_6a = BlockB(288)
+        self.Mixed_6b = BlockC(768, middle=128)
+        self.Mixed_6c = BlockC(768, middle=160)
+        self.Mixed_6d = BlockC(768, middle=160)
+        self.Mixed_6e = BlockC(768, middle=192)
+        self.Mixed_7a = BlockD(768)
+        self.Mixed_7b = BlockE(1280, maximum=False)
+        self.Mixed_7c = BlockE(2048, maximum=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features [B, 2048]."""
+        x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
+        x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(F.max_pool2d(x, 3, stride=2)))
+        x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(F.max_pool2d(x, 3, stride=2))))
+        x = self.Mixed_6e(self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))))
+        x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x)))
+        return F.adaptive_avg_pool2d(x, 1).flatten(1)
+
+
+def network_input(pixels_HWC: Tensor) -> Tensor:
+    """One picture, uint8 [H, W, 3], as the network wants it: resized in [0, 1], then stretched to [-1, 1]."""
+    picture = pixels_HWC.permute(2, 0, 1)[None].float().div(255)
+    resized = F.interpolate(picture, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
+    return (2 * resized - 1)[0]

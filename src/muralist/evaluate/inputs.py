@@ -1,0 +1,142 @@
+"""What an evaluation reads: folders of pictures, reference statistics, prompts, and the ledger beside the pictures."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from muralist.data import ledger_lines
+from muralist.data.images import EXTENSIONS
+from muralist.data.prompts import open_table
+from muralist.errors import UserError
+from muralist.evaluate.inception import FEATURES
+from muralist.evaluate.metrics import Moments
+
+LEDGER = "ledger.jsonl"
+_SEEDED = re.compile(r"(.*)_seed(\d+)")
+
+
+def find_images(folder: Path, flag: str, without: Path | None = None) -> list[Path]:
+    """Every picture below a folder, in the order of their names; hidden ones and those below `without` do not count."""
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder}, which {flag} names, {what}.", fix="Check the path.")
+    skipped = without.absolute() if without else None
+    found = [
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in EXTENSIONS
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and not (skipped and skipped != folder.absolute() and path.absolute().is_relative_to(skipped))
+        and path.is_file()
+    ]
+    if len(found) < 2:
+        few = f"only one image in {folder}" if found else f"no image in {folder}"
+        raise UserError(
+            f"There is {few}, which {flag} names.", f"Looked for {' '.join(EXTENSIONS)}.", "Two are the least."
+        )
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A reference known by its statistics; features only where `muralist stats` wrote them."""
+
+    moments: Moments
+    features: np.ndarray | None
+    count: int | None
+
+
+def read_statistics(path: Path) -> Statistics:
+    """Read mu and sigma, whoever wrote them."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            held = {name: file[name] for name in ("mu", "sigma", "features", "number") if name in file.files}
+            mean, covariance = held["mu"].astype(np.float64), held["sigma"].astype(np.float64)
+    except KeyError as error:
+        raise UserError(
+            f"{path} holds no {error}.", "Reference statistics are an .npz file with mu and sigma.", _STATS_FIX
+        ) from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise UserError(
+            f"{path} cannot be read as reference statistics.", f"The reader said: {said}", _STATS_FIX
+        ) from None
+    if mean.shape != (FEATURES,) or covariance.shape != (FEATURES, FEATURES):
+        raise UserError(
+            f"{path} holds statistics of other features: mu is {mean.shape} and sigma {covariance.shape}.",
+            f"FID's Inception has {FEATURES}.",
+            _STATS_FIX,
+        )
+    if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
+        raise UserError(f"{path} holds numbers that are not finite.", fix=_STATS_FIX)
+    count = int(held["number"]) if "number" in held else None
+    return Statistics(Moments(mean, covariance), held.get("features"), count)
+
+
+_STATS_FIX = "`muralist stats DIR -o stats.npz` writes such a file."
+
+
+@dataclass
+class Told:
+    """What a ledger tells of a folder of pictures."""
+
+    prompts: dict[str, str] = field(default_factory=dict)  # by file name
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    speed: dict[str, dict[str, float]] = field(default_factory=dict)  # by GPU
+
+
+def read_ledger(folder: Path) -> Told:
+    """Prompts, failures and speed; nothing where there is no ledger. The last line about a sample counts."""
+    last: dict[tuple[int, int], dict[str, Any]] = {}
+    for line in ledger_lines.read_lines(folder / LEDGER):
+        last[line["index"], line["copy"]] = line
+    told = Told()
+    seconds: dict[str, float] = defaultdict(float)
+    made: dict[str, int] = defaultdict(int)
+    for _, line in sorted(last.items()):
+        if line["status"] == ledger_lines.DONE:
+            told.prompts[line["file"]] = line["prompt"]
+            made[str(line["gpu"])] += 1
+            seconds[str(line["gpu"])] += float(line.get("seconds", 0))
+        else:
+            told.failures.append({name: line[name] for name in ("id", "seed", "prompt", "error", "gpu")})
+    for gpu, images in sorted(made.items()):
+        rate = images / seconds[gpu] if seconds[gpu] else 0.0
+        told.speed[gpu] = {"images": images, "images_per_second": round(rate, 4)}
+    return told
+
+
+def match_prompts(table_path: str, files: Sequence[Path]) -> dict[str, str]:
+    """Prompts by file name: a file called ID or ID_seedN has the prompt of the row with that id.
+
+    Rows may share an id if their seeds differ; then only the file with the row's seed is its picture.
+    """
+    table = open_table(table_path)
+    by_id: dict[str, dict[int | None, str]] = defaultdict(dict)
+    for row in table.rows(range(len(table))):
+        by_id[row.id][row.seed] = row.prompt
+    found = {}
+    for file in files:
+        for name, seed in _readings(file.stem):
+            prompts = by_id.get(name, {})
+            if seed in prompts:
+                found[file.name] = prompts[seed]
+            elif len(set(prompts.values())) == 1:
+                found[file.name] = next(iter(prompts.values()))
+            if file.name in found:
+                break
+    return found
+
+
+def _readings(stem: str) -> list[tuple[str, int | None]]:
+    """The ids and seeds that a file's name may mean."""
+    seeded = _SEEDED.fullmatch(stem)
+    return [(seeded[1], int(seeded[2])), (stem, None)] if seeded else [(stem, None)]

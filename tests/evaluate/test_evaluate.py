@@ -1,0 +1,205 @@
+"""`muralist evaluate` and `muralist stats`, from folders to report.json."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from muralist.cli import main
+from muralist.evaluate.inputs import match_prompts, read_ledger
+from tests.conftest import SHARED_DATA
+from tests.support.evaluating import evaluate, inception_weights, report, scenes, small_clip, write_pictures
+
+METRICS = ["fid", "kid", "precision", "recall", "density", "coverage", "clip_score", "cmmd"]
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_clip(tmp_path_factory.mktemp("clip"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("MURALIST_INCEPTION", "NPROC", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no cache"))
+
+
+def write_prompts(path: Path, prompts: list[str]) -> Path:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("image_id", "prompt"), *((f"{i:06d}", p) for i, p in enumerate(prompts))])
+    return path
+
+
+def line(index: int, status: str, **more: Any) -> str:
+    about = {"index": index, "copy": 0, "id": f"{index:06d}", "seed": 42 + index, "prompt": f"prompt {index}"}
+    about |= {"file": f"{index:06d}.png", "gpu": str(index % 2), "seconds": 0.5, "key": "k"}
+    if status == "done":
+        more |= {"bytes": 1, "changed": 1, "sha256": "x"}
+    return json.dumps({"status": status, **about, **more}) + "\n"
+
+
+def test_without_inception_the_rest_goes_on(
+    tmp_path: Path, clip: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    images = write_pictures(tmp_path / "images", scenes(5, 0))
+    (images / "torn.png").write_bytes(b"\x89PNG")
+    header = '{"format": "muralist ledger", "version": 1}\n'
+    lines = [
+        line(0, "failed", error="once"),
+        *(line(index, "done") for index in range(4)),
+        line(7, "failed", error="bad"),
+    ]
+    (images / "ledger.jsonl").write_text(header + "".join(lines))
+    reference = write_pictures(tmp_path / "reference", scenes(6, 1))
+    evaluate("--images", images, "--reference", reference, "--clip_path", clip, "--output_dir", tmp_path / "out")
+    found = report(tmp_path / "out")
+    assert list(found["scores"]) == METRICS
+    assert [entry["metric"] for entry in found["missing"]] == METRICS[:6]
+    assert all("--inception_weights" in entry["reason"] for entry in found["missing"])
+    assert found["fid"] is None and found["kid"] is None
+    assert found["images"]["count"] == 5
+    assert found["images"]["unreadable"][0].startswith("torn.png: ")
+    assert found["per_image"]["file"] == [f"{index:06d}.png" for index in range(5)]
+    assert found["per_image"]["prompt"] == ["prompt 0", "prompt 1", "prompt 2", "prompt 3", None]
+    scores = found["per_image"]["clip_score"]
+    assert scores[4] is None and found["scores"]["clip_score"]["value"] == pytest.approx(np.mean(scores[:4]))
+    assert found["scores"]["cmmd"]["value"] > 0
+    low, high = (found["scores"]["clip_score"][name] for name in ("low", "high"))
+    assert low <= found["scores"]["clip_score"]["value"] <= high
+    failure = {"id": "000007", "seed": 49, "prompt": "prompt 7", "error": "bad", "gpu": "1"}
+    assert found["failures"] == [failure]
+    assert found["speed"] == {gpu: {"images": 2, "images_per_second": 2.0} for gpu in ("0", "1")}
+    assert any("1 of 5 images have no known prompt" in warning for warning in found["warnings"])
+    assert found["settings"]["resizing"].startswith("bilinear to 299 x 299 without antialiasing")
+    assert "clip_score" in capsys.readouterr().out
+
+
+def test_without_reference_and_clip_there_is_a_report(tmp_path: Path) -> None:
+    images = write_pictures(tmp_path / "images", scenes(2, 0))
+    evaluate("--images", images, "--output_dir", images / "out")
+    found = report(images / "out")
+    assert [entry["metric"] for entry in found["missing"]] == METRICS
+    assert "no --reference was given" in found["missing"][0]["reason"]
+    assert "--clip_path" in found["missing"][6]["reason"]
+    assert found["images"]["count"] == 2
+
+
+def test_every_metric_of_a_few_images(tmp_path: Path, clip: Path) -> None:
+    images = write_pictures(tmp_path / "images", scenes(3, 0))
+    prompts = write_prompts(tmp_path / "prompts.csv", ["a", "b " * 100, "c"])
+    common = ("--inception_weights", inception_weights(), "--clip_path", clip, "--output_dir", tmp_path / "out")
+    evaluate("--images", images, "--reference", images, "--prompts_csv", prompts, *common)
+    found = report(tmp_path / "out")
+    assert found["missing"] == []
+    assert found["fid"] == found["scores"]["fid"]["value"] == pytest.approx(0, abs=1e-6)
+    assert found["scores"]["cmmd"]["value"] == pytest.approx(0, abs=1e-9)
+    assert [found["scores"][name]["value"] for name in ("precision", "recall", "coverage")] == [1, 1, 1]
+    assert found["kid"] < 0  # unbiased: a set against itself comes out below zero
+    assert found["reference"] == {"path": str(images), "count": 3}
+    assert any("3 images are fewer than the 2,048 features" in warning for warning in found["warnings"])
+    assert any("1 prompts are longer than the 77 tokens" in warning for warning in found["warnings"])
+    # Statistics of others serve FID alone; the images' features are remembered.
+    np.savez(tmp_path / "others.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    evaluate("--images", images, "--reference", tmp_path / "others.npz", *common)
+    found = report(tmp_path / "out")
+    assert [entry["metric"] for entry in found["missing"]] == [*METRICS[1:6], "clip_score", "cmmd"]
+    assert found["fid"] > 1000 and found["reference"]["count"] is None
+
+
+def test_stats_are_what_evaluate_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = write_pictures(tmp_path / "images", scenes(3, 0))
+    weights = ("--inception_weights", inception_weights())
+    assert main(["stats", str(images), "-o", str(tmp_path / "stats.npz"), *map(str, weights)]) == 0
+    assert "statistics of 3 images" in capsys.readouterr().out
+    with np.load(tmp_path / "stats.npz") as held:
+        assert (held["mu"].shape, held["sigma"].shape, int(held["number"])) == ((2048,), (2048, 2048), 3)
+        np.testing.assert_allclose(held["sigma"], np.cov(held["features"].astype(float), rowvar=False), atol=1e-10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "stats.npz"]
+    evaluate("--images", images, "--reference", tmp_path / "stats.npz", *weights, "--output_dir", tmp_path / "out")
+    found = report(tmp_path / "out")
+    assert found["fid"] == pytest.approx(0, abs=1e-6)
+    assert [entry["metric"] for entry in found["missing"]] == ["clip_score", "cmmd"]
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [("none", "does not exist"), ("empty", "no image in"), ("bad.npz", "cannot be read as reference statistics"),
+     ("other.npz", "holds no 'sigma'"), ("narrow.npz", "statistics of other features")],
+)  # fmt: skip
+def test_mistakes_are_told_before_anything_is_computed(
+    reference: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = write_pictures(tmp_path / "images", scenes(2, 0))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.npz").write_bytes(b"PK nothing")
+    np.savez(tmp_path / "other.npz", mu=np.zeros(2048))
+    np.savez(tmp_path / "narrow.npz", mu=np.zeros(64), sigma=np.eye(64))
+    evaluate("--images", images, "--reference", tmp_path / reference, "--output_dir", tmp_path / "out", expect=1)
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_readable_images(tmp_path: Path, clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = write_pictures(tmp_path / "images", scenes(1, 0))
+    (images / "torn.png").write_bytes(b"\x89PNG")
+    evaluate("--images", images, "--clip_path", clip, "--output_dir", tmp_path / "out", expect=1)
+    assert "Fewer than two images" in capsys.readouterr().err
+
+
+def test_files_find_their_prompts(tmp_path: Path) -> None:
+    table = tmp_path / "prompts.csv"
+    table.write_text("image_id,prompt,seed\na,one,1\nb,two,1\nb,three,2\nc_seed5,four,\n")
+    names = ["a.png", "a_seed9.png", "b_seed1.png", "b_seed2.png", "b_seed3.png", "c_seed5.jpg", "d.png"]
+    assert match_prompts(str(table), [tmp_path / name for name in names]) == {
+        "a.png": "one",
+        "a_seed9.png": "one",
+        "b_seed1.png": "two",
+        "b_seed2.png": "three",
+        "c_seed5.jpg": "four",
+    }
+    assert read_ledger(tmp_path).speed == {}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[name] == other[name] for name in ("scores", "per_image", "warnings"))
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_changes_no_digit(tmp_path: Path, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = write_pictures(tmp_path / "images", scenes(5, 0))
+    reference = write_pictures(tmp_path / "reference", scenes(4, 1, side=40))
+    prompts = write_prompts(tmp_path / "prompts.csv", list("abcde"))
+    found = []
+    for processes in (1, 2, 3):
+        monkeypatch.setenv("NPROC", str(processes))
+        output = tmp_path / f"out{processes}"
+        evaluate("--images", images, "--reference", reference, "--prompts_csv", prompts, "--clip_path", clip,
+                 "--inception_weights", inception_weights(), "--output_dir", output)  # fmt: skip
+        found.append(report(output))
+        assert found[-1]["missing"] == []
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
+@pytest.mark.slow
+def test_fid_equals_the_reference(tmp_path: Path, cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = json.loads((SHARED_DATA / "fid_reference.json").read_text())
+    data = np.load(cifar10)
+    train = write_pictures(tmp_path / "train", data["train_x"][1000:1500])
+    others = {
+        "train[1000:1500] vs test[500:1000]": data["test_x"][500:1000],
+        "train[1000:1500] vs 255-train[1000:1500]": 255 - data["train_x"][1000:1500],
+    }
+    monkeypatch.setenv("NPROC", "2")
+    for number, (name, pictures) in enumerate(others.items()):
+        other = write_pictures(tmp_path / str(number), pictures)
+        evaluate("--images", train, "--reference", other, "--inception_weights", inception_weights(),
+                 "--output_dir", tmp_path / "out")  # fmt: skip
+        found = report(tmp_path / "out")
+        assert found["fid"] == pytest.approx(expected[name], abs=1e-2)
+        assert found["scores"]["fid"]["low"] < found["fid"] < found["scores"]["fid"]["high"]

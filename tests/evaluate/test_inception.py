@@ -1,0 +1,94 @@
+"""The network of FID and its weights file."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from muralist.errors import UserError
+from muralist.evaluate.inception import Inception, network_input
+from muralist.evaluate.inception_weights import find_weights, load_inception
+from tests.conftest import SHARED_DATA
+from tests.support.evaluating import inception_weights
+
+
+def test_features_are_those_of_the_reference(cifar10: Path) -> None:
+    expected = json.loads((SHARED_DATA / "fid_reference.json").read_text())[
+        "feature_sum_of_first_5_of_train[1000:1500]"
+    ]
+    network = load_inception(inception_weights())
+    pictures = torch.from_numpy(np.load(cifar10)["train_x"][1000:1003])
+    with torch.inference_mode():
+        found = network(torch.stack([network_input(picture) for picture in pictures])).double().sum(1)
+    assert found.tolist() == pytest.approx(expected[:3], abs=1e-2)
+
+
+def test_weights_of_the_usual_names_are_read(tmp_path: Path) -> None:
+    network = Inception()
+    tensors = {**network.state_dict(), "fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
+    torch.save(tensors, tmp_path / "usual.pth")
+    read = load_inception(tmp_path / "usual.pth").state_dict()
+    assert read.keys() == network.state_dict().keys()
+    assert all(torch.equal(read[name], tensors[name]) for name in read)
+
+
+def test_other_networks_are_refused(tmp_path: Path) -> None:
+    names = {"AuxLogits.conv0.conv.weight": torch.zeros(1)}
+    torch.save(names, tmp_path / "torchvision.pth")
+    with pytest.raises(UserError, match="torchvision's Inception, on which FID is not defined"):
+        load_inception(tmp_path / "torchvision.pth")
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "other.pth")
+    with pytest.raises(UserError, match="The tensor Conv2d_1a_3x3.conv.weight is missing"):
+        load_inception(tmp_path / "other.pth")
+    (tmp_path / "cut.pth").write_bytes((tmp_path / "other.pth").read_bytes()[:200])
+    with pytest.raises(UserError, match="cannot be read"):
+        load_inception(tmp_path / "cut.pth")
+
+
+def test_a_torchscript_file_runs_no_code(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return Path.touch, (Path(tmp_path / "ran"),)  # type: ignore[return-value]
+
+    data = io.BytesIO()
+    pickle.dump(Evil(), data, protocol=2)
+    with zipfile.ZipFile(tmp_path / "evil.pt", "w") as archive:
+        archive.writestr("evil/constants.pkl", b"")
+        archive.writestr("evil/data.pkl", data.getvalue())
+    with pytest.raises(UserError, match="which no tensor needs"):
+        load_inception(tmp_path / "evil.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_where_weights_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MURALIST_INCEPTION", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found, reason = find_weights(None)
+    assert found is None
+    for part in (
+        "pt_inception-2015-12-05-6726825d.pth",
+        "--inception_weights",
+        "MURALIST_INCEPTION",
+        "CLIP score and CMMD",
+    ):
+        assert part in reason
+    assert str(tmp_path / "muralist") in reason
+    cached = tmp_path / "muralist" / "default_1.pt"
+    cached.parent.mkdir()
+    cached.touch()
+    assert find_weights(None) == (cached, "")
+    named = tmp_path / "named.pth"
+    monkeypatch.setenv("MURALIST_INCEPTION", str(named))
+    with pytest.raises(UserError, match="named.pth, which MURALIST_INCEPTION names"):
+        find_weights(None)
+    named.touch()
+    assert find_weights(None) == (named, "")
+    with pytest.raises(UserError, match="which --inception_weights names"):
+        find_weights(str(tmp_path / "none.pth"))

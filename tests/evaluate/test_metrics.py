@@ -1,0 +1,125 @@
+"""Metrics against closed forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from muralist.evaluate import metrics
+from muralist.evaluate.metrics import Moments, cmmd, frechet, kid, mean_of, moments, neighbourhood
+
+
+def gaussian(count: int, width: int, seed: int, shift: float = 0.0, scale: float = 1.0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(shift, scale, (count, width)).astype(np.float32)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(*[st.floats(0, 5)] * 4), min_size=1, max_size=8), st.integers(0, 99))
+def test_frechet_of_gaussians_with_common_axes(axes: list[tuple[float, float, float, float]], seed: int) -> None:
+    """Where covariances commute, the distance is the sum of (m1 - m2)^2 + (s1 - s2)^2 over the axes."""
+    mean_1, mean_2, deviation_1, deviation_2 = np.array(axes).T
+    turn, _ = np.linalg.qr(np.random.default_rng(seed).normal(size=(len(axes), len(axes))))
+    one = Moments(turn @ mean_1, turn @ np.diag(deviation_1**2) @ turn.T)
+    two = Moments(turn @ mean_2, turn @ np.diag(deviation_2**2) @ turn.T)
+    expected = ((mean_1 - mean_2) ** 2).sum() + ((deviation_1 - deviation_2) ** 2).sum()
+    assert frechet(one, two).value == pytest.approx(expected, abs=1e-5)
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 12), st.integers(2, 12), st.integers(0, 999))
+def test_frechet_is_the_same_by_rows_and_by_covariances(fakes: int, reals: int, seed: int) -> None:
+    """Few rows or many, singular covariances or not."""
+    x, y = gaussian(fakes, 6, seed), gaussian(reals, 6, seed + 1, 0.5, 2.0)
+    by_rows = frechet(moments(x), moments(y), x, y)
+    assert by_rows.value == pytest.approx(frechet(moments(x), moments(y)).value, abs=1e-6)
+    assert frechet(moments(x), moments(x), x, x).value == pytest.approx(0, abs=1e-6)
+
+
+def test_moments_are_those_of_numpy_beyond_one_chunk() -> None:
+    x = gaussian(5000, 7, 0, 3.0)
+    found = moments(x)
+    np.testing.assert_allclose(found.mean, x.astype(np.float64).mean(0), rtol=1e-12)
+    np.testing.assert_allclose(found.covariance, np.cov(x.astype(np.float64), rowvar=False), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [12, 300])
+def test_the_influence_is_the_derivative_of_frechet(count: int) -> None:
+    """One sample's weight is raised a little: the distance moves as its influence says; 12 rows of 20 numbers, and 300."""
+    x, y = gaussian(count, 20, 1), gaussian(400, 20, 2, 0.3, 1.5)
+    influence = frechet(moments(x), moments(y), x, y).influences[0]
+    influence = influence - influence.mean()
+    rows, step = x.astype(np.float64), 1e-5
+    for index in range(3):
+        values = []
+        for sign in (1, -1):
+            weights = np.full(count, (1 - sign * step) / count)
+            weights[index] += sign * step
+            mean = weights @ rows
+            centred = rows - mean
+            covariance = (centred * weights[:, None]).T @ centred * count / (count - 1)
+            values.append(frechet(Moments(mean, covariance), moments(y)).value)
+        assert (values[0] - values[1]) / (2 * step) == pytest.approx(influence[index], rel=0.02, abs=0.02)
+
+
+def _first(estimate: metrics.Estimate) -> metrics.Estimate:
+    """Only what the first set adds to the scatter."""
+    return metrics.Estimate(estimate.value, estimate.influences[:1])
+
+
+def test_intervals_are_as_wide_as_fresh_samples_scatter() -> None:
+    y = gaussian(300, 8, 99, 0.5)
+    for measure in (
+        lambda x: frechet(moments(x), moments(y), x, None),
+        lambda x: _first(kid(x, y, 0)),
+        lambda x: mean_of(x[:, 0].astype(np.float64)),
+    ):
+        drawn = [measure(gaussian(300, 8, seed)) for seed in range(40)]
+        scatter = np.std([estimate.value for estimate in drawn])
+        low, high = drawn[0].interval(0) or (0, 0)
+        assert low < drawn[0].value < high
+        assert 0.6 < (high - low) / (2 * 1.96 * scatter) < 1.6
+
+
+def test_kid_by_hand_and_unbiased() -> None:
+    x, y = np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([[1.0, 1.0], [2.0, 0.0]])
+    kernel = lambda a, b: (a @ b / 2 + 1) ** 3  # noqa: E731
+    across = np.mean([kernel(a, b) for a in x for b in y])
+    assert kid(x, y, 0).value == pytest.approx(kernel(x[0], x[1]) + kernel(y[0], y[1]) - 2 * across)
+    values = [kid(gaussian(40, 5, 2 * seed), gaussian(40, 5, 2 * seed + 1), 0).value for seed in range(200)]
+    assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(200)
+    x, y = gaussian(150, 5, 0), gaussian(120, 5, 1, 0.5)
+    assert kid(x, y, 3).value == kid(x, y, 3).value != kid(x, y, 4).value
+
+
+def test_neighbourhoods_on_a_line() -> None:
+    real = np.arange(10, dtype=np.float32)[:, None]
+    inside = real[2:8] + 0.1
+    found = neighbourhood(inside, real, 0)
+    assert (found.precision.value, found.coverage.value) == (1.0, 1.0)
+    # 5th neighbours of 0..9 lie 5 4 3 3 3 3 3 3 4 5 away; of the fakes, balls of the reals hold these.
+    radii = np.array([5, 4, 3, 3, 3, 3, 3, 3, 4, 5])
+    balls = (np.abs(inside - real.T) <= radii).sum(1) / 5
+    assert found.density.value == pytest.approx(balls.mean())
+    far = neighbourhood(real + 100, real, 0)
+    assert [far.precision.value, far.recall.value, far.density.value, far.coverage.value] == [0, 0, 0, 0]
+    one_place = neighbourhood(np.full((10, 1), 4.0, np.float32), real, 0)
+    assert (one_place.precision.value, one_place.recall.value) == (1.0, 0.1)  # one mode: good, but only one
+
+
+def test_cmmd_by_hand() -> None:
+    x = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
+    y = np.array([[-1.0, 0.0], [0.0, 1.0]], np.float32)
+    near, far = np.exp(-2 / 200), np.exp(-4 / 200)
+    expected = 1000 * (2 * (1 + near) / 2 - 2 * (far + near + near + 1) / 4)
+    assert cmmd(x, y).value == pytest.approx(expected)
+    assert cmmd(x, x).value == pytest.approx(0, abs=1e-9)
+
+
+def test_clip_scores_are_cosines_not_below_zero() -> None:
+    images = np.array([[1.0, 0.0], [0.6, 0.8], [1.0, 0.0]], np.float32)
+    texts = np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], np.float32)
+    assert metrics.clip_scores(images, texts) == pytest.approx([100, 60, 0], abs=1e-4)
+    assert mean_of(np.zeros(3)).interval(0) == (0.0, 0.0)
+    assert frechet(moments(images), moments(texts)).interval(0) is None
