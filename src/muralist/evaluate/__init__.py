@@ -1,0 +1,1 @@
+"""Scores of generated pictures, and a page to look at them."""

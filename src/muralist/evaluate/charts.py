@@ -1,0 +1,79 @@
+"""The charts of the page, as descriptions that plotly draws in the browser."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from muralist.evaluate.measures import measured, title
+from muralist.evaluate.results import Run, Score
+
+Chart = dict[str, Any]
+
+
+def score_charts(runs: Sequence[Run]) -> list[tuple[str, Chart]]:
+    """One small chart for every number: a bar for each run, with its interval. Numbers of one run need no chart."""
+    if len(runs) < 2:
+        return []
+    return [(title(metric), _score_chart(metric, runs)) for metric in measured(runs)]
+
+
+def _score_chart(metric: str, runs: Sequence[Run]) -> Chart:
+    scores = [run.scores.get(metric, Score()) for run in runs]
+    bars = {
+        "type": "bar",
+        "x": _names(runs),
+        "y": [score.value for score in scores],
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [_reach(score.value, score.high) for score in scores],
+            "arrayminus": [_reach(score.low, score.value) for score in scores],
+            "thickness": 1.5,
+        },
+        "hovertemplate": "%{x}: %{y:.4g}<extra></extra>",
+    }
+    return {"data": [bars], "layout": {"showlegend": False}, "colour": "bars"}
+
+
+def clip_chart(runs: Sequence[Run]) -> Chart | None:
+    """How the CLIP scores of single pictures are spread."""
+    traces = []
+    for name, run in zip(_names(runs), runs, strict=True):
+        if scores := [round(score, 4) for score in run.clip_scores if score is not None]:
+            # Some thousands of numbers show the same shape as all of them.
+            kept = scores[:: -(-len(scores) // 3000)]
+            traces.append({"type": "histogram", "x": kept, "name": name, "histnorm": "percent", "nbinsx": 40})
+    if not traces:
+        return None
+    axes = {"xaxis": {"title": {"text": "CLIP score of a picture"}}, "yaxis": {"title": {"text": "% of the pictures"}}}
+    return {"data": traces, "layout": {"barmode": "overlay", "showlegend": len(runs) > 1, **axes}, "colour": "overlay"}
+
+
+def speed_chart(runs: Sequence[Run]) -> Chart | None:
+    """Pictures per second of every GPU."""
+    traces = []
+    for name, run in zip(_names(runs), runs, strict=True):
+        if speed := run.results.speed:
+            traces.append(
+                {
+                    "type": "bar",
+                    "name": name,
+                    "x": [f"GPU {html.escape(gpu)}" for gpu in speed],
+                    "y": [one.images_per_second for one in speed.values()],
+                    "hovertemplate": "%{x}: %{y:.3g} images/s<extra></extra>",
+                }
+            )
+    if not traces:
+        return None
+    layout = {"barmode": "group", "showlegend": len(runs) > 1, "yaxis": {"title": {"text": "images per second"}}}
+    return {"data": traces, "layout": layout, "colour": "traces"}
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    return [html.escape(run.name) for run in runs]  # plotly reads labels as a kind of HTML
+
+
+def _reach(low: float | None, high: float | None) -> float:
+    return 0.0 if low is None or high is None else max(0.0, high - low)
