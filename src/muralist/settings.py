@@ -382,6 +382,15 @@ class ExportSettings(Section):
     """Which weights: as trained, or one of the two averages."""
 
 
+class ReportSettings(Section):
+    """muralist report FOLDERS ...: the page of one evaluation, or of several side by side."""
+
+    folders: list[str]
+    """What evaluate wrote: one folder, or several to compare."""
+    output_dir: str = "report"
+    """Folder that index.html is written into."""
+
+
 class LaunchSettings(Section):
     """muralist launch [--nproc N] COMMAND ...: start a command as several processes on this machine.
 

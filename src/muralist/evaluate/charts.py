@@ -10,6 +10,7 @@ from muralist.evaluate.measures import measured, title
 from muralist.evaluate.results import Run, Score
 
 Chart = dict[str, Any]
+_LONGEST_NAME = 24
 
 
 def score_charts(runs: Sequence[Run]) -> list[tuple[str, Chart]]:
@@ -21,9 +22,11 @@ def score_charts(runs: Sequence[Run]) -> list[tuple[str, Chart]]:
 
 def _score_chart(metric: str, runs: Sequence[Run]) -> Chart:
     scores = [run.scores.get(metric, Score()) for run in runs]
+    names = _names(runs)
     bars = {
         "type": "bar",
-        "x": _names(runs),
+        "x": list(range(len(runs))),
+        "customdata": names,
         "y": [score.value for score in scores],
         "error_y": {
             "type": "data",
@@ -32,9 +35,11 @@ def _score_chart(metric: str, runs: Sequence[Run]) -> Chart:
             "arrayminus": [_reach(score.low, score.value) for score in scores],
             "thickness": 1.5,
         },
-        "hovertemplate": "%{x}: %{y:.4g}<extra></extra>",
+        "hovertemplate": "%{customdata}: %{y:.4g}<extra></extra>",
     }
-    return {"data": [bars], "layout": {"showlegend": False}, "colour": "bars"}
+    # Bars stand at numbers, since two long names may be the same once they are short.
+    ticks = {"tickvals": bars["x"], "ticktext": names, "showgrid": False}
+    return {"data": [bars], "layout": {"showlegend": False, "xaxis": ticks}, "colour": "bars"}
 
 
 def clip_chart(runs: Sequence[Run]) -> Chart | None:
@@ -72,7 +77,8 @@ def speed_chart(runs: Sequence[Run]) -> Chart | None:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    return [html.escape(run.name) for run in runs]  # plotly reads labels as a kind of HTML
+    short = [run.name if len(run.name) <= _LONGEST_NAME else f"…{run.name[1 - _LONGEST_NAME :]}" for run in runs]
+    return [html.escape(name) for name in short]  # plotly reads labels as a kind of HTML
 
 
 def _reach(low: float | None, high: float | None) -> float:

@@ -17,8 +17,12 @@ class Measure(NamedTuple):
 
 
 MEASURES = {
-    "fid": Measure("FID", "Distance from the reference in Inception's features; 0: the same. Fewer images, larger.", False),
-    "kid": Measure("KID", "Distance in the same features that does not grow with fewer images; about 0: the same.", False),
+    "fid": Measure(
+        "FID", "Distance from the reference in Inception's features; 0: the same. Fewer images, larger.", False
+    ),
+    "kid": Measure(
+        "KID", "Distance in the same features that does not grow with fewer images; about 0: the same.", False
+    ),
     "cmmd": Measure("CMMD", "Distance in CLIP's features, which sees more of what people see; 0: the same.", False),
     "clip_score": Measure("CLIP score", "How well pictures fit their prompts, by CLIP.", True),
     "precision": Measure("Precision", "Share of the images that look like reference images: quality.", True),

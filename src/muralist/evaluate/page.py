@@ -34,7 +34,9 @@ def page(runs: Sequence[Run], choice: Choice, pictures: Pictures, style: str, sc
     name = " · ".join(run.name for run in runs)
     sections = [(key, heading, body) for key, heading, body in maker.sections() if body]
     links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in sections)
-    bodies = "".join(f'<section id="{key}"><h2>{escape(heading)}</h2>{body}</section>' for key, heading, body in sections)
+    bodies = "".join(
+        f'<section id="{key}"><h2>{escape(heading)}</h2>{body}</section>' for key, heading, body in sections
+    )
     policy = "default-src 'none'; img-src data: file: 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return f"""<!doctype html>
 <html lang="en">
@@ -79,7 +81,7 @@ class _Page:
 
     def heading(self) -> str:
         """Say what was evaluated."""
-        return "<span> and </span>".join(f"{self._dot(number)}{escape(run.name)}" for number, run in enumerate(self.runs))
+        return "<span> · </span>".join(f"{self._dot(number)}{escape(run.name)}" for number, run in enumerate(self.runs))
 
     def facts(self) -> str:
         """Say how much of it, against what, in how long; for several runs, they are compared further down."""
@@ -276,7 +278,11 @@ class _Page:
 
     def _of(self, number: int) -> str:
         """Name the run, where there are several."""
-        return f'<span class="of">{self._dot(number)}{escape(self.runs[number].name)}</span> ' if len(self.runs) > 1 else ""
+        return (
+            f'<span class="of">{self._dot(number)}{escape(self.runs[number].name)}</span> '
+            if len(self.runs) > 1
+            else ""
+        )
 
     @staticmethod
     def _text(prompt: str) -> str:
@@ -324,10 +330,9 @@ def _images(count: int) -> str:
 def _short(value: float | None) -> str:
     if value is None:
         return "?"
-    if value == 0 or 1e-4 <= abs(value) < 1e6:
-        digits = 4 if abs(value) < 1000 else 6
-        return f"{value:.{digits}g}"
-    return f"{value:.2e}"
+    if 1e-4 <= abs(value) < 1000:
+        return f"{value:#.4g}"
+    return f"{value:,.1f}" if abs(value) < 1e6 and (value == 0 or abs(value) > 1) else f"{value:.2e}"
 
 
 def _cut(text: str) -> str:
