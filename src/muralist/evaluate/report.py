@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote
 
@@ -44,7 +43,7 @@ def _address(path: Path, destination: Path) -> str | None:
 
 
 def _static(name: str) -> str:
-    return (files("muralist.evaluate") / "static" / name).read_text(encoding="utf-8")
+    return (Path(__file__).parent / "static" / name).read_text(encoding="utf-8")
 
 
 def _plotly() -> str:
