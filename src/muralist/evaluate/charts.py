@@ -6,11 +6,14 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from muralist.evaluate.measures import measured, title
 from muralist.evaluate.results import Run, Score
 
 Chart = dict[str, Any]
 _LONGEST_NAME = 24
+_STEPS = 30
 
 
 def score_charts(runs: Sequence[Run]) -> list[tuple[str, Chart]]:
@@ -38,22 +41,29 @@ def _score_chart(metric: str, runs: Sequence[Run]) -> Chart:
         "hovertemplate": "%{customdata}: %{y:.4g}<extra></extra>",
     }
     # Bars stand at numbers, since two long names may be the same once they are short.
-    ticks = {"tickvals": bars["x"], "ticktext": names, "showgrid": False}
+    ticks = {"tickvals": bars["x"], "ticktext": names, "showgrid": False, "zeroline": False}
     return {"data": [bars], "layout": {"showlegend": False, "xaxis": ticks}, "colour": "bars"}
 
 
 def clip_chart(runs: Sequence[Run]) -> Chart | None:
     """How the CLIP scores of single pictures are spread."""
-    traces = []
-    for name, run in zip(_names(runs), runs, strict=True):
-        if scores := [round(score, 4) for score in run.clip_scores if score is not None]:
-            # Some thousands of numbers show the same shape as all of them.
-            kept = scores[:: -(-len(scores) // 3000)]
-            traces.append({"type": "histogram", "x": kept, "name": name, "histnorm": "percent", "nbinsx": 40})
-    if not traces:
+    scores = [[score for score in run.clip_scores if score is not None] for run in runs]
+    if not any(scores):
         return None
-    axes = {"xaxis": {"title": {"text": "CLIP score of a picture"}}, "yaxis": {"title": {"text": "% of the pictures"}}}
-    return {"data": traces, "layout": {"barmode": "overlay", "showlegend": len(runs) > 1, **axes}, "colour": "overlay"}
+    ends = np.histogram_bin_edges(np.concatenate(scores), _STEPS)  # the same for all runs
+    step = ends[1] - ends[0]
+    ends = np.concatenate(([ends[0] - step], ends, [ends[-1] + step]))  # so that it comes down to nothing on both sides
+    traces = []
+    for name, own in zip(_names(runs), scores, strict=True):
+        if own:
+            shares = 100 * np.histogram(own, ends)[0] / len(own)
+            x, y = ((ends[:-1] + ends[1:]) / 2).round(4).tolist(), shares.round(3).tolist()
+            traces.append({"type": "scatter", "name": name, "x": x, "y": y, "mode": "lines", "fill": "tozeroy"})
+    axes = {
+        "xaxis": {"title": {"text": "CLIP score of a picture"}},
+        "yaxis": {"title": {"text": "% of the pictures"}, "rangemode": "tozero"},
+    }
+    return {"data": traces, "layout": {"showlegend": len(runs) > 1, **axes}, "colour": "steps"}
 
 
 def speed_chart(runs: Sequence[Run]) -> Chart | None:
@@ -72,7 +82,8 @@ def speed_chart(runs: Sequence[Run]) -> Chart | None:
             )
     if not traces:
         return None
-    layout = {"barmode": "group", "showlegend": len(runs) > 1, "yaxis": {"title": {"text": "images per second"}}}
+    layout = {"barmode": "group", "showlegend": len(runs) > 1, "xaxis": {"showgrid": False}}
+    layout["yaxis"] = {"title": {"text": "images per second"}}
     return {"data": traces, "layout": layout, "colour": "traces"}
 
 

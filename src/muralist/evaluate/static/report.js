@@ -74,7 +74,11 @@ function draw() {
     const chart = charts[place.dataset.chart];
     const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true, fixedrange: true };
     chart.data.forEach((trace, number) => {
-      trace.marker = { color: runs[number % 6], opacity: chart.colour === "overlay" && chart.data.length > 1 ? 0.6 : 1 };
+      trace.marker = { color: runs[number % 6] };
+      if (chart.colour === "steps") {
+        trace.line = { color: runs[number % 6], width: 2, shape: "hvh" };
+        trace.fillcolor = `${runs[number % 6]}33`;
+      }
       if (chart.colour === "bars") trace.marker.color = trace.x.map((_, bar) => runs[bar % 6]);
       if (trace.error_y) trace.error_y.color = colour("--text");
     });
