@@ -229,7 +229,7 @@ class _Page:
                 more = f" and {len(names) - 50:,} more" if len(names) > 50 else ""
                 unreadable += f"<p>{self._of(number)}{_images(len(names))} could not be read: {shown}{more}.</p>"
         if not count:
-            return unreadable or "<p>None: every prompt has its picture.</p>"
+            return unreadable or "<p>None are recorded.</p>"
         run_head = "<th>Run</th>" if len(self.runs) > 1 else ""
         head = f"<tr>{run_head}<th>Id</th><th>Seed</th><th>Prompt</th><th>Error</th><th>GPU</th></tr>"
         many = f"<p>{count:,} prompt{' has' if count == 1 else 's have'} no picture"
