@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from muralist.errors import UserError, nearest
@@ -22,12 +23,14 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist generate --prompts_csv prompts.csv --output_dir images --model_path MODEL      a picture for every prompt
   muralist evaluate --images DIR --reference DIR_OR_NPZ --inception_weights FILE --output_dir OUT      how good they are
   muralist stats    DIR -o stats.npz           what evaluate needs to know of a reference, computed once
+  muralist report   EVALUATION [EVALUATION ...]    a page of one evaluation, or of several side by side
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
   muralist launch   --slurm --nodes 2 --gpus-per-node 4 train ...    the same as a job of SLURM
   muralist demo                                train a small model on driving scenes, five minutes on two cores
 
 `muralist COMMAND --help` lists a command's settings. `--debug` shows tracebacks."""
 SOURCE_AND_DESTINATION = ("source", "destination")
+FOLDERS = ("folders",)
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -123,6 +126,20 @@ def _export(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _report(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import ReportSettings
+
+    settings = load(ReportSettings, arguments, {}, positional=FOLDERS)
+    from muralist.evaluate.report import write_report
+
+    page = write_report(
+        [Path(folder).expanduser() for folder in settings.folders], Path(settings.output_dir).expanduser()
+    )
+    print(f"{page}: open it in a browser.")
+    return 0
+
+
 def _launch(arguments: Sequence[str]) -> int:
     from muralist.config import load
     from muralist.launch import default_processes, launch
@@ -184,6 +201,7 @@ COMMANDS = {
     "evaluate": Command(_evaluate, "EvaluateSettings"),
     "stats": Command(_stats, "StatsSettings", ("source",)),
     "export": Command(_export, "ExportSettings", SOURCE_AND_DESTINATION),
+    "report": Command(_report, "ReportSettings", FOLDERS),
     "launch": Command(_launch, "LaunchSettings"),
     "demo": Command(_demo, "DemoSettings"),
 }

@@ -101,8 +101,12 @@ def _read_flags(
         if not token.startswith("--"):
             if not waiting:
                 raise UserError(f"Unexpected argument {token!r}.", "Every setting is given as --name value.")
-            name = waiting.pop(0)
-            given[name] = Given(token, name.upper())
+            name = waiting[0]
+            if _is_list(names.fields[name]):  # the last argument, which takes all there are
+                before = given[name].value if name in given else []
+                given[name] = Given([*before, token], name.upper())
+            else:
+                given[waiting.pop(0)] = Given(token, name.upper())
             continue
         written, equals, inline = token[2:].partition("=")
         if written == "config":
@@ -135,7 +139,7 @@ def _read_flags(
         else:
             value = _take(queue, token)
         given[path] = Given(value, f"--{written}")
-    if waiting:
+    if waiting and waiting[0] not in given:
         raise UserError(f"Missing argument {waiting[0].upper()}.", "`--help` shows how the command is used.")
     return given, config
 

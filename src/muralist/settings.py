@@ -320,7 +320,8 @@ class GenerateSettings(Section):
 
     prompts_csv: str
     """The table: CSV, TSV, JSONL or Parquet with a column prompt or caption (and, if it likes, image_id, seed,
-    negative_prompt, width, height), or a .txt file with one prompt per line."""
+    negative_prompt, width, height), a .txt file with one prompt per line, MS-COCO's captions (.json), or muralist: a
+    hundred prompts that come with it."""
     output_dir: str
     """Where pictures, ledger.jsonl and failed_prompts_gpuN.txt go; the same command again goes on there."""
     model_path: str
@@ -415,6 +416,15 @@ class ExportSettings(Section):
     """Folder to write."""
     weights: Literal["model", "ema1", "ema2"] = "ema1"
     """Which weights: as trained, or one of the two averages."""
+
+
+class ReportSettings(Section):
+    """muralist report FOLDERS ...: the page of one evaluation, or of several side by side."""
+
+    folders: list[str]
+    """What evaluate wrote: one folder, or several to compare."""
+    output_dir: str = "report"
+    """Folder that index.html is written into."""
 
 
 class LaunchSettings(Section):

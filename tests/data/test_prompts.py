@@ -6,6 +6,7 @@ import pickle
 import tempfile
 import time
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from muralist.data import prompt_records
 from muralist.data.picture_names import safe_id
 from muralist.data.prompts import Row, file_stem, find_collision, open_table, refuse_collision
 from muralist.errors import UserError
+from tests.conftest import SHARED_DATA
 
 COLUMNS = ["image_id", "prompt", "seed", "negative_prompt", "height", "width"]
 CELLS = [
@@ -245,6 +247,63 @@ def test_rows_that_would_share_a_file_are_named(tmp_path: Path) -> None:
         refuse_collision(table, copies)
 
 
+def test_a_tsv_without_quoting_is_read_as_it_stands(tmp_path: Path) -> None:
+    lines = [
+        "Prompt\tCategory\tChallenge\tNote",  # as in PartiPrompts
+        "bond\tAbstract\tBasic\tBiology-inspired concepts",
+        '"G I G G L E" painted on a wall\tIllustrations\tWriting\t',
+        'A sign that says "STOP"\t"Art" & more\tWriting\tthe "word"',
+        '"one, ""two""\nthree"\tx\t"a\tb"\t',
+    ]
+    table = open_table(write(tmp_path, "\n".join(lines), "PartiPrompts.tsv"))
+    assert [row.prompt for row in table.rows([3, 1, 2, 0])] == [
+        'one, "two"\nthree',
+        '"G I G G L E" painted on a wall',
+        'A sign that says "STOP"',
+        "bond",
+    ]
+    assert table.row(0).id == "000001" and table.notes[0].endswith("without a use: category, challenge, note.")
+
+
+def test_parti_prompts_as_a_table_with_ids() -> None:
+    path = SHARED_DATA / "parti_prompts.csv"
+    if not path.is_file():
+        pytest.skip("PartiPrompts are not on this machine")
+    table = open_table(str(path))
+    assert len(table) == 1632 and table.row(0)[:3] == (0, "p0000", "bond")
+    assert "WOMBAT" in table.row(1561).prompt
+
+
+def test_captions_of_coco_are_a_table(tmp_path: Path) -> None:
+    annotations = [
+        {"image_id": 203564, "id": 37, "caption": "A bicycle replica with a clock as the front wheel."},
+        {"image_id": 179765, "id": 38, "caption": "A black motorbike, parked.\n"},
+        {"image_id": 203564, "id": 49, "caption": "The bike has a clock as a tire."},
+    ]
+    path = write(tmp_path, json.dumps({"info": {}, "images": [], "annotations": annotations}), "captions_val2014.json")
+    table = open_table(path)
+    assert [(row.id, row.prompt) for row in table.rows([2, 0, 1])] == [
+        ("203564", "The bike has a clock as a tire."),
+        ("203564", "A bicycle replica with a clock as the front wheel."),
+        ("179765", "A black motorbike, parked."),
+    ]
+    assert table.notes == [] and len(open_table(path, limit=2)) == 2
+    assert find_collision(table, np.arange(3)) is None and find_collision(table, np.zeros(3)) == (0, 2)
+    copy = pickle.loads(pickle.dumps(table))
+    assert copy.row(1) == table.row(1) and len(pickle.dumps(table._records)) < 1000, "the captions do not travel"
+
+
+def test_the_projects_own_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = open_table("muralist")
+    rows = table.rows(range(len(table)))
+    assert len(rows) == 100 == len({row.prompt for row in rows}) == len({row.id for row in rows})
+    counts = Counter(row.id.rpartition("-")[0] for row in rows)
+    assert counts.keys() == {"objects", "counting", "colour", "relations", "text", "driving"}
+    assert min(counts.values()) == 16
+    assert 'A shop window with the word "OPEN" in neon letters' in [row.prompt for row in rows]
+
+
 TOO_LONG = "9" * 5000
 MISTAKES: dict[str, tuple[str, str | bytes, str]] = {
     "no rows": ("p.csv", "prompt,seed\n", "p.csv has no rows"),
@@ -282,6 +341,15 @@ MISTAKES: dict[str, tuple[str, str | bytes, str]] = {
     "no height": ("p.csv", "prompt,width\nx,64\n", "a width but no height in line 2"),
     "width of zero": ("p.csv", "prompt,height,width\nx,64,0\n", "The width '0' in line 2 of .* from 1 to"),
     "no Parquet": ("p.parquet", "prompt\nx\n", "Parquet file .* could not be read"),
+    "half a JSON file": ("p.json", '{"annotations": [', "p.json is not JSON"),
+    "JSON without captions": ("p.json", '[{"prompt": "x"}]', "not a file of MS-COCO captions.* Save .* as .jsonl"),
+    "boxes of COCO": (
+        "p.json",
+        '{"annotations": [{"image_id": 1, "bbox": []}]}',
+        "no prompt or caption in annotation 1",
+    ),
+    "no captions": ("p.json", '{"annotations": []}', "p.json has no rows"),
+    "stray quote over lines": ("p.tsv", 'prompt\tid\n"a\nb" c\t1\n', "begins in line 2 of .*quote"),
     "other suffix": ("p.xlsx", "x", r"not a kind of file that holds prompts. .*\.csv \.tsv \.jsonl \.txt \.parquet"),
 }
 

@@ -21,6 +21,8 @@ _BLOCK_ROWS = 32_768
 _ROWS_AT_ONCE = 1024  # as Python objects, which take ten times the memory
 _BLOCKS_KEPT = 2
 
+_OPENING = re.compile(r'(?:(?! *")[^\t]*\t)*+ *"')  # of the next cell in quotes, from the beginning of a cell on
+_CLOSING = re.compile(r'(?:[^"]|"")*+"')
 _LONE_RETURN = re.compile(r"(?<=\r)(?!\n|\Z)")
 
 
@@ -227,7 +229,37 @@ def _folded(cells: Cells) -> Cells:
 
 
 def _csv(path: Path, lines: Iterable[str]) -> Iterator[NumberedRow]:
-    return csv_rows(path, lines, strict=True)
+    return csv_rows(path, _quoted(lines) if path.suffix.lower() == ".tsv" else lines, strict=True)
+
+
+def _quoted(lines: Iterable[str]) -> Iterator[str]:
+    """Quote the cells of lines that were written without any quoting, as those of PartiPrompts are.
+
+    Such a line is known by a cell in which text follows the closing quote: "STOP" on a red sign.
+    """
+    inside = False  # a cell that goes on over several lines
+    for line in lines:
+        if inside or '"' in line:
+            was_inside, (inside, is_stray) = inside, _quotes(line, inside)
+            if is_stray and not was_inside:
+                body = line.rstrip("\r\n")
+                line = '"' + body.replace('"', '""').replace("\t", '"\t"') + '"' + line[len(body) :]
+        yield line
+
+
+def _quotes(line: str, inside: bool) -> tuple[bool, bool]:
+    """Tell whether a line ends inside quotes, and whether text follows a closing quote in it."""
+    place = 0
+    while True:
+        if not inside:
+            if (opening := _OPENING.match(line, place)) is None:
+                return False, False
+            place = opening.end()
+        if (closing := _CLOSING.match(line, place)) is None:
+            return True, False
+        inside, place = False, closing.end() + 1
+        if line[place - 1 : place] not in ("", "\t", "\r", "\n"):
+            return False, True
 
 
 def _plain(path: Path, lines: Iterable[str]) -> Iterator[NumberedRow]:

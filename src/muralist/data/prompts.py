@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from muralist import data
+from muralist.data.coco_captions import CaptionRecords
 from muralist.data.fields import caption_text, pick
 from muralist.data.paths import check_exists
 from muralist.data.picture_names import file_stem, safe_id
@@ -21,7 +23,9 @@ _PROMPT = ("prompt", "caption")
 _ID = ("image_id", "id")
 _USED = (*_PROMPT, *_ID, "seed", "negative_prompt", "height", "width")
 
-_SUFFIXES = (*TEXT_SUFFIXES, ".parquet")
+_SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".json")
+_OWN = "muralist"
+_OWN_TABLE = Path(data.__file__).parent / "assets" / "prompts.csv"
 _SEEDS_BELOW = 2**62  # as --seed_start
 _SIDES_BELOW = 2**31
 _ROWS_AT_ONCE = 1024
@@ -156,9 +160,11 @@ class _Changes:
 
 
 def open_table(path: str, limit: int | None = None) -> PromptTable:
-    """Open the table at `path` and check its first `limit` rows, or all."""
-    place = Path(path).expanduser()
-    kinds = f"Give --prompts_csv a file that ends in {' '.join(_SUFFIXES)}."
+    """Open the table at `path`, or the project's own, and check its first `limit` rows, or all."""
+    place = _OWN_TABLE if path == _OWN else Path(path).expanduser()
+    kinds = (
+        f"Give --prompts_csv a file that ends in {' '.join(_SUFFIXES)}, or {_OWN} for a hundred prompts that are here."
+    )
     try:
         check_exists(place, "prompt table", kinds)
         if not place.is_file():
@@ -169,10 +175,15 @@ def open_table(path: str, limit: int | None = None) -> PromptTable:
             raise UserError(f"{place} is not a kind of file that holds prompts.", fix=kinds)
         if place.stat().st_size == 0:
             raise UserError(f"The prompt table {place} is empty.", fix="Was it copied completely?")
-        records: Records = ParquetRecords(place, _USED) if suffix == ".parquet" else TextRecords(place)
-        return PromptTable(place, records, limit)
+        return PromptTable(place, _records(place, suffix), limit)
     except OSError as error:
         raise UserError(f"The prompt table {place} could not be read: {error.strerror}.") from error
+
+
+def _records(place: Path, suffix: str) -> Records:
+    if suffix == ".parquet":
+        return ParquetRecords(place, _USED)
+    return CaptionRecords(place) if suffix == ".json" else TextRecords(place)
 
 
 def find_collision(table: PromptTable, seeds: np.ndarray) -> tuple[int, int] | None:

@@ -1,1 +1,1 @@
-"""How good pictures are: features of every image, and numbers that compare two sets of them."""
+"""How good pictures are: features of every image, numbers that compare two sets, and a page to look at."""
