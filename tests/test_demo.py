@@ -35,6 +35,7 @@ def recognised(run: Path, img_size: int, guidance: float, count: int = 64) -> fl
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_small_model_learns_to_draw_what_it_is_asked(tmp_path: Path) -> None:
     words = (
         "--data_path driving_world --img_size 32 --model JiT-T/8 --enable_condition --init_from none --batch_size 16 "
@@ -46,6 +47,7 @@ def test_a_small_model_learns_to_draw_what_it_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_demo_itself(tmp_path: Path) -> None:
     began = time.monotonic()
     output = finish(start("muralist", "demo", "--results_dir", tmp_path), timeout=900)

@@ -49,7 +49,7 @@ def start(*command: object, cwd: Path = REPOSITORY, new_session: bool = False, *
     )
 
 
-def finish(process: subprocess.Popen[str], expect: int | None = 0, timeout: float = 240) -> str:
+def finish(process: subprocess.Popen[str], expect: int | None = 0, timeout: float = 480) -> str:
     """Wait for a process and return what it printed."""
     try:
         output, _ = process.communicate(timeout=timeout)

@@ -23,12 +23,13 @@ from muralist.evaluate.inception import FEATURES, RESIZING
 from muralist.evaluate.inception_weights import find_weights
 from muralist.evaluate.inputs import Statistics, find_images, match_prompts, read_ledger, read_statistics
 from muralist.evaluate.metrics import Estimate
+from muralist.evaluate.report import write_report
+from muralist.evaluate.results import REPORT
 from muralist.machine import choose_devices
 from muralist.runfolder import no_space, write_atomically, write_json
 from muralist.settings import EvaluateSettings, StatsSettings
 
 log = logging.getLogger("muralist")
-REPORT = "report.json"
 METRICS = ("fid", "kid", "precision", "recall", "density", "coverage", "clip_score", "cmmd")
 _FROM_INCEPTION = METRICS[:6]
 _PATIENCE = 10.0  # seconds between lines of progress
@@ -44,7 +45,7 @@ def evaluate(settings: EvaluateSettings) -> int:
         write_json(output / REPORT, report)
     except OSError as error:
         raise no_space(error, output / REPORT) from None
-    # The page is written here from report.json: write_report(output).
+    page = write_report([output], output / "report")
     for warning in report["warnings"]:
         log.warning("%s", warning)
     for line in report["missing"]:
@@ -54,7 +55,7 @@ def evaluate(settings: EvaluateSettings) -> int:
         if score["value"] is not None:
             between = "" if score["low"] is None else f"  ({score['low']:.6g} to {score['high']:.6g})"
             print(f"{name:<12}{score['value']:.6g}{between}")
-    print(f"The report is {output / REPORT}.")
+    print(f"The report is {output / REPORT}, and the page to look at {page}.")
     return 0
 
 
