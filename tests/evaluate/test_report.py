@@ -69,7 +69,9 @@ def test_a_page_says_what_was_measured(tmp_path: Path) -> None:
     scores = page.section("scores")
     assert "FID lower is better Distance from the reference in Inception's features" in scores
     assert "20.00 19.50 – 20.50 few images" in scores and "0.5000 0.4000 – 0.6000" in scores
-    assert "Not measured CMMD : no weights were given" in scores and "FID of so few images says little." in scores
+    assert (
+        "Not measured CMMD, Recall : no weights were given" in scores and "FID of so few images says little." in scores
+    )
     assert "all 12 pictures" in page.section("pictures") and "A red car number 3" in page.section("pictures")
     assert "1 prompt has no picture. " in page.section("failures")
     assert "lost 7 <b>Nothing</b> out of memory 1" in page.section("failures")

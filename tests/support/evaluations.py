@@ -23,7 +23,7 @@ def content(folder: Path, count: int, shift: float = 0.0) -> dict[str, Any]:
             "precision": {"value": 0.5 + shift / 100, "low": 0.4, "high": 0.6, "note": ""},
             "clip_score": {"value": 30.0, "low": 29.0, "high": 31.0, "note": ""},
         },
-        "missing": [{"metric": "cmmd", "reason": "no weights were given"}],
+        "missing": [{"metric": name, "reason": "no weights were given"} for name in ("cmmd", "recall")],
         "images": {"folder": str(folder / "images"), "count": count, "unreadable": ["half.png"]},
         "reference": {"path": "data/reference", "count": 5000},
         "settings": {"inception_weights": "inception.pth", "sizes": {"batch": 8}},

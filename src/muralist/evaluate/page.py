@@ -152,10 +152,12 @@ class _Page:
         return f'<span class="direction">{"higher" if MEASURES[metric].higher_is_better else "lower"} is better</span>'
 
     def _missing(self) -> str:
-        texts = [
-            [f"<b>{escape(title(missing.metric))}</b>: {escape(missing.reason)}" for missing in run.results.missing]
-            for run in self.runs
-        ]
+        texts = []
+        for run in self.runs:
+            titles: dict[str, list[str]] = {}  # by reason, since several often lack the same file
+            for missing in run.results.missing:
+                titles.setdefault(missing.reason, []).append(title(missing.metric))
+            texts.append([f"<b>{escape(', '.join(of))}</b>: {escape(reason)}" for reason, of in titles.items()])
         items = "".join(f"<li>{text}</li>" for text in self._by_text(texts))
         return items and f'<h3>Not measured</h3><ul class="missing">{items}</ul>'
 
