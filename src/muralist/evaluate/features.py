@@ -51,6 +51,12 @@ class Features:
     computed: int = 0
     remembered: int = 0
 
+    def part(self, start: int, end: int) -> Features:
+        """Those of some of the items, numbered from 0."""
+        places = [place for place, index in enumerate(self.kept) if start <= index < end]
+        unreadable = {index - start: why for index, why in self.unreadable.items() if start <= index < end}
+        return Features(self.rows[places], [self.kept[place] - start for place in places], unreadable)
+
 
 class Cache:
     """Records of a fixed length, appended by each process to a file of its own; a torn or damaged one does not count."""

@@ -153,31 +153,36 @@ class _Evaluation:
         unreadable: dict[int, str] = {}
         reference_count = self.reference.count if isinstance(self.reference, Statistics) else None
         if self.inception:
-            found = self._features(self.inception, items, "images")
+            found, reference = self._features(self.inception, items, reference_items)
             unreadable = found.unreadable
-            reference_count = self._score_inception(found, reference_items, reference_count)
+            reference_count = self._score_inception(found, reference, reference_count)
         scores = None
         if self.clip:
-            found = self._features(self.clip[0], items, "images, CLIP")
+            found, reference = self._features(self.clip[0], items, reference_items)
             unreadable = found.unreadable
-            scores = self._score_clip(found, reference_items)
+            scores = self._score_clip(found, reference)
         if self.inception is None and isinstance(self.reference, list):
             reference_count = len(self.reference)
         kept = [index for index in range(len(self.images)) if index not in unreadable]
         return self._report(kept, unreadable, reference_count, scores, time.monotonic() - started)
 
-    def _features(self, extractor: Extractor, items: list[Item], what: str) -> Features:
-        found = _compute(extractor, items, self.devices, Path(self.settings.output_dir) / "features", what)
-        _at_least_two(found, self.settings.reference if "reference" in what else self.settings.images)
-        return found
+    def _features(
+        self, extractor: Extractor, items: list[Item], reference_items: list[Item]
+    ) -> tuple[Features, Features]:
+        """Of the images and of the reference, in one go: processes start once."""
+        together = items + reference_items
+        found = _compute(extractor, together, self.devices, Path(self.settings.output_dir) / "features", "images")
+        images, reference = found.part(0, len(items)), found.part(len(items), len(together))
+        _at_least_two(images, self.settings.images)
+        if reference_items:
+            _at_least_two(reference, self.settings.reference)
+        return images, reference
 
-    def _score_inception(self, found: Features, reference_items: list[Item], count: int | None) -> int | None:
+    def _score_inception(self, found: Features, reference: Features, count: int | None) -> int | None:
         if isinstance(self.reference, Statistics):
             real, real_rows = self.reference.moments, self.reference.features
             count = len(real_rows) if real_rows is not None else count
         else:
-            assert self.inception
-            reference = self._features(self.inception, reference_items, "reference")
             self._note_unreadable(reference)
             real_rows = reference.rows
             real, count = metrics.moments(real_rows), len(real_rows)
@@ -198,12 +203,11 @@ class _Evaluation:
             self._keep(name, getattr(near, name), f"k = {k}, {used}")
         return count
 
-    def _score_clip(self, found: Features, reference_items: list[Item]) -> list[float | None] | None:
+    def _score_clip(self, found: Features, reference: Features) -> list[float | None] | None:
         """CLIP score and CMMD; returns the score of every readable image, None where no prompt is known."""
         assert self.clip
         name = f"CLIP {Path(self.settings.clip_path or '').name}"
         if "cmmd" not in self.missing:
-            reference = self._features(self.clip[0], reference_items, "reference, CLIP")
             if not self.inception:
                 self._note_unreadable(reference)
             device = next(iter(self.devices.values()))
