@@ -48,8 +48,11 @@ def evaluate(settings: EvaluateSettings) -> int:
     page = write_report([output], output / "report")
     for warning in report["warnings"]:
         log.warning("%s", warning)
+    reasons: dict[str, list[str]] = {}
     for line in report["missing"]:
-        log.warning("No %s: %s", line["metric"], line["reason"])
+        reasons.setdefault(line["reason"], []).append(line["metric"])
+    for reason, missing in reasons.items():
+        log.warning("No %s: %s", ", ".join(missing), reason)
     for name in METRICS:
         score = report["scores"][name]
         if score["value"] is not None:
