@@ -169,7 +169,7 @@ def _wan_transformer() -> Any:
     return diffusers.WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=16, in_channels=16, out_channels=16,
         text_dim=WIDTH, freq_dim=64, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
-        rope_max_seq_len=32,
+        rope_max_seq_len=128,
     )  # fmt: skip
 
 
