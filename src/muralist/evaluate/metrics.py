@@ -39,7 +39,8 @@ class Estimate:
             for index in range(RESAMPLES):
                 moved[index] += centred[generator.integers(len(centred), size=len(centred))].mean()
         low, high = np.percentile(moved, (2.5, 97.5))
-        return self.value + float(low), self.value + float(high)
+        # Rounded where the arithmetic itself is: an end that is 0 would come out as 1e-19.
+        return round(self.value + float(low), 12), round(self.value + float(high), 12)
 
 
 @dataclass(frozen=True)
