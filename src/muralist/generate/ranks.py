@@ -35,7 +35,7 @@ _BEAT = 2.0
 _LOOK = 1.0
 _TAKEN_AT_ONCE = 16  # rows of lost ranks: few enough that all who have time get some
 _OTHERS_END = 10.0
-_STOCK, _TODO, _HEARD = "muralist/stock", "muralist/todo", "muralist/heard"
+_STOCK, _ROWS, _HEARD = "muralist/stock", "muralist/rows", "muralist/heard"
 _AWAY = ("gone", "lost")
 
 
@@ -91,14 +91,14 @@ class Ranks:
         if self.rank:
             go_on = self._hear(store, _STOCK) == b"go on"
             if go_on:
-                self.todo = np.frombuffer(self._hear(store, _TODO), np.int64)
+                self.todo = np.frombuffer(self._hear(store, _ROWS), np.int64)
             store.add(_HEARD, 1)
             if not go_on:
                 raise Refused
         else:
             try:
                 self.todo = take_stock()
-                store.set(_TODO, self.todo.tobytes())
+                store.set(_ROWS, self.todo.tobytes())
                 store.set(_STOCK, "go on")
             except BaseException:
                 store.set(_STOCK, "give up")
