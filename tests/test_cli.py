@@ -100,3 +100,9 @@ def test_an_error_survives_the_way_between_processes() -> None:
     copy = pickle.loads(pickle.dumps(UserError("what.", "why.", "fix.")))
     assert (type(copy), copy.what, copy.why, copy.fix) == (UserError, "what.", "why.", "fix.")
     assert str(copy) == "what. why. fix."
+
+
+def test_a_flag_that_must_be_given_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--output_dir", "o", "--model_path", "m"]) == 1
+    told = capsys.readouterr().err
+    assert "--prompts_csv is missing." in told and "The table: CSV, TSV" in told

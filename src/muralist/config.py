@@ -203,7 +203,8 @@ def _validate(model: type[S], names: Names, given: Mapping[str, Given]) -> S:
         first = error.errors()[0]
         path = _longest_known(names, [str(part) for part in first["loc"]])
         if path not in given:
-            raise UserError(f"{path} is missing.") from None
+            what = (names.fields[path].description or describe(names.fields[path])).replace("\n", " ").rstrip(".")
+            raise UserError(f"--{names.flags[path]} is missing.", f"{what}.", "`--help` lists every setting.") from None
         raise _refused(given[path], names.fields[path]) from None
 
 
