@@ -21,8 +21,9 @@ _BLOCK_ROWS = 32_768
 _ROWS_AT_ONCE = 1024  # as Python objects, which take ten times the memory
 _BLOCKS_KEPT = 2
 
-_OPENING = re.compile(r'(?:(?! *")[^\t]*\t)*+ *"')  # of the next cell in quotes, from the beginning of a cell on
-_CLOSING = re.compile(r'(?:[^"]|"")*+"')
+# Without possessive quantifiers, which early releases of Python 3.11 match wrongly.
+_OPENING = re.compile(r'(?:(?! *")[^\t]*\t)* *"')  # of the next cell in quotes, from the beginning of a cell on
+_CLOSING = re.compile(r'[^"]*(?:""[^"]*)*"(?!")')
 _LONE_RETURN = re.compile(r"(?<=\r)(?!\n|\Z)")
 
 
