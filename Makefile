@@ -32,7 +32,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 -m 'not slow'
 
 test-slow: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'slow and not alone'
+	$(BIN)/python -m pytest -n 2 -m 'slow and not alone'
 	$(BIN)/python -m pytest -m 'slow and alone'
 
 lint: setup

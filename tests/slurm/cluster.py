@@ -25,6 +25,7 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
+FirstJobId={first_job}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -119,6 +120,7 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
                 first_port=first_port,
                 second_port=second_port,
                 gpus=GPUS_PER_NODE,
+                first_job=_first_job(),
             )
         )
         for number in range(GPUS_PER_NODE):  # clones of /dev/null: SLURM wants a device it can count
@@ -153,6 +155,11 @@ def wait_until(happened: Callable[[], object], seconds: float) -> None:
     while not happened():
         assert time.monotonic() < deadline, f"it did not happen within {seconds} s"
         time.sleep(0.1)
+
+
+def _first_job() -> int:
+    """Tests in several processes have a cluster each, on one machine: the ports of their jobs follow the jobs' numbers."""
+    return 1 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 def _path() -> str:

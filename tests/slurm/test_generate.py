@@ -16,8 +16,7 @@ from tests.slurm.cluster import Cluster, wait_until
 from tests.support.generating import SCRIPT, made_by, makers, other_files, pictures, words, write_table
 from tests.support.runs import finish, start
 
-# One cluster: its tests run one after another, in one process.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slow
 
 ROWS, RANKS, STEPS = 24, 4, 20
 SRUN = ["srun", "--nodes=2", f"--ntasks={RANKS}", "--ntasks-per-node=2", "--export=ALL"]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from muralist.scale.slurm import first_host
+from muralist.scale.slurm import first_host, port
 from tests.slurm.cluster import Cluster, Job, wait_until
 from tests.support.runs import TINY, assert_same_state, finish, last_checkpoint, losses, only_run, start
 
-# One cluster: its tests run one after another, in one process.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.slow
 
 STEPS = 40
 SCRIPT = "scripts/train_slurm_multi_node.sh"
@@ -165,6 +165,18 @@ def test_one_killed_process_ends_the_whole_job(cluster: Cluster, workplace: Path
     facts = job.wait(60)
     assert time.monotonic() - killed < 60
     assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "0")
+
+
+@pytest.mark.parametrize("submit", [by_the_guide, by_launch])
+def test_a_port_that_is_taken_does_not_matter(cluster: Cluster, workplace: Path, submit: Submit) -> None:
+    before = cluster.submit("--output=/dev/null", "--wrap=true", cwd=Path("/"))
+    with socket.socket() as taken:
+        taken.bind(("", port({"SLURM_JOB_ID": str(before.number + 1)})))
+        taken.listen()
+        job = submit(cluster, workplace, steps=2)
+        assert job.number == before.number + 1
+        assert job.wait()["JobState"] == "COMPLETED", log(workplace, job, "err")
+    assert "Finished at step 2." in log(workplace, job)
 
 
 def test_plain_srun_is_a_launcher_too(cluster: Cluster, workplace: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping, MutableMapping
 
 _FIRST_PORT, _PORTS = 20_000, 10_000  # below the ports the kernel hands out by itself
@@ -38,6 +39,21 @@ def port(environment: Mapping[str, str]) -> int:
     """Where the ranks of this step meet: other jobs, and other steps of this one, meet elsewhere."""
     job, step = int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_STEP_ID", "0"))
     return _FIRST_PORT + (31 * job + step) % _PORTS
+
+
+def free_port(environment: Mapping[str, str]) -> int:
+    """For the first node's eyes: the port above, or the next one that nothing on this machine listens at."""
+    wanted = port(environment) - _FIRST_PORT
+    for distance in range(_PORTS):
+        candidate = _FIRST_PORT + (wanted + distance) % _PORTS
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run's port may be taken up at once
+            try:
+                probe.bind(("", candidate))
+            except OSError:
+                continue
+            return candidate
+    raise OSError(f"No port between {_FIRST_PORT} and {_FIRST_PORT + _PORTS} is free.")
 
 
 def _tasks_of_node(environment: Mapping[str, str]) -> int:

@@ -26,7 +26,7 @@ import yaml
 from muralist.cli import guarded
 from muralist.errors import UserError
 from muralist.launch import chosen_processes
-from muralist.scale.slurm import first_host, port
+from muralist.scale.slurm import first_host, free_port
 from muralist.words import duration
 
 _ASK_EVERY = 5.0  # seconds between requests to stop: a process that is still starting does not hear the first one
@@ -45,16 +45,18 @@ def main(arguments: Sequence[str]) -> int:
     leg = Leg()  # first of all: from here on a signal is noted
     job, nodes = os.environ["SLURM_JOB_ID"], int(os.environ["SLURM_JOB_NUM_NODES"])
     number = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + 1
+    meeting = str(free_port(os.environ))  # a batch script runs on its job's first node, where the ranks meet
     if arguments[:2] == ["accelerate", "launch"]:
         rest = arguments[2:]
         processes = _processes_per_node(rest, nodes)
         place = ["--num_machines", nodes, "--num_processes", nodes * processes,
                  "--main_process_ip", first_host(os.environ["SLURM_JOB_NODELIST"]),
-                 "--main_process_port", port(os.environ)]  # fmt: skip
+                 "--main_process_port", meeting]  # fmt: skip
         tasks, command = 1, [_LAUNCHER, sys.executable, *map(str, place), *rest]
     elif arguments[:1] == ["muralist"]:
         tasks = processes = _processes_per_node((), nodes)
         command = [_TASK, sys.executable, *arguments]
+        os.environ["MASTER_PORT"] = meeting
     else:
         raise UserError("A SLURM job runs `accelerate launch ...` or `muralist ...`.", f"It was given {arguments[:1]}.")
     print(f"SLURM job {job}, leg {number}: nodes x processes = {nodes} x {processes}", flush=True)
