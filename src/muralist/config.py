@@ -22,7 +22,8 @@ from pydantic.fields import FieldInfo
 
 from muralist.errors import UserError, nearest
 from muralist.runfolder import safe_name
-from muralist.settings import Section, TrainSettings, _Apart
+from muralist.settings import Section, TrainSettings
+from muralist.settings.section import ApartMark
 
 S = TypeVar("S", bound=Section)
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
@@ -298,7 +299,7 @@ def identity(settings: TrainSettings) -> dict[str, Any]:
     Defaults are left out so that a setting added in a later version does not make every earlier run another one.
     """
     fields, values, usual = dict(leaves(type(settings))), flatten(settings), flatten(type(settings)())
-    apart = {path for path, field in fields.items() if any(isinstance(mark, _Apart) for mark in field.metadata)}
+    apart = {path for path, field in fields.items() if any(isinstance(mark, ApartMark) for mark in field.metadata)}
     shaping = {path: value for path, value in values.items() if path not in apart and value != usual[path]}
     if settings.optim.lr_schedule == "cosine":
         shaping["epochs"] = settings.epochs

@@ -1,0 +1,47 @@
+"""The typed settings of every job: what can be set, what it means, what happens when nothing is said.
+
+The text under a field is its help. A field marked `Apart` changes where a run goes, how fast it runs or what is shown of
+it, but never the result; all other fields together are the run's identity (see `muralist.config.identity`).
+"""
+
+from muralist.settings.evaluate import EvaluateSettings, ReportSettings, StatsSettings
+from muralist.settings.generate import GenerateSettings
+from muralist.settings.section import Apart, Section
+from muralist.settings.tools import DemoSettings, ExportSettings, LaunchSettings, PackSettings
+from muralist.settings.train import (
+    TRAIN_FLAT_NAMES,
+    CheckpointSettings,
+    DataSettings,
+    DistributedSettings,
+    LogSettings,
+    ModelSettings,
+    ObjectiveSettings,
+    OptimSettings,
+    SampleSettings,
+    Strategy,
+    TrainSettings,
+)
+
+__all__ = [
+    "TRAIN_FLAT_NAMES",
+    "Apart",
+    "CheckpointSettings",
+    "DataSettings",
+    "DemoSettings",
+    "DistributedSettings",
+    "EvaluateSettings",
+    "ExportSettings",
+    "GenerateSettings",
+    "LaunchSettings",
+    "LogSettings",
+    "ModelSettings",
+    "ObjectiveSettings",
+    "OptimSettings",
+    "PackSettings",
+    "ReportSettings",
+    "SampleSettings",
+    "Section",
+    "StatsSettings",
+    "Strategy",
+    "TrainSettings",
+]

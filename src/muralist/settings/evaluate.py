@@ -1,0 +1,53 @@
+"""The settings of scoring: `muralist evaluate`, `stats` and `report`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from muralist.settings.section import Section
+
+
+class EvaluateSettings(Section):
+    """muralist evaluate: how good the pictures of a folder are, in numbers, whoever made them."""
+
+    images: str
+    """Folder of pictures, searched with its sub-folders; a ledger.jsonl in it tells prompts and failures."""
+    output_dir: str
+    """Where report.json and the features go; the same command again goes on there."""
+    reference: str | None = None
+    """Folder of real pictures, or an .npz file by `muralist stats` or others (mu, sigma); none: only metrics that need
+    no reference."""
+    prompts_csv: str | None = None
+    """Prompts, as `muralist generate` reads them; row ID has the files ID.* and ID_seedN.*; default: the ledger's."""
+    inception_weights: str | None = None
+    """Inception's weights of 2015-12-05, .pth or .pt; default: the file that MURALIST_INCEPTION names, or a cache's."""
+    clip_path: str | None = None
+    """Folder of a CLIP model as transformers saves it, for CLIP score and CMMD."""
+    gpu_ids: list[Annotated[int, Field(ge=0)]] = []
+    """Which GPUs; default: all visible. Without a GPU, one CPU process stands in for each, or NPROC processes."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Key of what is drawn: KID's subsets and the intervals."""
+
+
+class StatsSettings(Section):
+    """muralist stats SOURCE -o STATS.npz: what `evaluate` needs to know of a reference, computed once."""
+
+    source: str
+    """Folder of pictures, searched with its sub-folders."""
+    output: str
+    """The .npz file to write (-o): mu and sigma, as everybody's, and the features."""
+    inception_weights: str | None = None
+    """As of evaluate."""
+    gpu_ids: list[Annotated[int, Field(ge=0)]] = []
+    """As of evaluate."""
+
+
+class ReportSettings(Section):
+    """muralist report FOLDERS ...: the page of one evaluation, or of several side by side."""
+
+    folders: list[str]
+    """What evaluate wrote: one folder, or several to compare."""
+    output_dir: str = "report"
+    """Folder that index.html is written into."""
