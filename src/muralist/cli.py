@@ -24,6 +24,7 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist evaluate --images DIR --reference DIR_OR_NPZ --inception_weights FILE --output_dir OUT      how good they are
   muralist stats    DIR -o stats.npz           what evaluate needs to know of a reference, computed once
   muralist report   EVALUATION [EVALUATION ...]    a page of one evaluation, or of several side by side
+  muralist show     FILE_OR_FOLDER             a picture or a sheet of pictures, in the terminal if it can
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
   muralist launch   --slurm --nodes 2 --gpus-per-node 4 train ...    the same as a job of SLURM
   muralist demo                                train a small model on driving scenes, five minutes on two cores
@@ -108,8 +109,7 @@ def _stats(arguments: Sequence[str]) -> int:
     from muralist.config import load
     from muralist.settings import StatsSettings
 
-    words = ["--output" if word == "-o" else word for word in arguments]
-    settings = load(StatsSettings, words, {}, positional=("source",))
+    settings = load(StatsSettings, _with_output(arguments), {}, positional=("source",))
     from muralist.evaluate.job import stats
 
     return stats(settings)
@@ -138,6 +138,20 @@ def _report(arguments: Sequence[str]) -> int:
     )
     print(f"{page}: open it in a browser.")
     return 0
+
+
+def _show(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import ShowSettings
+
+    settings = load(ShowSettings, _with_output(arguments), {}, positional=("path",))
+    from muralist.show import show
+
+    return show(settings)
+
+
+def _with_output(arguments: Sequence[str]) -> list[str]:
+    return ["--output" if word == "-o" else word for word in arguments]
 
 
 def _launch(arguments: Sequence[str]) -> int:
@@ -202,6 +216,7 @@ COMMANDS = {
     "stats": Command(_stats, "StatsSettings", ("source",)),
     "export": Command(_export, "ExportSettings", SOURCE_AND_DESTINATION),
     "report": Command(_report, "ReportSettings", FOLDERS),
+    "show": Command(_show, "ShowSettings", ("path",)),
     "launch": Command(_launch, "LaunchSettings"),
     "demo": Command(_demo, "DemoSettings"),
 }

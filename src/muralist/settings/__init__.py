@@ -7,7 +7,7 @@ it, but never the result; all other fields together are the run's identity (see 
 from muralist.settings.evaluate import EvaluateSettings, ReportSettings, StatsSettings
 from muralist.settings.generate import GenerateSettings
 from muralist.settings.section import Apart, Section
-from muralist.settings.tools import DemoSettings, ExportSettings, LaunchSettings, PackSettings
+from muralist.settings.tools import DemoSettings, ExportSettings, LaunchSettings, PackSettings, ShowSettings
 from muralist.settings.train import (
     TRAIN_FLAT_NAMES,
     CheckpointSettings,
@@ -41,6 +41,7 @@ __all__ = [
     "ReportSettings",
     "SampleSettings",
     "Section",
+    "ShowSettings",
     "StatsSettings",
     "Strategy",
     "TrainSettings",

@@ -1,4 +1,4 @@
-"""The settings of what surrounds training: `muralist pack`, `export`, `launch` and `demo`."""
+"""The settings of what surrounds training: `muralist pack`, `export`, `launch`, `show` and `demo`."""
 
 from __future__ import annotations
 
@@ -64,6 +64,15 @@ class LaunchSettings(Section):
     time: str | None = None
     """With --slurm: how long a turn may take before the run is saved and queued again, e.g. 24:00:00; default: the
     partition's limit."""
+
+
+class ShowSettings(Section):
+    """muralist show PATH: a quick look at a picture, a run or a folder of pictures."""
+
+    path: str
+    """A picture, a run (its sheet of samples is shown), or a folder: a sheet of up to 48 of its pictures is made."""
+    output: str | None = None
+    """Where that sheet is written (-o); default: FOLDER-sheet.png in the current folder."""
 
 
 class DemoSettings(Section):
