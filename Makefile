@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo weights test test-slow lint format clean
+.PHONY: setup demo weights test test-slow lint docs format clean
 
 setup: .venv/.ready
 
@@ -39,6 +39,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation as pages: open .cache/site/index.html
+docs: setup
+	$(BIN)/python scripts/draw_docs.py docs
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 format: setup
 	$(BIN)/ruff check --fix .
