@@ -50,11 +50,10 @@ class Dinov2Features:
                 f"{SIDE} is no multiple of it.",
                 _FIX,
             )
-        known = _SIZES.get((config.hidden_size, config.num_hidden_layers))
-        size = (
-            f"ViT-{known}" if known else f"a ViT of {config.num_hidden_layers} layers of {config.hidden_size} numbers"
-        )
-        return cls(folder, digest, config.hidden_size, f"{size}/{config.patch_size}")
+        layers, width, patch = config.num_hidden_layers, config.hidden_size, config.patch_size
+        known = _SIZES.get((width, layers))
+        size = f"ViT-{known}/{patch}" if known else f"ViT/{patch} of {layers} layers, {width} wide"
+        return cls(folder, digest, width, size)
 
     def load(self, device: torch.device) -> Loaded:
         """Read the weights."""
