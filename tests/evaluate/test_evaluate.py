@@ -10,9 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from muralist.cli import main
+from muralist.evaluate.extractors import InceptionFeatures
+from muralist.evaluate.features import compute, hash_files
+from muralist.evaluate.inception_weights import load_classifier, load_inception
 from muralist.evaluate.inputs import match_prompts, read_ledger
+from muralist.evaluate.metrics import inception_score
 from tests.conftest import SHARED_DATA
 from tests.support.evaluating import evaluate, inception_weights, report, scenes, small_clip, write_pictures
 
@@ -130,6 +135,38 @@ def test_stats_are_what_evaluate_reads(tmp_path: Path, capsys: pytest.CaptureFix
     found = report(tmp_path / "out")
     assert found["fid"] == pytest.approx(0, abs=1e-6)
     assert [entry["metric"] for entry in found["missing"]] == METRICS[6:]
+
+
+def test_the_inception_score_needs_the_classifier(tmp_path: Path) -> None:
+    """Neither a reference nor CLIP is needed; the usual file of weights holds 1,008 classes, with a bias."""
+    images = write_pictures(tmp_path / "images", scenes(12, 0))
+    few = write_pictures(tmp_path / "few", scenes(12, 0)[:3])
+    tensors, weights, output = (
+        load_inception(inception_weights()).state_dict(),
+        tmp_path / "usual.pth",
+        tmp_path / "out",
+    )
+    classifier = torch.randn(1008, 2048, generator=torch.manual_seed(0))
+    torch.save({**tensors, "fc.weight": classifier, "fc.bias": torch.arange(1008.0)}, weights)
+    evaluate("--images", images, "--inception_weights", weights, "--output_dir", output)
+    found = report(output)
+    assert [entry["metric"] for entry in found["missing"]] == METRICS[:-1]
+    score = found["scores"]["inception_score"]
+    cached = compute(
+        InceptionFeatures.of(weights), hash_files(sorted(images.iterdir())), {"0": "cpu"}, output / "features"
+    )
+    assert cached.remembered == 12
+    assert score["value"] == inception_score(cached.rows, classifier.numpy()).value > 1
+    assert score["note"].startswith(
+        "mean of 10 parts, shuffled; 1,008 classes, logits without bias, as torch-fidelity; bili"
+    )
+    assert any(text.startswith("12 images are few for the Inception score") for text in found["warnings"])
+    assert "Inception score" in (output / "report" / "index.html").read_text()
+    evaluate("--images", few, "--inception_weights", weights, "--output_dir", output)
+    assert (
+        report(output)["scores"]["inception_score"]["note"] == "it is the mean over 10 parts, and there are 3 images."
+    )
+    assert load_classifier(inception_weights()) is None
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,9 @@ def inception_score(features: np.ndarray, classifier: np.ndarray) -> Estimate:
         part = order[split * count // SPLITS : (split + 1) * count // SPLITS]
         logits = torch.from_numpy(features[part].astype(np.float64) @ classifier.astype(np.float64).T)
         share, logarithm = logits.softmax(1), logits.log_softmax(1)
-        divergence = (share * (logarithm - share.mean(0).log())).sum(1).numpy()
+        # Not the logarithm of the mean share, which is 0 where a class is out of the question.
+        average = logarithm.logsumexp(0) - np.log(len(part))
+        divergence = (share * (logarithm - average)).sum(1).numpy()
         values.append(float(np.exp(divergence.mean())))
         influence[part] = values[-1] * (divergence - divergence.mean()) * count / (SPLITS * len(part))
     return Estimate(float(np.mean(values)), (influence,))
