@@ -83,8 +83,8 @@ def hash_texts(texts: Sequence[str]) -> list[Item]:
 
 def device_kind(devices: dict[str, str]) -> str:
     """What computes: features of other kinds differ in their last bits."""
-    first = next(iter(devices.values()))
-    return "cpu" if first == "cpu" else torch.cuda.get_device_name(torch.device(first))
+    names = {"cpu" if name == "cpu" else torch.cuda.get_device_name(torch.device(name)) for name in devices.values()}
+    return " and ".join(sorted(names))
 
 
 def compute(
