@@ -135,7 +135,10 @@ class Evaluation:
         clip_scores = None
         if self.inception and not self.missing.keys() >= set(_FROM_INCEPTION):
             seen = self._features(self.inception, items, reference_items)
-            self._score_inception(*seen)
+            if self.reference is not None:
+                self._score_inception(*seen, self.reference)
+            if self.classifier is not None:
+                self._score_classes(seen[0].rows, self.classifier)
         if self.clip and not self.missing.keys() >= {"clip_score", "cmmd"}:
             seen = self._features(self.clip[0], items, reference_items)
             clip_scores = self._score_clip(*seen)
@@ -174,15 +177,11 @@ class Evaluation:
             at_least_two(of_reference, self.settings.reference)
         return of_images, of_reference
 
-    def _score_inception(self, found: Features, reference: Features) -> None:
+    def _score_inception(self, found: Features, reference: Features, held: list[Path] | Statistics) -> None:
         rows, seed, device = found.rows, self.settings.seed, next(iter(self.devices.values()))
-        if self.classifier is not None:
-            self._score_classes(rows, self.classifier)
-        if self.reference is None:
-            return
-        if isinstance(self.reference, Statistics):
-            real, real_rows = self.reference.moments, self.reference.features
-            count = self.reference.count if real_rows is None else len(real_rows)
+        if isinstance(held, Statistics):
+            real, real_rows = held.moments, held.features
+            count = held.count if real_rows is None else len(real_rows)
         else:
             real, real_rows, count = metrics.moments(reference.rows), reference.rows, len(reference.rows)
         self._warn_of_few("FID", FEATURES, len(rows), count, " KID does not have this bias.")
