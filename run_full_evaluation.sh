@@ -8,8 +8,9 @@
 #   USE_MULTIGPU       true: GPU_IDS, or all; false: one GPU, the first of GPU_IDS, or 0    default true
 #   NUM_SAMPLES        first rows of the table                   default all
 #   REFERENCE          folder of real pictures, or stats.npz     without it, only metrics that need none
-#   INCEPTION_WEIGHTS  Inception's weights of 2015-12-05         for FID, KID, precision, recall, density, coverage
+#   INCEPTION_WEIGHTS  Inception's weights of 2015-12-05         for FID, KID, precision, recall, density, coverage, IS
 #   CLIP_PATH          folder of a CLIP model                    for CLIP score and CMMD
+#   DINOV2_PATH        folder of a DINOv2 model                  for FD-DINOv2
 # What else `muralist generate` takes can be given as arguments: bash run_full_evaluation.sh --num_inference_steps 50
 set -euo pipefail
 
@@ -38,5 +39,5 @@ if ((generated > 1)) || { ((generated)) && [[ ! $OUTPUT_DIR/ledger.jsonl -nt $st
 fi
 muralist evaluate --images "$OUTPUT_DIR" --prompts_csv "$PROMPTS_CSV" --output_dir "$OUTPUT_DIR/evaluation" "${on_gpus[@]}" \
   ${REFERENCE:+--reference "$REFERENCE"} ${INCEPTION_WEIGHTS:+--inception_weights "$INCEPTION_WEIGHTS"} \
-  ${CLIP_PATH:+--clip_path "$CLIP_PATH"}
+  ${CLIP_PATH:+--clip_path "$CLIP_PATH"} ${DINOV2_PATH:+--dinov2_path "$DINOV2_PATH"}
 exit "$generated"

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from muralist.cli import main
+from muralist.evaluate.extractors import InceptionFeatures
+from muralist.evaluate.features import compute, hash_files
+from muralist.evaluate.inception_weights import load_classifier, load_inception
 from muralist.evaluate.inputs import match_prompts, read_ledger
+from muralist.evaluate.metrics import inception_score
 from tests.conftest import SHARED_DATA
 from tests.support.evaluating import evaluate, inception_weights, report, scenes, small_clip, write_pictures
 
-METRICS = ["fid", "kid", "precision", "recall", "density", "coverage", "clip_score", "cmmd"]
+AGAINST_REFERENCE = ["fid", "kid", "precision", "recall", "density", "coverage"]
+METRICS = [*AGAINST_REFERENCE, "clip_score", "cmmd", "fd_dinov2", "inception_score"]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +52,10 @@ def line(index: int, status: str, **more: Any) -> str:
 
 
 def test_without_inception_the_rest_goes_on(
-    tmp_path: Path, clip: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, clip: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("muralist"), "warning", lambda text, *values: said.append(text % values))
     images = write_pictures(tmp_path / "images", scenes(5, 0))
     (images / "torn.png").write_bytes(b"\x89PNG")
     header = '{"format": "muralist ledger", "version": 1}\n'
@@ -60,8 +69,9 @@ def test_without_inception_the_rest_goes_on(
     evaluate("--images", images, "--reference", reference, "--clip_path", clip, "--output_dir", tmp_path / "out")
     found = report(tmp_path / "out")
     assert list(found["scores"]) == METRICS
-    assert [entry["metric"] for entry in found["missing"]] == METRICS[:6]
-    assert all("--inception_weights" in entry["reason"] for entry in found["missing"])
+    assert [entry["metric"] for entry in found["missing"]] == [*AGAINST_REFERENCE, "fd_dinov2", "inception_score"]
+    lacking = [line for line in said if "--inception_weights" in line]  # said once, for all that need it
+    assert len(lacking) == 1 and lacking[0].startswith(f"No {', '.join(AGAINST_REFERENCE)}, inception_score: FID, KID,")
     assert found["fid"] is None and found["kid"] is None
     assert found["images"]["count"] == 5
     assert found["images"]["unreadable"][0].startswith("torn.png: ")
@@ -96,19 +106,19 @@ def test_every_metric_of_a_few_images(tmp_path: Path, clip: Path) -> None:
     common = ("--inception_weights", inception_weights(), "--clip_path", clip, "--output_dir", tmp_path / "out")
     evaluate("--images", images, "--reference", images, "--prompts_csv", prompts, *common)
     found = report(tmp_path / "out")
-    assert found["missing"] == []
+    assert [entry["metric"] for entry in found["missing"]] == ["fd_dinov2", "inception_score"]
     assert found["fid"] == found["scores"]["fid"]["value"] == pytest.approx(0, abs=1e-6)
     assert found["scores"]["cmmd"]["value"] == pytest.approx(0, abs=1e-9)
     assert [found["scores"][name]["value"] for name in ("precision", "recall", "coverage")] == [1, 1, 1]
     assert found["kid"] < 0  # unbiased: a set against itself comes out below zero
-    assert found["reference"] == {"path": str(images), "count": 3}
+    assert found["reference"] == {"path": str(images), "count": 3, "sizes": {"24 x 24": 3}}
     assert any("3 images are fewer than the 2,048 features" in warning for warning in found["warnings"])
     assert any("1 prompts are longer than the 77 tokens" in warning for warning in found["warnings"])
     # Statistics of others serve FID alone; the images' features are remembered.
     np.savez(tmp_path / "others.npz", mu=np.zeros(2048), sigma=np.eye(2048))
     evaluate("--images", images, "--reference", tmp_path / "others.npz", *common)
     found = report(tmp_path / "out")
-    assert [entry["metric"] for entry in found["missing"]] == [*METRICS[1:6], "clip_score", "cmmd"]
+    assert [entry["metric"] for entry in found["missing"]] == METRICS[1:]
     assert found["fid"] > 1000 and found["reference"]["count"] is None
 
 
@@ -124,7 +134,39 @@ def test_stats_are_what_evaluate_reads(tmp_path: Path, capsys: pytest.CaptureFix
     evaluate("--images", images, "--reference", tmp_path / "stats.npz", *weights, "--output_dir", tmp_path / "out")
     found = report(tmp_path / "out")
     assert found["fid"] == pytest.approx(0, abs=1e-6)
-    assert [entry["metric"] for entry in found["missing"]] == ["clip_score", "cmmd"]
+    assert [entry["metric"] for entry in found["missing"]] == METRICS[6:]
+
+
+def test_the_inception_score_needs_the_classifier(tmp_path: Path) -> None:
+    """Neither a reference nor CLIP is needed; the usual file of weights holds 1,008 classes, with a bias."""
+    images = write_pictures(tmp_path / "images", scenes(12, 0))
+    few = write_pictures(tmp_path / "few", scenes(12, 0)[:3])
+    tensors, weights, output = (
+        load_inception(inception_weights()).state_dict(),
+        tmp_path / "usual.pth",
+        tmp_path / "out",
+    )
+    classifier = torch.randn(1008, 2048, generator=torch.manual_seed(0))
+    torch.save({**tensors, "fc.weight": classifier, "fc.bias": torch.arange(1008.0)}, weights)
+    evaluate("--images", images, "--inception_weights", weights, "--output_dir", output)
+    found = report(output)
+    assert [entry["metric"] for entry in found["missing"]] == METRICS[:-1]
+    score = found["scores"]["inception_score"]
+    cached = compute(
+        InceptionFeatures.of(weights), hash_files(sorted(images.iterdir())), {"0": "cpu"}, output / "features"
+    )
+    assert cached.remembered == 12
+    assert score["value"] == inception_score(cached.rows, classifier.numpy()).value > 1
+    assert score["note"].startswith(
+        "mean of 10 parts, shuffled; 1,008 classes, logits without bias, as torch-fidelity; bili"
+    )
+    assert any(text.startswith("12 images are few for the Inception score") for text in found["warnings"])
+    assert "Inception score" in (output / "report" / "index.html").read_text()
+    evaluate("--images", few, "--inception_weights", weights, "--output_dir", output)
+    assert (
+        report(output)["scores"]["inception_score"]["note"] == "it is the mean over 10 parts, and there are 3 images."
+    )
+    assert load_classifier(inception_weights()) is None
 
 
 @pytest.mark.parametrize(

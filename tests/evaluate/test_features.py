@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from muralist.evaluate.extraction import BATCH
 from muralist.evaluate.extractors import ClipFeatures
 from muralist.evaluate.features import compute, hash_files, hash_texts
+from tests.support.colours import Colours
 from tests.support.evaluating import scenes, small_clip, write_pictures
 
 ALONE = {"0": "cpu"}
@@ -67,3 +71,26 @@ def test_other_weights_have_other_features(tmp_path: Path, clip: tuple[ClipFeatu
     compute(clip[1], items, ALONE, tmp_path)
     changed = ClipFeatures(clip[1].folder, "another digest", clip[1].width, clip[1].name)
     assert compute(changed, items, ALONE, tmp_path).computed == 1
+
+
+@dataclass(frozen=True)
+class Watched(Colours):
+    """Remembers the batches it saw; its features may depend on the place in a batch, as some GPU kernels' do."""
+
+    seen: list[int] = field(default_factory=list)
+    by_place: float = 0.0
+
+    def compute(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(batch))
+        return super().compute(batch) + self.by_place * torch.arange(len(batch))[:, None]
+
+
+def test_batches_have_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one is padded; and where features depend on the place in a batch, every picture is computed alone."""
+    items = hash_files(sorted(write_pictures(tmp_path / "images", scenes(6, 0)).iterdir()))
+    alone = compute(Colours(), items, ALONE, tmp_path / "alone").rows
+    monkeypatch.setitem(BATCH, "cpu", 4)
+    for extractor, seen in ((Watched(), [4, 4, 4, 4]), (Watched(by_place=1.0), [4, 4, *[1] * 6])):
+        found = compute(extractor, items, ALONE, tmp_path / str(len(seen))).rows
+        assert extractor.seen == seen  # the first two find out
+        assert np.array_equal(found, alone)

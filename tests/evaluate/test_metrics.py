@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muralist.evaluate import metrics
-from muralist.evaluate.metrics import Moments, cmmd, frechet, kid, mean_of, moments, neighbourhood
+from muralist.evaluate.metrics import Moments, cmmd, frechet, inception_score, kid, mean_of, moments, neighbourhood
 
 
 def gaussian(count: int, width: int, seed: int, shift: float = 0.0, scale: float = 1.0) -> np.ndarray:
@@ -74,6 +74,7 @@ def test_intervals_are_as_wide_as_fresh_samples_scatter() -> None:
         lambda x: frechet(moments(x), moments(y), x, None),
         lambda x: _first(kid(x, y, 0)),
         lambda x: mean_of(x[:, 0].astype(np.float64)),
+        lambda x: inception_score(x, gaussian(5, 8, 98)),
     ):
         drawn = [measure(gaussian(300, 8, seed)) for seed in range(40)]
         scatter = np.std([estimate.value for estimate in drawn])
@@ -115,6 +116,30 @@ def test_cmmd_by_hand() -> None:
     expected = 1000 * (2 * (1 + near) / 2 - 2 * (far + near + near + 1) / 4)
     assert cmmd(x, y).value == pytest.approx(expected)
     assert cmmd(x, x).value == pytest.approx(0, abs=1e-9)
+
+
+def test_inception_score_by_hand() -> None:
+    """Salimans' definition, one image and one class at a time, in torch-fidelity's parts."""
+    features, classifier = gaussian(43, 6, 0), gaussian(9, 6, 1)
+    order = np.random.RandomState(2020).permutation(43)
+    scores = []
+    for part in range(10):
+        chosen = order[part * 43 // 10 : (part + 1) * 43 // 10]
+        shares = []
+        for index in chosen:
+            powers = [float(np.exp(np.dot(row.astype(float), features[index].astype(float)))) for row in classifier]
+            shares.append([power / sum(powers) for power in powers])
+        whole = [sum(share[k] for share in shares) / len(shares) for k in range(9)]
+        divergences = [sum(p * np.log(p / q) for p, q in zip(share, whole, strict=True)) for share in shares]
+        scores.append(np.exp(sum(divergences) / len(divergences)))
+    found = inception_score(features, classifier)
+    assert found.value == pytest.approx(np.mean(scores), rel=1e-12)
+    # Ten classes, of each of which it is sure, equally often in every part: 10. Always the same class: 1.
+    sure = np.eye(10, dtype=np.float32)
+    parts = np.empty(100, int)
+    parts[np.random.RandomState(2020).permutation(100)] = np.tile(np.arange(10), 10)
+    assert inception_score(1000 * sure[parts], sure).value == pytest.approx(10)
+    assert inception_score(np.repeat(1000 * sure[:1], 20, 0), sure).value == pytest.approx(1)
 
 
 def test_clip_scores_are_cosines_not_below_zero() -> None:

@@ -71,3 +71,19 @@ def evaluate(*arguments: object, expect: int = 0) -> None:
 
 def report(output: Path) -> dict[str, Any]:
     return json.loads((output / "report.json").read_text())
+
+
+def small_dinov2(folder: Path, seed: int = 0) -> Path:
+    """A DINOv2 with random weights: one layer, a table of 5 x 5 places, 4 x 4 of which a picture has."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    torch.manual_seed(seed)
+    config = Dinov2Config(
+        hidden_size=6, num_hidden_layers=1, num_attention_heads=2, mlp_ratio=2, image_size=280, patch_size=56
+    )
+    model = Dinov2Model(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    torch.nn.init.normal_(model.embeddings.patch_embeddings.projection.weight, std=0.02)
+    model.save_pretrained(folder)
+    return folder

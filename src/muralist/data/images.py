@@ -54,10 +54,7 @@ def decode(data: bytes | Path, name: str = "") -> Image.Image:
     """Decode a whole image file to upright 8-bit RGB, on white where it is transparent, or raise `BrokenImage`."""
     if isinstance(data, Path):
         name = name or str(data)
-        try:
-            data = data.read_bytes()
-        except OSError as error:
-            raise _unreadable(name, error) from error
+        data = read_image_file(data, name)
     if not data:
         raise BrokenImage(name, "the file is empty")
     # Other libraries set this to make Pillow fill missing rows with grey.
@@ -66,6 +63,14 @@ def decode(data: bytes | Path, name: str = "") -> Image.Image:
         image.load()
         _check_container(image, data)
         return _to_rgb(_upright(image))
+
+
+def read_image_file(path: Path, name: str = "") -> bytes:
+    """Return the bytes of an image file; one that cannot be read is an error, whatever is in it."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(name or str(path), error) from error
 
 
 def stored_shape(data: bytes | Path, name: str = "") -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ class Loaded(Protocol):
     """An extractor on its device; `prepare` runs on the CPU, in threads."""
 
     def prepare(self, item: Any) -> Tensor:
-        """One picture or prompt as one row of a batch."""
+        """One picture, as the bytes of its file, or one prompt as a row of a batch."""
 
     def compute(self, batch: Tensor) -> Tensor:
         """A batch to float32 features [B, D]."""
@@ -55,13 +56,15 @@ def file_digest(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class _Functions:
+class Functions:
+    """An extractor on its device, as two functions."""
+
     prepare: Callable[[Any], Tensor]
     compute: Callable[[Tensor], Tensor]
 
 
-def _pixels(path: Path) -> Tensor:
-    return torch.from_numpy(np.array(decode(path)))
+def _pixels(data: bytes) -> Tensor:
+    return torch.from_numpy(np.array(decode(data)))
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class InceptionFeatures:
         def compute(batch: Tensor) -> Tensor:
             return network(batch.to(device).contiguous(memory_format=torch.channels_last))
 
-        return _Functions(lambda path: inception.network_input(_pixels(path)), compute)
+        return Functions(lambda data: inception.network_input(_pixels(data)), compute)
 
 
 @dataclass(frozen=True)
@@ -105,18 +108,7 @@ class ClipFeatures:
         """Pictures' and prompts' features by one checkpoint, after a look at what it says of itself."""
         from transformers import CLIPConfig
 
-        if not folder.is_dir():
-            raise UserError(f"There is no folder {folder}, which --clip_path names.", fix=_CLIP_FIX)
-        try:
-            config = CLIPConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, TypeError) as error:
-            said = str(error).splitlines()[0][:200].rstrip(".")
-            raise UserError(f"{folder} is not a CLIP checkpoint.", f"The reader said: {said}.", _CLIP_FIX) from None
-        weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
-        if config.model_type != "clip" or not weights:
-            raise UserError(f"{folder} is not a CLIP checkpoint.", fix=_CLIP_FIX)
-        settings = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".txt"))
-        digest = hashlib.sha256("".join(map(file_digest, weights + settings)).encode()).hexdigest()
+        config, digest = look_at_checkpoint(folder, CLIPConfig, "CLIP", "--clip_path", _CLIP_FIX)
         width = int(config.projection_dim or 0)
         return cls(folder, digest, width, "clip"), cls(folder, digest, width, "clip-text")
 
@@ -130,13 +122,13 @@ class ClipFeatures:
         model = _read_clip(self.folder).to(device)
         processor = CLIPImageProcessorPil.from_pretrained(self.folder, local_files_only=True)
 
-        def prepare(path: Path) -> Tensor:
-            return processor(images=decode(path), return_tensors="pt")["pixel_values"][0]
+        def prepare(data: bytes) -> Tensor:
+            return processor(images=decode(data), return_tensors="pt")["pixel_values"][0]
 
         def compute(batch: Tensor) -> Tensor:
             return _unit(model.visual_projection(model.vision_model(pixel_values=batch.to(device)).pooler_output))
 
-        return _Functions(prepare, compute)
+        return Functions(prepare, compute)
 
     def _load_text(self, device: torch.device) -> Loaded:
         model = _read_clip(self.folder).to(device)
@@ -152,7 +144,7 @@ class ClipFeatures:
             words, mask = batch.to(device).unbind(1)
             return _unit(model.text_projection(model.text_model(input_ids=words, attention_mask=mask).pooler_output))
 
-        return _Functions(prepare, compute)
+        return Functions(prepare, compute)
 
     def tokenizer(self) -> Any:
         """What cuts prompts into CLIP's words."""
@@ -173,18 +165,43 @@ _CLIP_FIX = "Give the folder of a CLIP model as transformers saves it, such as a
 def _read_clip(folder: Path) -> Any:
     """The whole model: some checkpoints' halves do not say their widths."""
     from transformers import CLIPModel
+
+    return read_checkpoint(folder, CLIPModel, "CLIP", _CLIP_FIX)
+
+
+def look_at_checkpoint(folder: Path, config_class: Any, name: str, flag: str, fix: str) -> tuple[Any, str]:
+    """What a folder that transformers wrote says of itself, and the SHA-256 of all that it holds."""
+    if not folder.is_dir():
+        raise UserError(f"There is no folder {folder}, which {flag} names.", fix=fix)
+    try:
+        config = config_class.from_pretrained(folder, local_files_only=True)
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder} is not a {name} checkpoint.", f"The reader said: {_first_line(error)}.", fix
+        ) from None
+    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    if kind != config_class.model_type or not weights:
+        raise UserError(f"{folder} is not a {name} checkpoint.", fix=fix)
+    settings = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".txt"))
+    return config, hashlib.sha256("".join(map(file_digest, weights + settings)).encode()).hexdigest()
+
+
+def read_checkpoint(folder: Path, model_class: Any, name: str, fix: str) -> Any:
+    """A model of transformers in float32, ready to compute."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        return (
-            CLIPModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval().requires_grad_(False)
-        )
+        model = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError) as error:
-        said = (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
-        raise UserError(
-            f"The CLIP model in {folder} cannot be loaded.", f"The reader said: {said}.", _CLIP_FIX
-        ) from None
+        said = _first_line(error)
+        raise UserError(f"The {name} model in {folder} cannot be loaded.", f"The reader said: {said}.", fix) from None
+    return model.eval().requires_grad_(False)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
 
 
 def _unit(embeds: Tensor) -> Tensor:

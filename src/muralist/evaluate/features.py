@@ -1,44 +1,30 @@
-"""Features of many items, on every device at hand, kept in a cache under the hash of what they were computed from.
-
-An item's features are the same to the last bit whichever process computes them, in whichever batch: batches have one
-shape, padded where items are missing; a CPU process computes in one thread; and a device whose results depend on the place
-in a batch is found out at the start and computes one item at a time.
-"""
+"""Features of many items, on every device at hand, kept in a cache under the hash of what they were computed from."""
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
-import signal
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+import logging
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from muralist.data.images import BrokenImage
+from muralist.data.images import BrokenImage, decode, read_image_file, stored_shape
 from muralist.errors import UserError
-from muralist.evaluate.extractors import Extractor, Loaded
+from muralist.evaluate.cache import Cache, Item
+from muralist.evaluate.crew import extract_together
+from muralist.evaluate.extraction import BATCH, content, extract
+from muralist.evaluate.extractors import Extractor
 from muralist.machine import usable_cores
+from muralist.runfolder import no_space
 
-_BATCH = {"cpu": 1, "cuda": 64}  # a CPU is no faster with more
-_DECODING_AHEAD = 2  # batches
-
-
-@dataclass(frozen=True)
-class Item:
-    """A picture's file or a prompt, and the SHA-256 of its content."""
-
-    key: bytes
-    content: Path | str
+log = logging.getLogger("muralist")
+_SILENCE = 10.0  # seconds between lines of progress
 
 
 @dataclass
@@ -58,64 +44,36 @@ class Features:
         return Features(self.rows[places], [self.kept[place] - start for place in places], unreadable)
 
 
-class Cache:
-    """Records of a fixed length, appended by each process to a file of its own; a torn or damaged one does not count."""
-
-    def __init__(self, folder: Path, extractor: Extractor, device_kind: str) -> None:
-        made_with = "/".join((extractor.digest, device_kind, torch.__version__))
-        self.folder = folder / f"{extractor.name}-{hashlib.sha256(made_with.encode()).hexdigest()[:12]}"
-        self.record = np.dtype([("key", "u1", 32), ("row", "<f4", extractor.width), ("check", "<u4")])
-
-    def read(self, wanted: set[bytes]) -> dict[bytes, np.ndarray]:
-        """All whole records about what is wanted."""
-        found = {}
-        for path in sorted(self.folder.glob("*.bin")):
-            records = np.fromfile(path, self.record, count=path.stat().st_size // self.record.itemsize)
-            for record in records:
-                key = record["key"].tobytes()
-                if key in wanted and record["check"] == _check(key, record["row"]):
-                    found[key] = record["row"]
-        return found
-
-    @contextmanager
-    def writer(self) -> Iterator[Callable[[Sequence[bytes], np.ndarray], None]]:
-        """A function that appends records to a new file."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        number = 0
-        while (path := self.folder / f"{os.getpid()}-{number}.bin").exists():
-            number += 1
-        with path.open("xb", buffering=0) as file:
-
-            def write(keys: Sequence[bytes], rows: np.ndarray) -> None:
-                records = np.zeros(len(keys), self.record)
-                records["key"] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
-                records["row"] = rows
-                records["check"] = [_check(key, row) for key, row in zip(keys, rows, strict=True)]
-                data = records.tobytes()
-                if file.write(data) < len(data):
-                    raise OSError(28, os.strerror(28), str(path))
-
-            yield write
-        if not path.stat().st_size:
-            path.unlink()
-
-
-def _check(key: bytes, row: np.ndarray) -> int:
-    return zlib.crc32(row.tobytes(), zlib.crc32(key))
-
-
 def hash_files(paths: Sequence[Path]) -> list[Item]:
-    """An item for each file, by its content."""
+    """An item for each file, by its content; the file's header tells the size."""
 
     def item(path: Path) -> Item:
-        try:
-            with path.open("rb") as file:
-                return Item(hashlib.file_digest(file, "sha256").digest(), path)
-        except OSError as error:
-            raise UserError(f"The image {path} could not be read: {error.strerror}.") from None
+        data = read_image_file(path)
+        shape = None
+        with suppress(BrokenImage):
+            shape = stored_shape(data)
+        return Item(hashlib.sha256(data).digest(), path, shape)
 
     with ThreadPoolExecutor(usable_cores()) as pool:
         return list(pool.map(item, paths))
+
+
+def look_at(items: Sequence[Item]) -> Features:
+    """No features, but which pictures can be decoded: for where nothing is computed that would tell."""
+
+    def fault(item: Item) -> str | None:
+        data = content(item)
+        assert isinstance(data, bytes)
+        try:
+            decode(data)
+        except BrokenImage as error:
+            return error.reason
+        return None
+
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        unreadable = {index: why for index, why in enumerate(pool.map(fault, items)) if why}
+    kept = [index for index in range(len(items)) if index not in unreadable]
+    return Features(np.zeros((len(kept), 0), np.float32), kept, unreadable)
 
 
 def hash_texts(texts: Sequence[str]) -> list[Item]:
@@ -125,8 +83,8 @@ def hash_texts(texts: Sequence[str]) -> list[Item]:
 
 def device_kind(devices: dict[str, str]) -> str:
     """What computes: features of other kinds differ in their last bits."""
-    first = next(iter(devices.values()))
-    return "cpu" if first == "cpu" else torch.cuda.get_device_name(torch.device(first))
+    names = {"cpu" if name == "cpu" else torch.cuda.get_device_name(torch.device(name)) for name in devices.values()}
+    return " and ".join(sorted(names))
 
 
 def compute(
@@ -143,16 +101,12 @@ def compute(
     missing = list({item.key: item for item in items if item.key not in found}.values())
     broken: dict[bytes, str] = {}
     if missing:
-        shares = _shares(missing, devices)
-        if len(shares) == 1:
-            label = next(iter(shares))
-            done = 0
-            for number, said in _work(extractor, cache, shares[label], torch.device(devices[label])):
-                done += number
-                broken |= said
-                progress(done, len(missing))
-        else:
-            broken = _share_out(extractor, cache, shares, devices, progress)
+        kind = torch.device(next(iter(devices.values()))).type
+        batches = [missing[start : start + BATCH[kind]] for start in range(0, len(missing), BATCH[kind])]
+        if kind == "cpu" and min(len(devices), len(batches)) == 1:
+            broken = _extract_here(extractor, cache, batches, progress)
+        else:  # a process even for one GPU: the driver may hang, or end it
+            broken = extract_together(extractor, cache, batches, devices, progress)
         found = cache.read(wanted)
         if lost := next((item for item in missing if item.key not in found and item.key not in broken), None):
             raise UserError(f"The features of {lost.content} are missing.", fix="Run the same command again.")
@@ -163,145 +117,47 @@ def compute(
     return Features(rows, kept, unreadable, computed, len(wanted) - len(missing))
 
 
-def _shares(missing: Sequence[Item], devices: dict[str, str]) -> dict[str, list[Item]]:
-    """Items of each device that gets any: neighbours together, batches in turn."""
-    labels = list(devices)
-    size = _BATCH[torch.device(devices[labels[0]]).type]
-    shares: dict[str, list[Item]] = {}
-    for number, start in enumerate(range(0, len(missing), size)):
-        shares.setdefault(labels[number % len(labels)], []).extend(missing[start : start + size])
-    return shares
-
-
-def _share_out(
-    extractor: Extractor,
-    cache: Cache,
-    shares: dict[str, list[Item]],
-    devices: dict[str, str],
-    progress: Callable[[int, int], None],
+def _extract_here(
+    extractor: Extractor, cache: Cache, batches: Sequence[list[Item]], progress: Callable[[int, int], None]
 ) -> dict[bytes, str]:
-    """One process per device; the first that fails ends all, and what was computed stays in the cache."""
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    processes: dict[Connection, Any] = {}
+    """On the CPU, in this process: which spares the start of another."""
+    done, total = 0, sum(map(len, batches))
     broken: dict[bytes, str] = {}
-    done, total = 0, sum(map(len, shares.values()))
+    left = iter(batches)
+    for finished in extract(extractor, cache, lambda waits: next(left, None), torch.device("cpu")):
+        done += finished.items
+        broken |= finished.broken
+        progress(done, total)
+    return broken
+
+
+def compute_aloud(
+    extractor: Extractor, items: Sequence[Item], devices: dict[str, str], cache: Path, what: str
+) -> Features:
+    """`compute`, with a line of progress now and then."""
+    begun = said = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - said >= _SILENCE:
+            said = now
+            log.info("%s: %s of %s, %.1f a second.", what, f"{done:,}", f"{total:,}", done / (now - begun))
+
     try:
-        for label, share in shares.items():
-            ours, theirs = context.Pipe(duplex=False)
-            arguments = (extractor, cache, share, devices[label], len(shares), theirs)
-            process = context.Process(target=_worker, args=arguments, name=f"muralist-evaluate-{label}", daemon=True)
-            process.start()
-            theirs.close()
-            processes[ours] = process
-        listening = set(processes)
-        while listening:
-            for pipe in wait(list(listening)):
-                assert isinstance(pipe, Connection)
-                try:
-                    said = pipe.recv()
-                except (EOFError, OSError):
-                    said = UserError(_obituary(processes[pipe]), fix="The same command again goes on from here.")
-                if said is None:
-                    listening.discard(pipe)
-                elif isinstance(said, BaseException):
-                    raise said
-                else:
-                    done += said[0]
-                    broken |= said[1]
-                    progress(done, total)
-        for process in processes.values():
-            process.join()
-        return broken
-    finally:
-        for process in processes.values():
-            process.kill()
+        found = compute(extractor, items, devices, cache, progress)
+    except OSError as error:
+        raise no_space(error, cache) from None
+    log.info("%s: features of %s computed, of %s remembered.", what, f"{found.computed:,}", f"{found.remembered:,}")
+    return found
 
 
-def _obituary(process: Any) -> str:
-    process.join(5)
-    code = process.exitcode
-    how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else "ended unexpectedly"
-    return f"A process that computes features {how}."
-
-
-def _worker(
-    extractor: Extractor, cache: Cache, share: list[Item], device: str, processes: int, pipe: Connection
-) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command hears Ctrl+C and ends its processes
-    try:
-        for said in _work(extractor, cache, share, torch.device(device), processes):
-            pipe.send(said)
-        pipe.send(None)
-    except (UserError, OSError) as error:
-        pipe.send(error)
-
-
-def _work(
-    extractor: Extractor, cache: Cache, items: Sequence[Item], device: torch.device, processes: int = 1
-) -> Iterator[tuple[int, dict[bytes, str]]]:
-    """Compute and keep; after each batch, how many items are done and which of them cannot be read."""
-    with torch.inference_mode(), _exact(device), cache.writer() as write:
-        loaded = extractor.load(device)
-        size = 0
-        decoders = max(1, usable_cores() // processes)
-        with ThreadPoolExecutor(decoders) as pool:
-            step = _BATCH[device.type]
-            batches = [items[start : start + step] for start in range(0, len(items), step)]
-            ahead: list[Any] = []
-            for number, batch in enumerate(batches):
-                while len(ahead) < _DECODING_AHEAD and number + len(ahead) < len(batches):
-                    ahead.append([pool.submit(_prepared, loaded, item) for item in batches[number + len(ahead)]])
-                prepared = [future.result() for future in ahead.pop(0)]
-                broken = {item.key: row for item, row in zip(batch, prepared, strict=True) if isinstance(row, str)}
-                good = [(item.key, row) for item, row in zip(batch, prepared, strict=True) if not isinstance(row, str)]
-                if good:
-                    rows = [row for _, row in good]
-                    size = size or _batch_size(loaded, rows[0], step)
-                    write([key for key, _ in good], _in_batches(loaded, rows, size))
-                yield len(batch), broken
-
-
-def _prepared(loaded: Loaded, item: Item) -> Tensor | str:
-    # Each thread has its own modes: these pixels are computed outside the worker's.
-    with torch.inference_mode():
-        try:
-            return loaded.prepare(item.content)
-        except BrokenImage as error:
-            return error.reason
-
-
-def _in_batches(loaded: Loaded, rows: Sequence[Tensor], size: int) -> np.ndarray:
-    """Features of rows, in batches of one shape."""
-    made = []
-    for start in range(0, len(rows), size):
-        part = list(rows[start : start + size])
-        batch = torch.stack(part + [part[-1]] * (size - len(part)))
-        made.append(loaded.compute(batch)[: len(part)].float().cpu().numpy())
-    return np.concatenate(made)
-
-
-def _batch_size(loaded: Loaded, row: Tensor, size: int) -> int:
-    """The usual number of items at once, or 1 where a row's features change with its place and its neighbours."""
-    if size == 1:
-        return 1
-    other = row.roll(1, -1)
-    first = loaded.compute(torch.stack([row] + [other] * (size - 1)))[0]
-    last = loaded.compute(torch.stack([other] * (size // 2) + [row] * (size - size // 2)))[-1]
-    return size if torch.equal(first, last) else 1
-
-
-@contextmanager
-def _exact(device: torch.device) -> Iterator[None]:
-    """Full float32, the same kernels every time, one thread on a CPU: then results do not depend on who computes."""
-    threads = torch.get_num_threads()
-    cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
-    matmul = torch.backends.cuda.matmul.allow_tf32
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        with cudnn:
-            yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.backends.cuda.matmul.allow_tf32 = matmul
+def at_least_two(found: Features, folder: str | None) -> None:
+    """Refuse a set of which no statistics can be had."""
+    if len(found.kept) < 2:
+        first = next(iter(found.unreadable.values()), "")
+        raise UserError(
+            f"Fewer than two images of {folder} can be read.",
+            f"{len(found.unreadable):,} are broken, the first because: {first}." if first else "",
+            "Check that they were copied completely.",
+        )

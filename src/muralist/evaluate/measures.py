@@ -23,12 +23,18 @@ MEASURES = {
     "kid": Measure(
         "KID", "Distance in the same features that does not grow with fewer images; about 0: the same.", False
     ),
+    "fd_dinov2": Measure(
+        "FD-DINOv2", "FID's distance in DINOv2's features, which agree with people more often; 0: the same.", False
+    ),
     "cmmd": Measure("CMMD", "Distance in CLIP's features, which sees more of what people see; 0: the same.", False),
     "clip_score": Measure("CLIP score", "How well pictures fit their prompts, by CLIP.", True),
     "precision": Measure("Precision", "Share of the images that look like reference images: quality.", True),
     "recall": Measure("Recall", "Share of the reference images that look like one of the images: variety.", True),
     "density": Measure("Density", "Precision that outliers disturb less; about 1 for real images.", True),
     "coverage": Measure("Coverage", "Share of the reference images with one of the images close by.", True),
+    "inception_score": Measure(
+        "Inception score", "How sure Inception is of a class, and of how many; knows no reference.", True
+    ),
 }
 
 

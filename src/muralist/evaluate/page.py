@@ -310,12 +310,19 @@ def _facts_of(run: Run) -> dict[str, str]:
     """Return everything that was set, and what it ran on, under dotted names."""
     results = run.results
     facts: dict[str, Any] = {"images": results.images.folder, "images counted": results.images.count}
+    facts |= _sizes("image sizes", results.images.sizes)
     if results.reference:
         facts |= {"reference": results.reference.path, "reference images": results.reference.count}
+        facts |= _sizes("reference sizes", results.reference.sizes)
     facts |= _flat(results.settings, "") | _flat(results.versions, "version of ")
     if results.seconds is not None:
         facts["time taken"] = duration(results.seconds)
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
+
+
+def _sizes(name: str, sizes: Mapping[str, int]) -> dict[str, str]:
+    said = ", ".join(f"{size} ({count:,})" for size, count in sizes.items())
+    return {name: said} if said else {}
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Images(_Part):
     folder: str | None = None
     count: int | None = None
     unreadable: list[Any] = []
+    sizes: dict[str, int] = {}  # how many of which height and width
 
 
 class Reference(_Part):
@@ -62,6 +63,7 @@ class Reference(_Part):
 
     path: str | None = None
     count: int | None = None
+    sizes: dict[str, int] = {}
 
 
 class PerImage(_Part):

@@ -25,6 +25,8 @@ class EvaluateSettings(Section):
     """Inception's weights of 2015-12-05, .pth or .pt; default: the file that MURALIST_INCEPTION names, or a cache's."""
     clip_path: str | None = None
     """Folder of a CLIP model as transformers saves it, for CLIP score and CMMD."""
+    dinov2_path: str | None = None
+    """Folder of a DINOv2 model as transformers saves it, for FD-DINOv2; ViT-L/14 (dinov2-large) is what is reported."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []
     """Which GPUs; default: all visible. Without a GPU, one CPU process stands in for each, or NPROC processes."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -40,6 +42,8 @@ class StatsSettings(Section):
     """The .npz file to write (-o): mu and sigma, as everybody's, and the features."""
     inception_weights: str | None = None
     """As of evaluate."""
+    dinov2_path: str | None = None
+    """As of evaluate: keeps the features for FD-DINOv2 as well."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []
     """As of evaluate."""
 
