@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from muralist.cli import main
+from muralist.data.sources import open_source
 from muralist.evaluate.extractors import InceptionFeatures
 from muralist.evaluate.features import compute, hash_files
 from muralist.evaluate.inception_weights import load_classifier, load_inception
@@ -135,6 +136,32 @@ def test_stats_are_what_evaluate_reads(tmp_path: Path, capsys: pytest.CaptureFix
     found = report(tmp_path / "out")
     assert found["fid"] == pytest.approx(0, abs=1e-6)
     assert [entry["metric"] for entry in found["missing"]] == METRICS[6:]
+
+
+def test_stats_of_a_data_set_are_those_of_its_pictures_as_training_crops_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source("driving_world", 32)
+    images = write_pictures(tmp_path / "images", np.stack([source.read(index).image for index in range(4)]))
+    weights = ["--inception_weights", str(inception_weights())]
+    assert main(["stats", str(images), "-o", str(tmp_path / "folder.npz"), *weights]) == 0
+    words = ["stats", "driving_world", "--img_size", "32", "--max_samples", "4", *weights, "-o"]
+    assert main([*words, str(tmp_path / "one.npz")]) == 0
+    monkeypatch.setenv("NPROC", "2")
+    assert main([*words, str(tmp_path / "two.npz")]) == 0
+    found = [np.load(tmp_path / f"{name}.npz") for name in ("folder", "one", "two")]
+    for other in found[1:]:
+        np.testing.assert_array_equal(other["features"], found[0]["features"])
+        np.testing.assert_array_equal(other["sigma"], found[0]["sigma"])
+
+
+@pytest.mark.parametrize("words", [["driving_world"], ["images", "--max_samples", "3"]])
+def test_stats_without_a_size_take_a_folder_as_it_is(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = ["--inception_weights", str(inception_weights())]
+    assert main(["stats", *words, "-o", str(tmp_path / "stats.npz"), *weights]) == 1
+    assert "Give --img_size as in training" in capsys.readouterr().err
 
 
 def test_the_inception_score_needs_the_classifier(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Source(Protocol):
 
 Known = list[str] | None  # the classes of the training part, when a held-out part is opened
 
-_DRIVING_WORLD = "driving_world"
+EMBEDDED = "driving_world"  # the data set that comes with the program
 _FILES: dict[str, Callable[[Path, Size, Known, str | None], Source]] = {
     ".csv": TableSource,
     ".tsv": TableSource,
@@ -70,7 +70,7 @@ def open_source(
     """
     if not isinstance(path, str):
         return SeveralSources([open_source(one, img_size, caption, cameras) for one in path])
-    if path == _DRIVING_WORLD:
+    if path == EMBEDDED:
         from muralist.data.driving_world import DrivingWorld
 
         return _by_cameras(DrivingWorld(img_size, caption=caption), cameras, path)
@@ -98,7 +98,7 @@ def open_held_out(
 
 
 def _open_held_out(path: str, img_size: Size, same_classes: bool, caption: str | None) -> Source | None:
-    if path == _DRIVING_WORLD:
+    if path == EMBEDDED:
         from muralist.data.driving_world import DrivingWorld
 
         # Far behind the scenes that are trained on.

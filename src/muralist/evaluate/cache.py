@@ -13,15 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
+from muralist.evaluate.data_pictures import DataPicture
 from muralist.evaluate.extractors import Extractor
 
 
 @dataclass(frozen=True)
 class Item:
-    """A picture's file or a prompt, and the SHA-256 of its content."""
+    """A picture's file, a picture of a data set or a prompt, and the SHA-256 of its content."""
 
     key: bytes
-    content: Path | str
+    content: Path | DataPicture | str
     shape: tuple[int, int] | None = None
     """Height and width of a picture whose header can be read."""
 

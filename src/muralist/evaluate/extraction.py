@@ -21,6 +21,7 @@ from torch import Tensor
 from muralist.data.images import BrokenImage, read_image_file
 from muralist.errors import UserError
 from muralist.evaluate.cache import Cache, Item
+from muralist.evaluate.data_pictures import DataPicture
 from muralist.evaluate.extractors import Extractor, Loaded
 from muralist.machine import usable_cores
 
@@ -43,6 +44,8 @@ def content(item: Item) -> bytes | str:
     """A prompt, or the bytes of a file: those that were hashed, or features would be kept under another's name."""
     if isinstance(item.content, str):
         return item.content
+    if isinstance(item.content, DataPicture):
+        return item.content.file()
     data = read_image_file(item.content)
     if hashlib.sha256(data).digest() != item.key:
         raise UserError(

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from muralist.data.sources import EMBEDDED
 from muralist.errors import UserError
 from muralist.evaluate import metrics
+from muralist.evaluate.cache import Item
+from muralist.evaluate.data_pictures import data_pictures
 from muralist.evaluate.dinov2 import Dinov2Features
 from muralist.evaluate.evaluation import METRICS, Evaluation
 from muralist.evaluate.extractors import InceptionFeatures
@@ -63,13 +66,13 @@ def stats(settings: StatsSettings) -> int:
     weights, reason = find_weights(settings.inception_weights)
     if weights is None:
         raise UserError(reason)
-    files = find_images(Path(settings.source), "SOURCE")
+    items = _items(settings)
     dinov2 = Dinov2Features.of(Path(settings.dinov2_path)) if settings.dinov2_path else None
     cache = output.with_name(f"{output.name}.features")
-    items, devices = hash_files(files), choose_devices(settings.gpu_ids)
+    devices = choose_devices(settings.gpu_ids)
     found = compute_aloud(InceptionFeatures.of(weights), items, devices, cache, "images")
     for index, why in found.unreadable.items():
-        log.warning("%s is left out: %s.", files[index], why)
+        log.warning("%s is left out: %s.", items[index].content, why)
     at_least_two(found, settings.source)
     held = {"number": np.array(len(found.rows), np.int64)} | _held(found.rows, "")
     if dinov2:
@@ -84,6 +87,19 @@ def stats(settings: StatsSettings) -> int:
     shutil.rmtree(cache, ignore_errors=True)
     print(f"{output}: statistics of {len(found.rows):,} images.")
     return 0
+
+
+def _items(settings: StatsSettings) -> list[Item]:
+    """The pictures of a folder as they are, or those of a data set as training sees them."""
+    if settings.img_size is not None:
+        found = data_pictures(settings.source, settings.img_size, settings.max_samples)
+        return [Item(key, picture) for key, picture in found]
+    if settings.max_samples is not None or settings.source == EMBEDDED:
+        raise UserError(
+            "Without --img_size, SOURCE is a folder whose pictures are taken as they are, and all of them.",
+            fix="Give --img_size as in training: then SOURCE is anything that train reads.",
+        )
+    return hash_files(find_images(Path(settings.source), "SOURCE"))
 
 
 def _held(rows: np.ndarray, prefix: str) -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from muralist.settings.section import Section
 
@@ -37,9 +37,13 @@ class StatsSettings(Section):
     """muralist stats SOURCE -o STATS.npz: what `evaluate` needs to know of a reference, computed once."""
 
     source: str
-    """Folder of pictures, searched with its sub-folders."""
+    """Folder of pictures, searched with its sub-folders; with --img_size any data set that train reads."""
     output: str
     """The .npz file to write (-o): mu and sigma, as everybody's, and the features."""
+    img_size: PositiveInt | None = None
+    """Take SOURCE as training does, cropped to squares of this side; default: a folder's pictures as they are."""
+    max_samples: PositiveInt | None = None
+    """With --img_size: only the first this many images, as in training."""
     inception_weights: str | None = None
     """As of evaluate."""
     dinov2_path: str | None = None
