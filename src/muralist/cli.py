@@ -22,6 +22,7 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist export   SRC DST                    weights as a diffusers-style folder
   muralist generate --prompts_csv prompts.csv --output_dir images --model_path MODEL      a picture for every prompt
   muralist evaluate --images DIR --reference DIR_OR_NPZ --inception_weights FILE --output_dir OUT      how good they are
+  muralist sweep    --model_path RUN --reference DIR_OR_NPZ --output_dir OUT      the guidance and average with the best FID
   muralist stats    DIR -o stats.npz           what evaluate needs to know of a reference, computed once
   muralist report   EVALUATION [EVALUATION ...]    a page of one evaluation, or of several side by side
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
@@ -102,6 +103,16 @@ def _evaluate(arguments: Sequence[str]) -> int:
     from muralist.evaluate.job import evaluate
 
     return evaluate(settings)
+
+
+def _sweep(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import SweepSettings
+
+    settings = load(SweepSettings, arguments, {})
+    from muralist.sweep.job import sweep
+
+    return sweep(settings)
 
 
 def _stats(arguments: Sequence[str]) -> int:
@@ -199,6 +210,7 @@ COMMANDS = {
     "pack": Command(_pack, "PackSettings", SOURCE_AND_DESTINATION),
     "generate": Command(_generate, "GenerateSettings"),
     "evaluate": Command(_evaluate, "EvaluateSettings"),
+    "sweep": Command(_sweep, "SweepSettings"),
     "stats": Command(_stats, "StatsSettings", ("source",)),
     "export": Command(_export, "ExportSettings", SOURCE_AND_DESTINATION),
     "report": Command(_report, "ReportSettings", FOLDERS),

@@ -172,7 +172,7 @@ def test_which_weights(pets: tuple[Path, JiTFamily, torch.nn.Module], tmp_path: 
 def test_what_shapes_a_picture_is_part_of_its_identity(
     pets: tuple[Path, JiTFamily, torch.nn.Module], tmp_path: Path
 ) -> None:
-    _, chosen, network = pets
+    network = pets[2]
     state = {f"net.{name}": value for name, value in network.state_dict().items()}
     torch.save({"model_ema1": state, "model_ema2": state}, tmp_path / "official.pth")
 

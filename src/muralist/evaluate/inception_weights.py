@@ -49,7 +49,7 @@ def find_weights(given: str | None) -> tuple[Path | None, str]:
             return file, ""
     return None, (
         f"{_NEEDING} need the Inception weights of 2015-12-05, which were not found. {_SOURCE}; give its path as "
-        f"--inception_weights or {VARIABLE}, or put it into {cache_folder()}. CLIP score and CMMD go on without it."
+        f"--inception_weights or {VARIABLE}, or put it into {cache_folder()}."
     )
 
 

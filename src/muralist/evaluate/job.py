@@ -36,16 +36,9 @@ _PATIENCE = 10.0  # seconds between lines of progress
 
 
 def evaluate(settings: EvaluateSettings) -> int:
-    """Compute every metric that can be computed, and write report.json."""
+    """Compute every metric that can be computed, write report.json and its page, and say what came out."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    evaluation = _Evaluation.prepare(settings)
-    report = evaluation.run()
-    output = Path(settings.output_dir)
-    try:
-        write_json(output / REPORT, report)
-    except OSError as error:
-        raise no_space(error, output / REPORT) from None
-    page = write_report([output], output / "report")
+    report, page = measure(settings)
     for warning in report["warnings"]:
         log.warning("%s", warning)
     reasons: dict[str, list[str]] = {}
@@ -58,8 +51,19 @@ def evaluate(settings: EvaluateSettings) -> int:
         if score["value"] is not None:
             between = "" if score["low"] is None else f"  ({score['low']:.6g} to {score['high']:.6g})"
             print(f"{name:<12}{score['value']:.6g}{between}")
-    print(f"The report is {output / REPORT}, and the page to look at {page}.")
+    print(f"The report is {Path(settings.output_dir) / REPORT}, and the page to look at {page}.")
     return 0
+
+
+def measure(settings: EvaluateSettings) -> tuple[dict[str, Any], Path]:
+    """Compute every metric that can be computed; returns what report.json now holds, and its page."""
+    report = _Evaluation.prepare(settings).run()
+    output = Path(settings.output_dir)
+    try:
+        write_json(output / REPORT, report)
+    except OSError as error:
+        raise no_space(error, output / REPORT) from None
+    return report, write_report([output], output / "report")
 
 
 def stats(settings: StatsSettings) -> int:
@@ -134,7 +138,7 @@ class _Evaluation:
         if self.reference is None:
             self.missing |= dict.fromkeys(_FROM_INCEPTION, no_reference)
         elif self.inception is None:
-            self.missing |= dict.fromkeys(_FROM_INCEPTION, weights_reason)
+            self.missing |= dict.fromkeys(_FROM_INCEPTION, f"{weights_reason} CLIP score and CMMD go on without it.")
         elif isinstance(self.reference, Statistics) and self.reference.features is None:
             only = f"{self.settings.reference} holds a mean and a covariance, which serve FID alone."
             self.missing |= dict.fromkeys(_FROM_INCEPTION[1:], only)

@@ -78,7 +78,7 @@ def latest_checkpoint(path: Path) -> Path:
 
 
 def holds_one_set(path: Path) -> bool:
-    """Whether there is nothing to choose: an export and a .safetensors file give the same weights whichever are asked for."""
+    """Whether there is nothing to choose: an export and a .safetensors file have no averages beside their weights."""
     return path.suffix == ".safetensors" or (path / WEIGHTS_FILE).is_file()
 
 
