@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from muralist.models.jit_family import JiTFamily
 from muralist.models.lora import Lora
 from muralist.models.small_hunyuan import build_small_hunyuan
 from muralist.pictures import to_u8
-from muralist.settings import ExportSettings, GenerateSettings, ModelSettings, SampleSettings, TrainSettings
+from muralist.settings import ExportSettings, GenerateSettings, SampleSettings
 from tests.support.hunyuan import small_family
+from tests.support.jit_models import SIDE, checkpoint, family, network_of
 from tests.support.painting import CPU, differ, no_beat
 
-SIDE = 16
 DOG, CAT = Order("dog", "", 3), Order("cat", "", 4)
 
 
@@ -40,31 +39,6 @@ def painter_of(path: Path, **changes: Any) -> Painter:
 
 def paint(painter: Painter, *orders: Order) -> list[np.ndarray]:
     return painter.paint(orders, (SIDE, SIDE), no_beat)
-
-
-def checkpoint(folder: Path, description: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
-    """A run with one checkpoint, as far as readers of weights look at it."""
-    step = folder / "checkpoints" / "step_0000001"
-    step.mkdir(parents=True)
-    (folder / "checkpoints" / "latest").write_text(step.name)
-    (step / "manifest.json").write_text(json.dumps({"model": description}))
-    save_file(weights, step / "ema1.safetensors")
-    return folder
-
-
-def family(*names: str) -> JiTFamily:
-    model = ModelSettings(name="JiT-T/8", img_size=SIDE, enable_condition=bool(names))
-    return JiTFamily.from_settings(TrainSettings(model=model), list(names))
-
-
-def network_of(chosen: JiTFamily) -> torch.nn.Module:
-    """With a head that is not zero, as it is before training."""
-    network = chosen.network().eval()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in network.parameters():
-            weight.add_(0.05 * torch.randn_like(weight))
-    return network
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def _read(file: Path) -> dict[str, Tensor]:
             return _read_torchscript(file)
         found = torch.load(file, map_location="cpu", weights_only=True)
         return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
-    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, AttributeError, EOFError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, LookupError, AttributeError, EOFError) as error:
         raise _damaged(file, error) from None
     except (pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise _damaged(file, error) from None

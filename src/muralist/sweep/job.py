@@ -53,7 +53,7 @@ _WIDTH = 118  # of the table where there is no terminal
 def sweep(settings: SweepSettings) -> int:
     """Try what was not tried yet, then make and measure the full number of pictures of the best."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    command = _Sweep.prepare(settings)
+    command = Sweep.prepare(settings)
     try:
         return command.run()
     except _Interrupted:
@@ -69,7 +69,7 @@ class _Interrupted(Exception):
 
 
 @dataclass
-class _Sweep:
+class Sweep:
     """One call of `muralist sweep`, checked before anything is made."""
 
     settings: SweepSettings
@@ -84,7 +84,7 @@ class _Sweep:
     warned: set[str] = field(default_factory=set)
 
     @classmethod
-    def prepare(cls, settings: SweepSettings) -> _Sweep:
+    def prepare(cls, settings: SweepSettings) -> Sweep:
         """Find everything; what is missing or makes no sense is an error now, not after an hour."""
         adopt_ranks(os.environ)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -238,11 +238,10 @@ class _Sweep:
             said.append(
                 f"With {full.images:,} other pictures its FID is {full.fid:.2f} ({full.low:.2f} to {full.high:.2f})."
             )
-        command = f"muralist generate --model_path {shlex.quote(str(self.model_path))} {best.flags}"
-        said += [
-            f"All numbers are in {self.root / RESULTS}. To make pictures so:",
-            f"  {command} --num_inference_steps {self.settings.num_inference_steps} --prompts_csv ... --output_dir ...",
-        ]
+        flags = ("--model_path", shlex.quote(str(self.model_path)), best.flags, "--num_inference_steps")
+        command = " ".join(filter(None, ("muralist generate", *flags, str(self.settings.num_inference_steps))))
+        said.append(f"All numbers are in {self.root / RESULTS}. To make pictures so:")
+        said.append(f"  {command} --prompts_csv TABLE --output_dir IMAGES")
         for line in said:
             print(line)
 

@@ -62,6 +62,8 @@ class Reference:
         made = output / f"reference-{self.digest}-moments.npz"
         if not made.is_file():
             known = read_statistics(statistics)
+            if known.features is None:
+                return statistics
             content = {"mu": known.moments.mean, "sigma": known.moments.covariance}
             if known.count is not None:
                 content["number"] = np.asarray(known.count)
