@@ -13,7 +13,7 @@ from muralist.models.weights import Which
 from muralist.sweep.combinations import Combination
 from muralist.sweep.results import Found, Score, table, verdict
 
-MADE, MEASURED = {"model": "JiT-T/8 at 16 px", "num_inference_steps": 50}, {"num_samples": 8192, "reference": "ab"}
+SETTINGS = {"model": "JiT-T/8 at 16 px", "num_inference_steps": 50, "num_samples": 8192, "reference": "ab"}
 
 
 def score(scale: float, fid: float, around: float = 0.1, weights: Which = "ema1") -> Score:
@@ -21,8 +21,8 @@ def score(scale: float, fid: float, around: float = 0.1, weights: Which = "ema1"
     return Score(Combination(weights, scale, interval), fid, fid - around, fid + around, 8192, 75.0)
 
 
-def found(folder: Path, *scores: Score, made: dict[str, Any] = MADE, measured: dict[str, Any] = MEASURED) -> Found:
-    opened = Found.open(folder / "sweep.json", "results/run", made, measured)
+def found(folder: Path, *scores: Score, **changes: Any) -> Found:
+    opened = Found.open(folder / "sweep.json", "results/run", SETTINGS | changes)
     opened.scores |= {score.combination: score for score in scores}
     return opened
 
@@ -34,10 +34,10 @@ def test_it_is_read_back(tmp_path: Path) -> None:
     again = found(tmp_path)
     assert (again.scores, again.full) == (first.scores, first.full)
     assert [one.fid for one in again.ranked()] == [4.0, 9.0]
-    # Other numbers are measured anew; other pictures do not belong here.
-    assert found(tmp_path, measured=MEASURED | {"num_samples": 10}).scores == {}
-    with pytest.raises(UserError, match=r"Changed: num_inference_steps 50 -> 20\. Its model was results/run"):
-        found(tmp_path, made=MADE | {"num_inference_steps": 20})
+    with pytest.raises(
+        UserError, match=r"Changed: num_inference_steps 50 -> 20; reference ab -> cd\. Its model was resu"
+    ):
+        found(tmp_path, num_inference_steps=20, reference="cd")
     (tmp_path / "sweep.json").write_text("{")
     with pytest.raises(UserError, match="damaged. Delete it: pictures and features stay"):
         found(tmp_path)

@@ -94,7 +94,7 @@ class Sweep:
             )
         choose_devices(settings.gpu_ids)
         root, model_path = Path(settings.output_dir), latest_checkpoint(Path(settings.model_path))
-        model = check_model(_orders(settings, model_path))
+        model = check_model(_generate_settings(settings, model_path))
         if model.kind != "jit":
             raise UserError(
                 f"{settings.model_path} is not a JiT model, and a sweep is for JiT.",
@@ -103,18 +103,17 @@ class Sweep:
         guided = bool(model.description["label_names"])
         tried, notes = combinations(settings, guided, one_set=holds_one_set(model_path))
         for combination in {combination.weights: combination for combination in tried}.values():
-            check_model(_orders(settings, model_path, combination))
+            check_model(_generate_settings(settings, model_path, combination))
         weights, reason = find_weights(settings.inception_weights)
         if weights is None:
             raise UserError(reason)
         load_inception(weights)
         inception = InceptionFeatures.of(weights)
         reference = Reference.find(Path(settings.reference).expanduser(), root)
-        made_with = {name: model.identity[name] for name in ("model", "fingerprint")}
-        made_with |= {name: getattr(settings, name) for name in ("num_inference_steps", "seed_start")}
-        measured_with = {"num_samples": settings.num_samples, "reference": reference.digest}
-        measured_with["inception"] = inception.digest
-        found = Found.open(root / RESULTS, str(model_path), made_with, measured_with)
+        common = {name: model.identity[name] for name in ("model", "fingerprint")}
+        common |= {name: getattr(settings, name) for name in ("num_inference_steps", "num_samples", "seed_start")}
+        common |= {"reference": reference.digest, "inception": inception.digest}
+        found = Found.open(root / RESULTS, str(model_path), common)
         for note in notes:
             log.info("%s", note)
         width = None if Console().is_terminal else _WIDTH
@@ -187,9 +186,9 @@ class Sweep:
     def _score(self, combination: Combination, folder: str, count: int, seed_start: int, reference: Path) -> Score:
         """Make what is missing of a combination's pictures, and measure them."""
         images = self.root / folder / combination.name
-        orders = _orders(self.settings, self.model_path, combination)
+        made = _generate_settings(self.settings, self.model_path, combination)
         status = generate(
-            orders.model_copy(
+            made.model_copy(
                 update={
                     "prompts_csv": str(self.root / _PROMPTS),
                     "output_dir": str(images),
@@ -246,7 +245,9 @@ class Sweep:
             print(line)
 
 
-def _orders(settings: SweepSettings, model_path: Path, combination: Combination | None = None) -> GenerateSettings:
+def _generate_settings(
+    settings: SweepSettings, model_path: Path, combination: Combination | None = None
+) -> GenerateSettings:
     """What generate is told; which pictures and where to, comes later."""
     return GenerateSettings(
         prompts_csv="",

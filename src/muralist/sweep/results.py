@@ -65,37 +65,35 @@ class Found:
 
     path: Path
     model_path: str
-    made_with: dict[str, Any]
-    """What all pictures have in common; those made with anything else do not belong here."""
-    measured_with: dict[str, Any]
-    """What the numbers depend on beside the pictures."""
+    settings: dict[str, Any]
+    """What all numbers depend on beside the combination; those of other settings do not compare."""
     scores: dict[Combination, Score] = field(default_factory=dict)
     full: Score | None = None
 
     @classmethod
-    def open(cls, path: Path, model_path: str, made_with: dict[str, Any], measured_with: dict[str, Any]) -> Found:
-        """What an earlier command found, as far as it holds for this one; other pictures than this one's are refused."""
-        found = cls(path, model_path, made_with, measured_with)
+    def open(cls, path: Path, model_path: str, settings: dict[str, Any]) -> Found:
+        """What an earlier command found; one with other settings is refused."""
+        found = cls(path, model_path, settings)
         if not path.is_file():
             return found
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
             scores = [Score.parse(content) for content in before["combinations"]]
             full = Score.parse(before["full"]) if before["full"] else None
-            made_before, measured_before = dict(before["made_with"]), dict(before["measured_with"])
+            earlier = dict(before["settings"])
         except (ValueError, KeyError, TypeError, IndexError):
             raise UserError(
                 f"{path} is damaged.", fix="Delete it: pictures and features stay, and the same command measures again."
             ) from None
-        if scores and made_before != made_with:
-            names = [name for name in made_with if made_with[name] != made_before.get(name)]
-            told = "; ".join(f"{name} {made_before.get(name)} -> {made_with[name]}" for name in names)
+        if scores and earlier != settings:
+            names = [name for name in settings if settings[name] != earlier.get(name)]
+            told = "; ".join(f"{name} {earlier.get(name)!s:.16} -> {settings[name]!s:.16}" for name in names)
             raise UserError(
-                f"{path.parent} holds a sweep of other pictures.",
+                f"{path.parent} holds a sweep with other settings.",
                 f"Changed: {told}. Its model was {before.get('model_path')}.",
                 "Run the command as it was, or choose another --output_dir.",
             )
-        if measured_before == measured_with:
+        if scores:
             found.scores, found.full = {score.combination: score for score in scores}, full
         return found
 
@@ -112,8 +110,7 @@ class Found:
             winner = ranked[0].content() | {"flags": ranked[0].combination.flags, "within_noise": alike}
         content = {
             "model_path": self.model_path,
-            "made_with": self.made_with,
-            "measured_with": self.measured_with,
+            "settings": self.settings,
             "winner": winner,
             "full": self.full.content() if self.full else None,
             "combinations": [score.content() for score in sorted(ranked, key=lambda score: score.combination.order)],
