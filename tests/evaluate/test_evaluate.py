@@ -62,6 +62,7 @@ def test_without_inception_the_rest_goes_on(
     assert list(found["scores"]) == METRICS
     assert [entry["metric"] for entry in found["missing"]] == METRICS[:6]
     assert all("--inception_weights" in entry["reason"] for entry in found["missing"])
+    assert found["missing"][0]["reason"].endswith("CLIP score and CMMD go on without it.")
     assert found["fid"] is None and found["kid"] is None
     assert found["images"]["count"] == 5
     assert found["images"]["unreadable"][0].startswith("torn.png: ")
