@@ -26,7 +26,9 @@ def test_every_combination_once() -> None:
     assert [combination.name for combination in found] == [
         f"{which}_{rest}" for which in ("ema1", "ema2") for rest in each
     ]
-    assert notes == ["6 combinations are the same as another and left out."]  # no guidance has no interval; 2 is 2.0
+    assert notes == [
+        "Left out, because another is the same: 6 of 16 combinations."
+    ]  # no guidance has no interval; 2 is 2.0
     assert len(names(given())) == 14
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from muralist.cli import main
 from muralist.generate import job as generating
 from muralist.settings import SweepSettings
+from muralist.sweep.combinations import Combination
 from muralist.sweep.job import Sweep
 from muralist.sweep.results import Score
 from tests.support.crews import ModelCrew
@@ -130,11 +131,16 @@ def test_what_is_measured_is_not_made_again(
     said = capsys.readouterr()
     assert "there are no averages to choose from" in said.err
     assert "nothing to guide: only its weights are compared" in said.err
-    assert "1 of them are measured already" in said.err
+    assert "1 combination for JiT at 16 px, 8,192 pictures each, 2 steps, then 50,000 of the best." in said.err
+    assert "Measured already: 1." in said.err
     assert "With 50,000 other pictures its FID is 11.00 (10.80 to 11.20)." in said.out
     assert f"  muralist generate --model_path {model} --num_inference_steps 2 --prompts_csv" in said.out
     assert {path.name for path in output.iterdir()} == {"prompts.jsonl", "sweep.json"}
     assert results(output)["winner"]["name"] == "weights"
+    prepared.found.full = Score(Combination("ema2", None, None), 11.0, 10.8, 11.2, 50_000, 600.0)
+    prepared.found.write()
+    assert main([*command, "--full_samples", "none"]) == 0
+    assert results(output)["full"] is None  # another was the best then
     assert main([*command, "--num_inference_steps", "3"]) == 1
     assert "Changed: num_inference_steps 2 -> 3." in capsys.readouterr().err
 

@@ -71,7 +71,7 @@ def combinations(settings: SweepSettings, guided: bool, one_set: bool) -> tuple[
     ]
     found = list(dict.fromkeys(tried))
     if len(found) < len(tried):
-        notes.append(f"{len(tried) - len(found)} combinations are the same as another and left out.")
+        notes.append(f"Left out, because another is the same: {len(tried) - len(found)} of {len(tried)} combinations.")
     return found, notes
 
 

@@ -128,17 +128,17 @@ class Sweep:
         self._write_prompts()
         known = self.reference.statistics(self.root, self.inception.weights, self.settings.gpu_ids)
         self._try_all(self.reference.moments(known, self.root))
-        self.found.write(finished=True)
         best = self.found.ranked()[0].combination
-        if (count := self.settings.full_samples) is not None:
-            full = self.found.full
-            if full is None or (full.combination, full.images) != (best, count):
-                log.info("The full count of the best, %s.", best.name)
-                # Seeds of their own: those by which the best was chosen would flatter it.
-                self.found.full = self._score(
-                    best, f"full-{count}", count, self.settings.seed_start + SEEDS_BETWEEN_COPIES, known
-                )
-                self.found.write(finished=True)
+        if self.found.full and self.found.full.combination != best:
+            self.found.full = None  # of what was the best before there were more to compare
+        self.found.write(finished=True)
+        count, full = self.settings.full_samples, self.found.full
+        if count is not None and (full is None or full.images != count):
+            log.info("The full count of the best, %s.", best.name)
+            # Seeds of their own: those by which the best was chosen would flatter it.
+            seed_start = self.settings.seed_start + SEEDS_BETWEEN_COPIES
+            self.found.full = self._score(best, f"full-{count}", count, seed_start, known)
+            self.found.write(finished=True)
         self._conclude(best)
         return 0
 
@@ -148,14 +148,14 @@ class Sweep:
         done = sum(combination in self.found.scores for combination in self.tried)
         evenly = f" evenly over {classes:,} classes" if classes else ""
         full = f", then {settings.full_samples:,} of the best" if settings.full_samples else ""
-        there = f" {done} of them are measured already." if done else ""
+        there = f" Measured already: {done}." if done else ""
         pictures = (len(self.tried) - done) * settings.num_samples + (settings.full_samples or 0)
         height, width = self.model.settled["height"], self.model.settled["width"]
         most = pictures * (height * width * 3 + 4 * self.inception.width)
         place = next(folder for folder in (self.root.absolute(), *self.root.absolute().parents) if folder.is_dir())
         return (
-            f"{len(self.tried)} combinations for {self.model.identity['model']}, {settings.num_samples:,} pictures each"
-            f"{evenly}, {settings.num_inference_steps} steps{full}.{there} {self.root} may take up to {_size(most)}; "
+            f"{len(self.tried)} combination{'' if len(self.tried) == 1 else 's'} for {self.model.identity['model']}, "
+            f"{settings.num_samples:,} pictures each{evenly}, {settings.num_inference_steps} steps{full}.{there} {self.root} may take up to {_size(most)}; "
             f"{_size(shutil.disk_usage(place).free)} are free."
         )
 
@@ -165,7 +165,7 @@ class Sweep:
         # A table's cells lose the spaces around them; classes have numbers too.
         classes = [name if name == name.strip() else str(number) for number, name in enumerate(names)]
         rows = max(self.settings.num_samples, self.settings.full_samples or 0)
-        lines = [json.dumps({"prompt": name}, ensure_ascii=False) + "\n" for name in classes]
+        lines = [json.dumps({"prompt": name}) + "\n" for name in classes]
         write_atomically(self.root / _PROMPTS, "".join(lines[row % len(lines)] for row in range(rows)))
 
     def _try_all(self, reference: Path) -> None:
