@@ -155,8 +155,8 @@ class Sweep:
         place = next(folder for folder in (self.root.absolute(), *self.root.absolute().parents) if folder.is_dir())
         return (
             f"{len(self.tried)} combination{'' if len(self.tried) == 1 else 's'} for {self.model.identity['model']}, "
-            f"{settings.num_samples:,} pictures each{evenly}, {settings.num_inference_steps} steps{full}.{there} {self.root} may take up to {_size(most)}; "
-            f"{_size(shutil.disk_usage(place).free)} are free."
+            f"{settings.num_samples:,} pictures each{evenly}, {settings.num_inference_steps} steps{full}.{there} "
+            f"{self.root} may take up to {_size(most)}; {_size(shutil.disk_usage(place).free)} are free."
         )
 
     def _write_prompts(self) -> None:
