@@ -22,6 +22,7 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist export   SRC DST                    weights as a diffusers-style folder
   muralist generate --prompts_csv prompts.csv --output_dir images --model_path MODEL      a picture for every prompt
   muralist evaluate --images DIR --reference DIR_OR_NPZ --inception_weights FILE --output_dir OUT      how good they are
+  muralist sweep    --model_path RUN --reference DIR_OR_NPZ --output_dir OUT      the guidance and average with the best FID
   muralist stats    DIR -o stats.npz           what evaluate needs to know of a reference, computed once
   muralist report   EVALUATION [EVALUATION ...]    a page of one evaluation, or of several side by side
   muralist show     FILE_OR_FOLDER             a picture or a sheet of pictures, in the terminal if it can
@@ -103,6 +104,16 @@ def _evaluate(arguments: Sequence[str]) -> int:
     from muralist.evaluate.job import evaluate
 
     return evaluate(settings)
+
+
+def _sweep(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import SweepSettings
+
+    settings = load(SweepSettings, arguments, {})
+    from muralist.sweep.job import sweep
+
+    return sweep(settings)
 
 
 def _stats(arguments: Sequence[str]) -> int:
@@ -213,6 +224,7 @@ COMMANDS = {
     "pack": Command(_pack, "PackSettings", SOURCE_AND_DESTINATION),
     "generate": Command(_generate, "GenerateSettings"),
     "evaluate": Command(_evaluate, "EvaluateSettings"),
+    "sweep": Command(_sweep, "SweepSettings"),
     "stats": Command(_stats, "StatsSettings", ("source",)),
     "export": Command(_export, "ExportSettings", SOURCE_AND_DESTINATION),
     "report": Command(_report, "ReportSettings", FOLDERS),

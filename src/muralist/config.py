@@ -254,8 +254,12 @@ def describe(field: FieldInfo) -> str:
             return [word for part in get_args(annotation) for word in words(part)]
         if get_origin(annotation) is Literal:
             return [str(choice) for choice in get_args(annotation)]
-        if get_origin(annotation) in (list, tuple):
-            return ["one or more values" if get_origin(annotation) is list else f"{len(get_args(annotation))} numbers"]
+        if get_origin(annotation) is tuple:
+            return [f"{len(get_args(annotation))} numbers"]
+        if get_origin(annotation) is list:
+            (element,) = get_args(annotation)
+            chosen = f"of {', '.join(words(element))}" if get_origin(element) is Literal else "values"
+            return [f"one or more {chosen}"]
         if hasattr(annotation, "__metadata__"):
             return [f"{words(get_args(annotation)[0])[0]}{_limits(annotation.__metadata__)}"]
         return [_WORDS.get(annotation, str(annotation))]

@@ -76,7 +76,6 @@ def test_where_weights_are_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
         "pt_inception-2015-12-05-6726825d.pth",
         "--inception_weights",
         "MURALIST_INCEPTION",
-        "The other scores go on",
     ):
         assert part in reason
     assert str(tmp_path / "muralist") in reason

@@ -130,7 +130,7 @@ def test_pictures_without_a_ledger_are_refused(atelier: Atelier) -> None:
 
 
 def test_changed_settings_are_refused_and_named(atelier: Atelier) -> None:
-    with pytest.raises(UserError, match=r"Changed: model tiny -> huge; steps None -> 5\..*--overwrite"):
+    with pytest.raises(UserError, match=r"Changed: model tiny -> huge; steps default -> 5\..*--overwrite"):
         atelier.folder.check_settings({"model": "huge", "steps": 5}, atelier.header)
     atelier.folder.check_settings({"model": "tiny"}, atelier.header)
 

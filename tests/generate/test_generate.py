@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from itertools import pairwise
 from pathlib import Path
@@ -103,6 +104,21 @@ def test_the_batch_that_was_found_is_kept(run: Path, tmp_path: Path, capsys: pyt
     assert before.items() <= files(images).items()
     generate(tmp_path, run)
     assert "Nothing to do: 5 of 5 pictures" in capsys.readouterr().err
+
+
+def test_weights_and_interval_are_kept_with_the_pictures(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table(tmp_path, "prompt\nmeadow\n")
+    asked = ("--weights", "ema2", "--guidance_interval", 0, 0.5)
+    images = generate(tmp_path, run, *asked)
+    assert "(fp32, ema2, 2 steps, guidance 2.9 between 0 and 0.5)" in capsys.readouterr().err
+    told = json.loads(Image.open(images / "000001_seed42.png").info["settings"])  # type: ignore[arg-type]
+    assert (told["weights"], told["guidance_interval"]) == ("ema2", [0, 0.5])
+    generate(tmp_path, run, *asked)
+    assert "Nothing to do" in capsys.readouterr().err
+    generate(tmp_path, run, *asked[:2], expect=1)
+    assert "Changed: guidance_interval [0.0, 0.5] -> default." in capsys.readouterr().err
 
 
 def test_a_model_that_paints_one_at_a_time_goes_on_with_the_same_command(

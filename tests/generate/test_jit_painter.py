@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from muralist.models.jit_family import JiTFamily
 from muralist.models.lora import Lora
 from muralist.models.small_hunyuan import build_small_hunyuan
 from muralist.pictures import to_u8
-from muralist.settings import ExportSettings, GenerateSettings, ModelSettings, SampleSettings, TrainSettings
+from muralist.settings import ExportSettings, GenerateSettings, SampleSettings
 from tests.support.hunyuan import small_family
+from tests.support.jit_models import SIDE, checkpoint, family, network_of
 from tests.support.painting import CPU, differ, no_beat
 
-SIDE = 16
 DOG, CAT = Order("dog", "", 3), Order("cat", "", 4)
 
 
@@ -40,31 +39,6 @@ def painter_of(path: Path, **changes: Any) -> Painter:
 
 def paint(painter: Painter, *orders: Order) -> list[np.ndarray]:
     return painter.paint(orders, (SIDE, SIDE), no_beat)
-
-
-def checkpoint(folder: Path, description: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
-    """A run with one checkpoint, as far as readers of weights look at it."""
-    step = folder / "checkpoints" / "step_0000001"
-    step.mkdir(parents=True)
-    (folder / "checkpoints" / "latest").write_text(step.name)
-    (step / "manifest.json").write_text(json.dumps({"model": description}))
-    save_file(weights, step / "ema1.safetensors")
-    return folder
-
-
-def family(*names: str) -> JiTFamily:
-    model = ModelSettings(name="JiT-T/8", img_size=SIDE, enable_condition=bool(names))
-    return JiTFamily.from_settings(TrainSettings(model=model), list(names))
-
-
-def network_of(chosen: JiTFamily) -> torch.nn.Module:
-    """With a head that is not zero, as it is before training."""
-    network = chosen.network().eval()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in network.parameters():
-            weight.add_(0.05 * torch.randn_like(weight))
-    return network
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +97,69 @@ def test_guidance_that_ends_early(pets: tuple[Path, JiTFamily, torch.nn.Module])
     assert fewest < fewer < passes
     assert differ(cut, whole) > 0
     assert differ(cut, none) > 0
+
+
+def test_the_interval_of_guidance(pets: tuple[Path, JiTFamily, torch.nn.Module]) -> None:
+    run, chosen, network = pets
+
+    def painted(**changes: Any) -> np.ndarray:
+        return paint(painter_of(run, num_inference_steps=10, **changes), DOG)[0]
+
+    usual = painted()
+    assert np.array_equal(painted(guidance_interval=(0.1, 1)), usual)
+    sampling = SampleSettings(steps=10, guidance=2.9, interval=(0.3, 0.6))
+    drawn = to_u8(chosen.sample(network, ["dog"], [3], sampling))[0]
+    assert np.array_equal(painted(guidance_interval=(0.3, 0.6)), drawn)
+    assert differ(drawn, usual) > 0
+    # A cut ends it early and never prolongs it.
+    assert np.array_equal(painted(guidance_interval=(0.3, 0.6), cfg_truncation_step=8), drawn)
+    none = painted(guidance_scale=1.0)
+    assert np.array_equal(painted(guidance_interval=(0.3, 0.6), cfg_truncation_step=2), none)
+    with pytest.raises(UserError, match="interval 0.5 to 0.2 is empty"):
+        check_model(given(run, guidance_interval=(0.5, 0.2)))
+
+
+def test_which_weights(pets: tuple[Path, JiTFamily, torch.nn.Module], tmp_path: Path) -> None:
+    _, chosen, network = pets
+    run = checkpoint(tmp_path / "run", chosen.describe(), network.state_dict())
+    step = run / "checkpoints" / "step_0000001"
+    with pytest.raises(UserError, match="no weights at .*ema2.safetensors"):
+        check_model(given(run, weights="ema2"))
+    other = {name: value * 1.5 for name, value in network.state_dict().items()}
+    save_file(other, step / "ema2.safetensors")
+    first, second = (paint(painter_of(run, weights=which), DOG)[0] for which in ("ema1", "ema2"))
+    assert np.array_equal(paint(painter_of(run), DOG)[0], first)
+    save_file(other, tmp_path / "other.safetensors")
+    assert np.array_equal(paint(painter_of(tmp_path / "other.safetensors"), DOG._replace(prompt="1"))[0], second)
+    assert differ(first, second) > 0
+    states = {key: {f"net.{name}": value for name, value in state.items()}
+              for key, state in (("model_ema1", network.state_dict()), ("model_ema2", other))}  # fmt: skip
+    torch.save(states, tmp_path / "official.pth")
+    official = painter_of(tmp_path / "official.pth", weights="ema2")
+    assert np.array_equal(paint(official, DOG._replace(prompt="1"))[0], second)
+    with pytest.raises(UserError, match="has no weights named model"):
+        check_model(given(tmp_path / "official.pth", weights="model"))
+    with pytest.raises(UserError, match="holds one set of weights"):
+        check_model(given(tmp_path / "other.safetensors", weights="ema2"))
+
+
+def test_what_shapes_a_picture_is_part_of_its_identity(
+    pets: tuple[Path, JiTFamily, torch.nn.Module], tmp_path: Path
+) -> None:
+    network = pets[2]
+    state = {f"net.{name}": value for name, value in network.state_dict().items()}
+    torch.save({"model_ema1": state, "model_ema2": state}, tmp_path / "official.pth")
+
+    def identity(**changes: Any) -> dict[str, Any]:
+        return check_model(given(tmp_path / "official.pth", **changes)).identity
+
+    usual = identity()
+    assert not {"weights", "guidance_interval"} & usual.keys()  # as in folders of earlier versions
+    assert identity(weights="ema1", guidance_interval=(0.1, 1)) == usual
+    assert identity(weights="ema2", guidance_interval=(0, 1)) == usual | {
+        "weights": "ema2",
+        "guidance_interval": [0, 1],
+    }
 
 
 @pytest.mark.parametrize(("steps", "cut"), [(3, 2), (14, 7), (20, 15)])

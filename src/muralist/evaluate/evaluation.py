@@ -82,7 +82,7 @@ class Evaluation:
             choose_devices(settings.gpu_ids),
             told,
         )
-        made._find_missing(reason)
+        made._find_missing(f"{reason} The other scores go on without it.")
         output.mkdir(parents=True, exist_ok=True)
         return made
 

@@ -50,7 +50,7 @@ def find_weights(given: str | None) -> tuple[Path | None, str]:
             return file, ""
     return None, (
         f"{_NEEDING} need the Inception weights of 2015-12-05, which were not found. {_SOURCE}; give its path as "
-        f"--inception_weights or {VARIABLE}, or put it into {cache_folder()}. The other scores go on without it."
+        f"--inception_weights or {VARIABLE}, or put it into {cache_folder()}."
     )
 
 
@@ -99,7 +99,7 @@ def _read(file: Path) -> dict[str, Tensor]:
             return _read_torchscript(file)
         found = torch.load(file, map_location="cpu", weights_only=True)
         return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
-    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError, AttributeError, EOFError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, LookupError, AttributeError, EOFError) as error:
         raise _damaged(file, error) from None
     except (pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise _damaged(file, error) from None

@@ -7,6 +7,7 @@ import logging
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,16 +32,9 @@ log = logging.getLogger("muralist")
 
 
 def evaluate(settings: EvaluateSettings) -> int:
-    """Compute every metric that can be computed, and write report.json."""
+    """Compute every metric that can be computed, write report.json and its page, and say what came out."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    evaluation = Evaluation.prepare(settings)
-    report = evaluation.run()
-    output = Path(settings.output_dir)
-    try:
-        write_json(output / REPORT, report)
-    except OSError as error:
-        raise no_space(error, output / REPORT) from None
-    page = write_report([output], output / "report")
+    report, page = measure(settings)
     for warning in report["warnings"]:
         log.warning("%s", warning)
     reasons: dict[str, list[str]] = {}
@@ -53,8 +47,19 @@ def evaluate(settings: EvaluateSettings) -> int:
         if score["value"] is not None:
             between = "" if score["low"] is None else f"  ({score['low']:.6g} to {score['high']:.6g})"
             print(f"{name:<16}{score['value']:.6g}{between}")
-    print(f"The report is {output / REPORT}, and the page to look at {page}.")
+    print(f"The report is {Path(settings.output_dir) / REPORT}, and the page to look at {page}.")
     return 0
+
+
+def measure(settings: EvaluateSettings) -> tuple[dict[str, Any], Path]:
+    """Compute every metric that can be computed; returns what report.json now holds, and its page."""
+    report = Evaluation.prepare(settings).run()
+    output = Path(settings.output_dir)
+    try:
+        write_json(output / REPORT, report)
+    except OSError as error:
+        raise no_space(error, output / REPORT) from None
+    return report, write_report([output], output / "report")
 
 
 def stats(settings: StatsSettings) -> int:

@@ -93,7 +93,8 @@ class OutputFolder:
         changed = [name for name in names if settings.get(name) != header.settings.get(name)]
         if not changed:
             return
-        told = "; ".join(f"{name} {header.settings.get(name)!s:.60} -> {settings.get(name)!s:.60}" for name in changed)
+        before, now = ({name: made.get(name, "default") for name in changed} for made in (header.settings, settings))
+        told = "; ".join(f"{name} {before[name]!s:.60} -> {now[name]!s:.60}" for name in changed)
         raise UserError(
             f"{self.root} holds pictures made with other settings.",
             f"Changed: {told}.",

@@ -17,6 +17,7 @@ from muralist.models.jit import JiT
 from muralist.models.jit_family import JiTFamily, Objective
 from muralist.models.weights import (
     CONFIG_FILE,
+    Which,
     infer_jit_config,
     jit_arguments,
     read_config,
@@ -30,11 +31,11 @@ from muralist.settings import GenerateSettings, ObjectiveSettings, SampleSetting
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
-def read_family(path: Path, description: Mapping[str, Any]) -> JiTFamily:
+def read_family(path: Path, description: Mapping[str, Any], which: Which) -> JiTFamily:
     """The model's size, classes and objective; of weights made elsewhere, the official ones and class numbers."""
     if description:
         return _family(description["model"], description["img_size"], description, 0)
-    config = read_config(path) if (path / CONFIG_FILE).is_file() else infer_jit_config(read_weights(path))
+    config = read_config(path) if (path / CONFIG_FILE).is_file() else infer_jit_config(read_weights(path, which))
     return _family("JiT", config["input_size"], config, config["num_classes"])
 
 
@@ -55,13 +56,13 @@ class JiTPainter:
 
     @classmethod
     def load(cls, settings: GenerateSettings, device: torch.device) -> JiTPainter:
-        """Read the weights (of a run: the first average of them)."""
+        """Read the weights."""
         path = Path(settings.model_path)
-        family = read_family(path, read_description(path))
+        family = read_family(path, read_description(path), settings.weights)
         if (path / CONFIG_FILE).is_file():
             config, weights = read_jit_folder(path)
         else:
-            weights = read_weights(path)
+            weights = read_weights(path, settings.weights)
             config = infer_jit_config(weights)
         with torch.device("meta"):
             network = JiT(**jit_arguments(config))
@@ -99,11 +100,14 @@ class JiTPainter:
 
 
 def _sampling(settings: GenerateSettings) -> SampleSettings:
-    """Guidance is on from 0.1 of the way, as in the official sampler, until the cut."""
-    sampling = SampleSettings(steps=settings.num_inference_steps, guidance=settings.guidance_scale)
+    """Guidance is on in its interval, until the cut."""
+    low, high = settings.guidance_interval
+    sampling = SampleSettings(
+        steps=settings.num_inference_steps, guidance=settings.guidance_scale, interval=(low, high)
+    )
     if settings.cfg_truncation_step is None:
         return sampling
     # A time out of the sampler's own grid: k / n may be rounded to the next number above it.
-    low, end = sampling.interval[0], time_grid(sampling.steps)[min(settings.cfg_truncation_step, sampling.steps)]
+    end = min(high, time_grid(sampling.steps)[min(settings.cfg_truncation_step, sampling.steps)])
     changes = {"interval": (low, end)} if end > low else {"guidance": 1.0}
     return sampling.model_copy(update=changes)

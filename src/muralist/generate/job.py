@@ -266,12 +266,15 @@ class _Command:
         labels = self.ranks.labels if self.ranks else list(devices)
         kind = {True: ("CPU process", "CPU processes"), False: ("GPU", "GPUs")}["cpu" in devices.values()]
         guidance = f"guidance {settings.guidance_scale:g}"
+        if "guidance_interval" in self.identity:
+            guidance += " between {:g} and {:g}".format(*settings.guidance_interval)
         if settings.cfg_truncation_step is not None:
             guidance += f" for {settings.cfg_truncation_step} steps"
         clip = f" of {settings.num_frames} frames" if settings.num_frames > 1 else ""
+        weights = f", {settings.weights}" if "weights" in self.identity else ""
         return (
             f"{todo:,} {self._things(todo)}{clip}, {height} x {width}, from {settings.prompts_csv} with "
-            f"{self.identity['model']} ({settings.dtype}, {settings.num_inference_steps} steps, {guidance}) on "
+            f"{self.identity['model']} ({settings.dtype}{weights}, {settings.num_inference_steps} steps, {guidance}) on "
             f"{len(labels)} {kind[len(labels) > 1]}: {' '.join(labels)}. Loading the model."
         )
 

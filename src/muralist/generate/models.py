@@ -29,7 +29,7 @@ class CheckedModel:
     identity: dict[str, Any]
     """What tells it from others: `model`, its kind in words; `fingerprint`, of its files; `lora`, of those added."""
     description: dict[str, Any] = field(default_factory=dict)
-    """What the checkpoint says of it, for models trained here."""
+    """What is known of it, for JiT and for models trained here."""
 
 
 def check_model(settings: GenerateSettings) -> CheckedModel:
@@ -38,6 +38,7 @@ def check_model(settings: GenerateSettings) -> CheckedModel:
     if not path.exists():
         raise _missing(path)
     if (path / INDEX_FILE).is_file():
+        _refuse_jit_flags(settings, "a pipeline of diffusers")
         return _pipeline(path, settings)
     from muralist.models.weights import read_description
 
@@ -45,6 +46,7 @@ def check_model(settings: GenerateSettings) -> CheckedModel:
         raise UserError(f"The run {path} has no checkpoint yet.", fix="Wait for its first one.")
     description = read_description(path)
     if description.get("family") == "hunyuandit":
+        _refuse_jit_flags(settings, "a HunyuanDiT")
         return _trained_hunyuan(path, description, settings)
     if description or path.suffix in _WEIGHTS or _holds_jit(path):
         return _jit(path, description, settings)
@@ -115,11 +117,26 @@ def _trained_hunyuan(path: Path, description: dict[str, Any], settings: Generate
     return CheckedModel("hunyuandit", settled, _identity("HunyuanDiT trained here", prints, settings), description)
 
 
-def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) -> CheckedModel:
-    from muralist.generate.jit_painter import read_family
-    from muralist.models.weights import weights_file
+def _refuse_jit_flags(settings: GenerateSettings, kind: str) -> None:
+    for flag in ("weights", "guidance_interval"):
+        if flag in settings.model_fields_set:
+            raise UserError(f"--{flag} is for JiT models, and this is {kind}.", fix="Leave it out.")
 
-    family = read_family(path, description)
+
+def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) -> CheckedModel:
+    from muralist.diffusion.solvers import SolverSettings
+    from muralist.generate.jit_painter import read_family
+    from muralist.models.weights import holds_one_set, weights_file
+
+    SolverSettings(interval=settings.guidance_interval)  # which refuses an empty one
+    if "weights" in settings.model_fields_set and holds_one_set(path):
+        raise UserError(f"{path} holds one set of weights: there is nothing to choose.", fix="Leave --weights out.")
+    file = weights_file(path, settings.weights)
+    if not file.is_file():
+        raise UserError(
+            f"There are no weights at {file}.", fix="Wait for a whole checkpoint, or choose other --weights."
+        )
+    family = read_family(path, description, settings.weights)
     side = family.img_size
     if (settings.height or side, settings.width or side) != (side, side):
         raise UserError(
@@ -136,8 +153,15 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
     guidance = _JIT_GUIDANCE if settings.guidance_scale == "auto" else settings.guidance_scale
     _check_cut(settings, "JiT", guidance if family.label_names else 1.0, unguided=1.0)
     settled = _settled(side, side, guidance, _asked_frames(settings))
-    prints = {"weights": _fingerprint(weights_file(path, "ema1"))}
-    return CheckedModel("jit", settled, _identity(f"{family.name} at {side} px", prints, settings), description)
+    identity = _identity(f"{family.name} at {side} px", {"weights": _fingerprint(file)}, settings)
+    return CheckedModel("jit", settled, identity | _unusual(settings), family.describe())
+
+
+def _unusual(settings: GenerateSettings) -> dict[str, Any]:
+    """Settings of JiT alone that are not the default: a folder made before there were such settings stays what it is."""
+    told = {"weights": settings.weights, "guidance_interval": list(settings.guidance_interval)}
+    usual = {name: GenerateSettings.model_fields[name].default for name in told}
+    return {name: value for name, value in told.items() if getattr(settings, name) != usual[name]}
 
 
 def _settled(height: int, width: int, guidance: float, frames: int) -> dict[str, Any]:

@@ -64,22 +64,31 @@ def read_weights(path: str | Path, which: Which = "ema1") -> dict[str, Tensor]:
 
 def read_description(source: Path) -> dict[str, Any]:
     """What a checkpoint, or a run's latest one, says of its model in its manifest; nothing for weights made elsewhere."""
-    latest = source / "checkpoints" / "latest"
-    folder = latest.parent / latest.read_text().strip() if latest.is_file() else source
-    manifest = folder / "manifest.json"
+    manifest = latest_checkpoint(source) / "manifest.json"
     try:
         return dict(json.loads(manifest.read_text())["model"]) if manifest.is_file() else {}
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{manifest} is damaged: it is not a checkpoint manifest.") from None
 
 
+def latest_checkpoint(path: Path) -> Path:
+    """The newest checkpoint of a run; any other path is what it is."""
+    latest = path / "checkpoints" / "latest"
+    return latest.parent / latest.read_text().strip() if latest.is_file() else path
+
+
+def holds_one_set(path: Path) -> bool:
+    """Whether there is nothing to choose: an export and a .safetensors file have no averages beside their weights."""
+    return path.suffix == ".safetensors" or (path / WEIGHTS_FILE).is_file()
+
+
 def weights_file(path: Path, which: Which) -> Path:
     """The file inside a folder that holds the wanted weights."""
     if not path.is_dir():
         return path
-    latest = path / "checkpoints" / "latest"
-    if latest.is_file():
-        return latest.parent / latest.read_text().strip() / f"{which}.safetensors"
+    checkpoint = latest_checkpoint(path)
+    if checkpoint != path:
+        return checkpoint / f"{which}.safetensors"
     names = (f"{which}.safetensors", WEIGHTS_FILE, OFFICIAL_FILE, ADAPTER_FILE)
     found = [path / name for name in names if (path / name).is_file()]
     if not found:

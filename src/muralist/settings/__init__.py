@@ -7,6 +7,7 @@ it, but never the result; all other fields together are the run's identity (see 
 from muralist.settings.evaluate import EvaluateSettings, ReportSettings, StatsSettings
 from muralist.settings.generate import GenerateSettings
 from muralist.settings.section import Apart, Section
+from muralist.settings.sweep import SweepSettings
 from muralist.settings.tools import DemoSettings, ExportSettings, LaunchSettings, PackSettings, ShowSettings
 from muralist.settings.train import (
     TRAIN_FLAT_NAMES,
@@ -44,5 +45,6 @@ __all__ = [
     "ShowSettings",
     "StatsSettings",
     "Strategy",
+    "SweepSettings",
     "TrainSettings",
 ]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from muralist.settings.section import Section
+from muralist.settings.section import Fraction, Section
 
 
 class GenerateSettings(Section):
@@ -30,6 +30,10 @@ class GenerateSettings(Section):
     """Denoising steps."""
     guidance_scale: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     """Classifier-free guidance scale; auto: 7.5, for JiT 2.9."""
+    guidance_interval: tuple[Fraction, Fraction] = (0.1, 1.0)
+    """JiT: the times, from 0 (noise) to 1 (picture), between which guidance is on."""
+    weights: Literal["model", "ema1", "ema2"] = "ema1"
+    """JiT: which weights of a run, a checkpoint or an official file: as trained, or one of the two averages."""
     negative_prompt: str = ""
     """What pictures should not show, where a row does not say."""
     height: PositiveInt | None = None

@@ -1,0 +1,1 @@
+"""Which weights and which guidance of a JiT make the best pictures."""
