@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import signal
 import subprocess
 import time
@@ -143,6 +144,27 @@ def test_what_is_measured_is_not_made_again(
     assert results(output)["full"] is None  # another was the best then
     assert main([*command, "--num_inference_steps", "3"]) == 1
     assert "Changed: num_inference_steps 2 -> 3." in capsys.readouterr().err
+
+
+def test_averages_that_are_equal_are_tried_once(pets: Path, statistics: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(pets, run)
+    step = run / "checkpoints" / "step_0000001"
+    shutil.copy(step / "ema1.safetensors", step / "model.safetensors")
+
+    def tried(*weights: Any) -> list[str | None]:
+        settings = SweepSettings(
+            model_path=str(run),
+            reference=str(statistics),
+            output_dir=str(tmp_path / "out"),
+            weights=list(weights),
+            guidance_scale=[2],
+            inception_weights=str(inception_weights()),
+        )
+        return [combination.weights for combination in Sweep.prepare(settings).tried]
+
+    assert tried("ema1", "ema2", "model") == ["ema1", "ema2"]
+    assert tried("model", "ema1") == ["model"]
 
 
 def made(folder: Path) -> int:

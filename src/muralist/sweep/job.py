@@ -11,6 +11,7 @@ Each combination is a folder that `generate` fills and `evaluate` measures; what
 
 from __future__ import annotations
 
+import filecmp
 import gc
 import json
 import logging
@@ -19,7 +20,9 @@ import shlex
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations as combinations_of_two
 from pathlib import Path
 
 import torch
@@ -34,7 +37,7 @@ from muralist.generate.models import CheckedModel, check_model
 from muralist.generate.plan import SEEDS_BETWEEN_COPIES
 from muralist.machine import choose_devices
 from muralist.models.jit_family import UNCONDITIONAL
-from muralist.models.weights import holds_one_set, latest_checkpoint
+from muralist.models.weights import Which, holds_one_set, latest_checkpoint
 from muralist.runfolder import no_space, write_atomically
 from muralist.scale.slurm import adopt_ranks
 from muralist.settings import EvaluateSettings, GenerateSettings, SweepSettings
@@ -104,6 +107,9 @@ class Sweep:
         tried, notes = combinations(settings, guided, one_set=holds_one_set(model_path))
         for combination in {combination.weights: combination for combination in tried}.values():
             check_model(_generate_settings(settings, model_path, combination))
+        for which, same in _equal_weights(model_path, settings.weights).items():
+            tried = [combination for combination in tried if combination.weights != which]
+            notes.append(f"{which} is left out: in so short a training it is the same as {same}, to the last bit.")
         weights, reason = find_weights(settings.inception_weights)
         if weights is None:
             raise UserError(reason)
@@ -257,6 +263,17 @@ def _generate_settings(
         num_inference_steps=settings.num_inference_steps,
         **(combination.chosen if combination else {}),
     )
+
+
+def _equal_weights(model_path: Path, sets: Sequence[Which]) -> dict[Which, Which]:
+    """Sets of a checkpoint's weights that are another one's equal: early on, both averages are over the same few steps."""
+    files = {which: model_path / f"{which}.safetensors" for which in sets}
+    there = [which for which, file in files.items() if file.is_file()]
+    equal: dict[Which, Which] = {}
+    for one, other in combinations_of_two(there, 2):
+        if one not in equal and other not in equal and filecmp.cmp(files[one], files[other], shallow=False):
+            equal[other] = one
+    return equal
 
 
 def _size(count: float) -> str:
