@@ -61,8 +61,10 @@ def test_an_evaluations_page_runs_in_a_sandbox(board: Board) -> None:
     assert "script-src 'self';" in own.headers["content-security-policy"] and b"http" not in own.body
 
 
-OUTSIDE = ["../secret.png", "leak.png", "away/secret.png", "first/../../secret.png", "{root}/../secret.png",
-           "/etc/passwd", "notes.txt", "first/metrics.jsonl", "first", "", "a\0b.png", "x" * 5000 + ".png", "%2e%2e/secret.png"]  # fmt: skip
+OUTSIDE = [
+    *("../secret.png", "leak.png", "away/secret.png", "first/../../secret.png", "{root}/../secret.png", "/etc/passwd"),
+    *("notes.txt", "first/metrics.jsonl", "first", "", "a\0b.png", "x" * 5000 + ".png", "%2e%2e/secret.png"),
+]
 
 
 @pytest.mark.parametrize("path", OUTSIDE)

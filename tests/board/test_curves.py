@@ -75,8 +75,14 @@ def test_a_run_that_was_cut_back_is_told_anew(tmp_path: Path) -> None:
 
 def test_what_is_no_number_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    rows = ['{"step": 1, "train/loss": NaN}', "torn {", "", '[1]', '{"no": 1}', '{"step": 2, "train/loss": "high"}',
-            '{"step": 3, "train/loss": 1e300, "val/loss": 0.5}', '{"step": 4, "train/loss": 2, "val/loss": true}', "\x00"]  # fmt: skip
+    torn = ["torn {", "", "[1]", '{"no": 1}', "\x00"]
+    rows = [
+        '{"step": 1, "train/loss": NaN}',
+        '{"step": 2, "train/loss": "high"}',
+        '{"step": 3, "train/loss": 1e300, "val/loss": 0.5}',
+        *torn,
+        '{"step": 4, "train/loss": 2, "val/loss": true}',
+    ]
     path.write_text("\n".join(rows) + "\n")
     window = Series(path).window("step")
     assert window["x"] == [1, 2, 3, 4]
@@ -90,7 +96,7 @@ def test_what_is_no_number_is_passed_over(tmp_path: Path) -> None:
 def test_hours_leave_out_the_time_between_a_stop_and_the_next_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     times = [1000, 1036, 1072, 90_000, 90_036]
-    path.write_text("".join(line(step, **{"time": time}) for step, time in enumerate(times, 1)))
+    path.write_text("".join(line(step, time=time) for step, time in enumerate(times, 1)))
     assert Series(path).window("hours")["x"] == [0, 0.01, 0.02, 0.02, 0.03]
 
 

@@ -201,10 +201,10 @@ function drawChart(Plotly, chart, runs, name, isPart, style) {
       hovertemplate: `%{y:${isPart ? ".1%" : ".5g"}}<extra>${escaped(shortName(run.id))}</extra>`,
     });
   }
-  const axis = { gridcolor: colour("--line"), zeroline: false, linecolor: colour("--line"), tickfont: { color: colour("--quiet"), size: 11 }, automargin: true };
+  const axis = { gridcolor: colour("--line"), zeroline: false, linecolor: colour("--line"), tickfont: { color: colour("--quiet"), size: 11 } };
   const layout = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, dragmode: "zoom", hovermode: "x unified",
-    font: { color: colour("--text"), family: style.fontFamily, size: 12 }, margin: { l: 44, r: 8, t: 6, b: 26 },
+    font: { color: colour("--text"), family: style.fontFamily, size: 12 }, margin: { l: 54, r: 8, t: 6, b: 24 },
     hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--text") } },
     xaxis: {
       ...axis, showgrid: false, hoverformat: state.x === "hours" ? ".2f" : ",d", tickformat: state.x === "hours" ? "" : "~s",
