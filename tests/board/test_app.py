@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 from pathlib import Path
 from urllib.parse import quote
@@ -31,6 +32,13 @@ def test_an_answer_that_is_known_is_not_sent_again(board: Board) -> None:
         first = board.get(path)
         again = board.get(path, if_none_match=first.headers["etag"])
         assert (first.status, again.status, again.body) == (200, 304, b"")
+
+
+def test_what_is_large_travels_small(board: Board) -> None:
+    whole, small = board.get("/plotly.js"), board.get("/plotly.js", accept_encoding="gzip, br")
+    assert gzip.decompress(small.body) == whole.body and len(small.body) < 0.4 * len(whole.body)
+    told = board.get("/api/curves?run=first", accept_encoding="gzip")
+    assert told.headers["content-encoding"] == "gzip" and b'"rows":100,' in gzip.decompress(told.body)
 
 
 def test_the_wall_and_its_pictures(board: Board) -> None:

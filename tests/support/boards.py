@@ -58,7 +58,9 @@ class Board:
 def running_board(root: Path, cache: Path) -> Iterator[Board]:
     """Serve a folder from a thread of this process."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(create(root, cache=cache), log_level="error", access_log=False))
+    server = uvicorn.Server(
+        uvicorn.Config(create(root, cache=cache), log_level="error", access_log=False, timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
     while not server.started:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gzip
 import hashlib
 import json
 from pathlib import Path
@@ -113,11 +115,13 @@ def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) 
     def file(path: str) -> Response:
         """A picture or an evaluation's page as it is."""
         found, kind = root.file(path, PICTURES | PAGES)
-        headers = _FOR_A_MINUTE if found.suffix in PICTURES else {**_ASK_AGAIN, "Content-Security-Policy": PAGE_POLICY}
+        headers = _FOR_A_MINUTE if kind in PICTURES.values() else {**_ASK_AGAIN, "Content-Security-Policy": PAGE_POLICY}
         return FileResponse(found, media_type=kind, headers=headers)
 
     @app.get("/{name}")
-    def static(name: str, known: ETag = None) -> Response:
+    def static(
+        name: str, known: ETag = None, accepted: Annotated[str, Header(alias="accept-encoding")] = ""
+    ) -> Response:
         """A part of the page itself."""
         places = {"plotly.js": _PLOTLY, "palette.css": _PALETTE}
         path = places.get(name, _STATIC / name)
@@ -125,9 +129,12 @@ def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) 
             raise NotHere
         status = path.stat()
         tag = f'"{status.st_mtime_ns:x}-{status.st_size:x}"'
-        headers = {"ETag": tag, **_ASK_AGAIN}
+        headers = {"ETag": tag, "Vary": "Accept-Encoding", **_ASK_AGAIN}
         if known in (tag, f"W/{tag}"):
             return Response(status_code=304, headers=headers)
+        if name == "plotly.js" and "gzip" in accepted:
+            headers["Content-Encoding"] = "gzip"
+            return Response(_compressed(path), media_type=_KINDS[path.suffix], headers=headers)
         return Response(path.read_bytes(), media_type=_KINDS[path.suffix], headers=headers)
 
     @app.get("/")
@@ -137,6 +144,12 @@ def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) 
 
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=4)
     return Guard(app, host)
+
+
+@functools.cache
+def _compressed(path: Path) -> bytes:
+    """A large file, made small once."""
+    return gzip.compress(path.read_bytes(), 6, mtime=0)
 
 
 def _own_files() -> set[str]:

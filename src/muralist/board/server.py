@@ -36,7 +36,13 @@ def board(settings: BoardSettings) -> int:
     from muralist.board.app import create
 
     server = uvicorn.Server(
-        uvicorn.Config(create(root, settings.host), log_level="error", access_log=False, server_header=False)
+        uvicorn.Config(
+            create(root, settings.host),
+            log_level="error",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            server_header=False,
+        )
     )
     if settings.open:
         webbrowser.open(address)

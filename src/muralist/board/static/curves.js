@@ -7,6 +7,7 @@ const KNOWN = [
   ["train/loss", "Loss", short], ["val/loss", "Held-out loss", short], ["train/learning_rate", "Learning rate", short],
   ["train/grad_norm", "Gradient norm", short], ["train/samples_per_second", "Images per second", short],
   ["train/mfu", "MFU", percent], ["train/data_wait_fraction", "Waiting for data", percent],
+  ["train/epoch_loss", "Loss of each epoch", short],
 ];
 const LEFT_OUT = new Set(["train/tokens_per_second"]); // images per second, times a constant
 const AXES = [["step", "steps"], ["images", "images"], ["hours", "hours"]];
@@ -25,7 +26,6 @@ function drawing() {
 
 export const curves = {
   open(view) {
-    drawing();
     const axes = choice("Horizontal axis", AXES, state.x, (x) => setAxis(x));
     const log = element("button.switch", { type: "button", "aria-pressed": String(state.log), title: "Logarithmic scale (l)", onclick: toggleLog }, "log");
     const smooth = element("input", {
@@ -46,6 +46,7 @@ export const curves = {
   async poll(overview) {
     const opened = page;
     opened.overview = overview;
+    drawing(); // by now the list is there, and loading holds up nobody
     const known = new Map(overview.run.map((run) => [run.id, run]));
     const wanted = shownRuns().filter((id) => known.has(id));
     const changed = await Promise.all(wanted.map((id) => update(id, known.get(id))));
@@ -131,7 +132,7 @@ function smoothed(values, keep) {
     if (value === null) return null;
     sum = keep * sum + (1 - keep) * value;
     weight = keep * weight + (1 - keep);
-    return sum / weight;
+    return Number((sum / weight).toPrecision(6)); // more digits are only the noise of adding
   });
 }
 
@@ -213,7 +214,7 @@ function drawChart(Plotly, chart, runs, name, isPart, style) {
     yaxis: {
       ...axis, type: state.log && !isPart ? "log" : "linear", fixedrange: true, tickformat: isPart ? "~%" : "",
       exponentformat: "power", ...(state.log && !isPart ? logTicks(traces) : {}),
-      ...(isPart ? { rangemode: "tozero" } : {}),
+      ...(isPart ? { rangemode: "tozero" } : {}), ...flatRange(traces, state.log && !isPart),
     },
   };
   Plotly.react(chart.place, traces, layout, { displayModeBar: false, responsive: true, doubleClick: false });
@@ -227,12 +228,25 @@ function drawChart(Plotly, chart, runs, name, isPart, style) {
   chart.place.on("plotly_doubleclick", () => setZoom(null));
 }
 
+function extent(traces) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const { y } of traces) {
+    for (const value of y) if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  }
+  return [low, high];
+}
+
+/** A value that never changes is drawn as a line in the middle, not as a landscape of rounding errors. */
+function flatRange(traces, isLog) {
+  const [low, high] = extent(traces);
+  if (!(high > 0 && high - low <= 1e-4 * high)) return { autorange: true };
+  const edges = [0.8 * high, 1.2 * high];
+  return { range: isLog ? edges.map(Math.log10) : edges, autorange: false };
+}
+
 /** Ticks of a logarithmic axis: 1, 2 and 5 of each decade, or the decades alone where there are many. */
 function logTicks(traces) {
-  let [low, high] = [Infinity, 0];
-  for (const { y } of traces) {
-    for (const value of y) if (value > 0) [low, high] = [Math.min(low, value), Math.max(high, value)];
-  }
+  const [low, high] = extent(traces.map(({ y }) => ({ y: y.filter((value) => value > 0) })));
   const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
   if (!Number.isFinite(first)) return {};
   const steps = last - first > 3 ? [1] : last - first > 1 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7];

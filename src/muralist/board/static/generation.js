@@ -49,7 +49,7 @@ function draw(news) {
   const fact = (value, label) => element("div", {}, element("b", {}, value), element("span", {}, label));
   page.head.replaceChildren(...[
     fact(count(done), done === 1 ? "picture" : "pictures"), fact(count(failed), "failed"),
-    fact(speed ? short(speed) : "–", running ? "pictures per second" : "pictures per second, at the end"),
+    fact(speed ? short(speed, 3) : "–", running ? "pictures per second" : "pictures per second, at the end"),
     running && total ? fact(speed ? duration((total - finished) / speed) : "–", "left") : null,
     fact(news.read < 1 ? `${Math.round(100 * news.read)}%` : news.state, news.read < 1 ? "of the ledger is read" : "state"),
   ].filter(Boolean));
@@ -73,7 +73,7 @@ function drawBars(workers, running, total, finished) {
     const part = (value) => `${(100 * value) / Math.max(1, whole)}%`;
     const words = [worker.total === null ? plural(worker.done, "picture") : `${count(worker.done + worker.failed)} of ${count(worker.total)}`];
     if (worker.failed) words.push(`${count(worker.failed)} failed`);
-    if (worker.speed) words.push(`${short(worker.speed)}/s`);
+    if (worker.speed) words.push(`${short(worker.speed, 3)}/s`);
     const bar = element("span.bar", { role: "progressbar", "aria-valuemin": 0, "aria-valuemax": whole, "aria-valuenow": worker.done + worker.failed, "aria-label": name },
       element("i.done", { style: `width:${part(worker.done)}` }), element("i.failed", { style: `width:${part(worker.failed)}` }));
     return element("div.gpu", {}, element("span.label", {}, name), bar, element("span.words", {}, words.join(" · ")));

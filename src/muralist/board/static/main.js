@@ -15,12 +15,14 @@ const view = document.getElementById("view");
 const search = document.getElementById("search");
 const live = document.getElementById("live");
 const keys = document.getElementById("keys");
+const chooser = document.getElementById("chooser");
 let overview = null;
 let opened = null;
 let timer = null;
 let looking = null;
 
 function openTab(tab) {
+  choosing(false);
   if (opened === tab) return;
   if (opened) views[opened].close();
   [state.tab, opened] = [tab, tab];
@@ -45,9 +47,15 @@ function look(id) {
   const kind = KIND_OF_TAB[state.tab];
   if (state.focus[kind] !== id && kind === "run") [state.zoom, state.step] = [null, null];
   state.focus[kind] = id;
-  document.body.classList.remove("choosing");
+  choosing(false);
   writeAddress();
   refresh();
+}
+
+/** On a phone the list lies over the view while one chooses from it. */
+function choosing(open) {
+  document.body.classList.toggle("choosing", open);
+  chooser.setAttribute("aria-expanded", String(open));
 }
 
 function tick(id) {
@@ -110,10 +118,7 @@ document.querySelector("#untick button").addEventListener("click", () => { state
 document.getElementById("help").addEventListener("click", () => keys.showModal());
 keys.querySelector(".close").addEventListener("click", () => keys.close());
 keys.addEventListener("click", (event) => { if (event.target === keys) keys.close(); });
-const chooser = document.getElementById("chooser");
-chooser.addEventListener("click", () => {
-  chooser.setAttribute("aria-expanded", String(document.body.classList.toggle("choosing")));
-});
+chooser.addEventListener("click", () => choosing(!document.body.classList.contains("choosing")));
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || isEnlarged() || keys.open) return;

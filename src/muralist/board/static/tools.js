@@ -45,12 +45,12 @@ export const plural = (number, word) => `${count(number)} ${word}${number === 1 
 export function short(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
   if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
   return String(Number(value.toPrecision(digits)));
 }
 
-export const percent = (value) => (value === null || value === undefined ? "–" : `${short(value * 100)}%`);
+export const percent = (value) => (value === null || value === undefined ? "–" : `${short(value * 100, 3)}%`);
 
 export function duration(seconds) {
   if (seconds < 90) return `${Math.round(seconds)} s`;

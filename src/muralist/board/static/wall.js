@@ -68,7 +68,7 @@ export class Wall {
 
   #row(row, top) {
     const prompt = this.wall.prompts[row];
-    const made = element("div.line", { style: `top:${top}px;height:${this.side}px` }, element("p", { title: prompt }, prompt));
+    const made = element("div.line", { style: `top:${top}px;height:${this.side}px` }, element("p", { title: prompt }, element("span", {}, prompt)));
     made.cells = new Map();
     this.space.append(made);
     return made;
