@@ -21,10 +21,8 @@ _READ = "(metric) => document.querySelector(`[data-metric='${metric}'] .chart`)"
 def root(tmp_path_factory: pytest.TempPathFactory, photo_folder: Path) -> Path:
     """One trained run, a second one like it, one that only looks like one, pictures and an evaluation."""
     root = tmp_path_factory.mktemp("board") / "results"
-    words = (
-        "--data_path driving_world --max_samples 64 --enable_condition --init_from none --max_steps 12 --ckpt_every 4"
-    )
-    train(*words.split(), "--samples_per_gpu", 3, "--results_dir", root, "--run_name", "trained")
+    words = "--enable_condition --init_from none --max_steps 12 --ckpt_every 4 --samples_per_gpu 2 --run_name trained"
+    train(*words.split(), "--data_path", photo_folder, "--results_dir", root)
     shutil.copytree(root / "trained", root / "copied")
     write_run(root / "long", steps=5000, checkpoints=2)
     write_generation(root / "scenes", rows=700, failed=(5, 6))
