@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from PIL import Image
 
-from tests.support.boards import PROMPTS, Board
+from tests.support.boards import PROMPTS, Board, running_board, write_generation, write_run
+from tests.support.evaluations import write_evaluation
 
 
 def test_everything_under_the_root_is_listed(board: Board, results: Path) -> None:
@@ -94,6 +96,39 @@ def test_nothing_outside_the_root_and_no_other_kind_of_file_is_served(board: Boa
 def test_folders_outside_are_not_read(board: Board, run: str) -> None:
     for path in (f"/api/curves?run={run}", f"/api/samples?run={run}", f"/api/generation?folder={run}"):
         assert board.get(path).status == 404
+
+
+def test_links_inside_a_run_lead_nowhere_either(tmp_path: Path) -> None:
+    secret = write_run(tmp_path / "secret")
+    write_evaluation(secret / "evaluation")
+    write_generation(secret / "images")
+    (secret / "heartbeats").mkdir()
+    (secret / "heartbeats" / "rank_0.json").write_text('{"left": "failed", "message": "classified"}')
+    root = tmp_path / "results"
+    run, wall = write_run(root / "run", checkpoints=0), write_run(root / "wall", checkpoints=1)
+    for link, target in {
+        run / "metrics.jsonl": secret / "metrics.jsonl",
+        run / "samples": secret / "samples",
+        run / "heartbeats": secret / "heartbeats",
+        wall / "samples" / "step_0000010" / "gpu_0_prompt.txt": secret / "config.yaml",
+        wall / "samples" / "step_0000020": secret / "samples" / "step_0000020",
+        root / "images" / "ledger.jsonl": secret / "images" / "ledger.jsonl",
+        root / "scores" / "report.json": secret / "evaluation" / "report.json",
+    }.items():
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    os.mkfifo(root / "scores" / "pipe.png")
+    with running_board(root, tmp_path / "cache") as board:
+        told = board.get("/api/overview").json()
+        assert told["evaluation"] == [] and [run["id"] for run in told["run"]] == ["run", "wall"]
+        assert told["run"][0]["loss"] is None and told["run"][0]["state"] == "finished"
+        assert board.get("/api/curves?run=run").json()["rows"] == 0
+        assert board.get("/api/samples?run=run").json()["steps"] == []
+        wall_told = board.get("/api/samples?run=wall").json()
+        assert wall_told["steps"] == [10] and wall_told["prompts"][0] == ""
+        assert board.get("/api/generation?folder=images").json()["done"] == 0
+        assert board.get("/thumb?path=scores/pipe.png").status == 404
 
 
 def test_raw_dots_in_an_address_lead_nowhere(board: Board) -> None:

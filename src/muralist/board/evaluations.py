@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from muralist.board.root import Root
+from muralist.board.root import Root, read_plain
 
 _LARGEST = 256 << 20
 _PAGES = ("report/index.html", "index.html")
@@ -40,7 +40,7 @@ class Evaluations:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        report = json.loads(path.read_bytes())
+        report = json.loads(read_plain(path, _LARGEST))
         scores = {name: _score(score) for name, score in report["scores"].items() if score}
         images, reference = report.get("images") or {}, report.get("reference") or {}
         return {

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import from_json
 
+from muralist.board.root import is_plain_folder, open_plain, read_plain
 from muralist.board.tail import Tail
 from muralist.data.ledger_lines import DONE, FAILED
 from muralist.generate.folder import OutputFolder
@@ -77,7 +78,7 @@ class Generation:
         with self._lock:
             self._read()
             running, owner = _owner(self.folder)
-            told, unassigned = self._told() if running else ({}, 0)
+            told, unassigned = self._told() if running and is_plain_folder(self.folder.work) else ({}, 0)
             workers = [self._worker(gpu, told.get(gpu), running) for gpu in sorted({*self._done, *told}, key=_natural)]
             newest = [self._line(copy, row) for _, copy, row in sorted(self._newest, reverse=True)]
             size = sum(file.size for file in self._files)
@@ -107,7 +108,7 @@ class Generation:
             return {"version": self.version, "total": len(self._order), "begin": begin, "pictures": lines}
 
     def _read(self) -> None:
-        shards = sorted(self.folder.work.glob("*.jsonl"))
+        shards = _shards(self.folder)
         known = {file.path for file in self._files}
         # When a command ends, its shards are gone and their lines stand in the ledger: all is read anew from there.
         if known - {self.folder.ledger, *shards} or not all(file.is_same() for file in self._files):
@@ -166,7 +167,7 @@ class Generation:
     def _line(self, copy: int, row: int) -> dict[str, Any]:
         place = self._copies[copy].places[row]
         try:
-            with self._files[place >> 48].path.open("rb") as file:
+            with open_plain(self._files[place >> 48].path) as file:
                 file.seek(place & ((1 << 48) - 1))
                 return _shown(json.loads(file.readline()))
         except (OSError, ValueError):
@@ -183,7 +184,7 @@ class Generation:
     def _told(self) -> tuple[dict[str, tuple[int, int, int]], int]:
         """How far each worker says it is, and how many samples are nobody's."""
         try:
-            words = json.loads(self.folder.progress.read_text())
+            words = json.loads(read_plain(self.folder.progress, 1 << 20))
             workers = {
                 gpu: (int(done), int(failed), int(total)) for gpu, (done, failed, total) in words["workers"].items()
             }
@@ -193,7 +194,7 @@ class Generation:
 
     def _settings(self) -> dict[str, Any]:
         try:
-            with self.folder.ledger.open("rb") as file:
+            with open_plain(self.folder.ledger) as file:
                 return dict(json.loads(file.readline(1 << 20)).get("settings", {}))
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
@@ -221,16 +222,20 @@ def summary(folder: Path) -> dict[str, Any]:
     output = OutputFolder(folder)
     running, owner = _owner(output)
     try:
-        changed = max(path.stat().st_mtime for path in (output.ledger, *output.work.glob("*.jsonl")))
+        changed = max(path.stat().st_mtime for path in (output.ledger, *_shards(output)))
     except (OSError, ValueError):
         changed = 0.0
     return {"state": _state(running, owner), "changed": round(changed)}
 
 
+def _shards(folder: OutputFolder) -> list[Path]:
+    return sorted(folder.work.glob("*.jsonl")) if is_plain_folder(folder.work) else []
+
+
 def _owner(folder: OutputFolder) -> tuple[bool, dict[str, Any]]:
     """Whether a command works in a folder, and which."""
     try:
-        owner = dict(json.loads((folder.root / "lock").read_text()))
+        owner = dict(json.loads(read_plain(folder.root / "lock", 1 << 16)))
         return time.time() - float(owner["heartbeat"]) < _ALIVE, owner
     except (OSError, ValueError, TypeError, KeyError):
         return False, {}

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import IO
 
 PICTURES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 PAGES = {".html": "text/html; charset=utf-8"}
+
+
+def open_plain(path: Path | str) -> IO[bytes]:
+    """Open a file that is no link, which may lead out of the root, nor a pipe, on which one would wait for ever."""
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+
+
+def read_plain(path: Path | str, most: int) -> bytes:
+    """The beginning of such a file."""
+    with open_plain(path) as file:
+        return file.read(most)
+
+
+def is_plain_folder(path: Path) -> bool:
+    """Whether it is a folder, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 class NotHere(Exception):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from muralist.board.curves import parsed_line
+from muralist.board.root import is_plain_folder, read_plain
 from muralist.board.tail import last_line, last_text, lines_across
 from muralist.runfolder import RunFolder
 
@@ -83,13 +84,15 @@ def _is_number(value: Any) -> bool:
 def _failure(path: Path) -> str:
     """Why a process ended, where it could still say so."""
     try:
-        record = json.loads(path.read_bytes())
+        record = json.loads(read_plain(path, 1 << 16))
         return str(record["message"]) if record["left"] == "failed" else ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
 
 def _heartbeats(folder: Path) -> tuple[tuple[str, int], ...]:
+    if not is_plain_folder(folder):
+        return ()
     try:
         with os.scandir(folder) as entries:
             names = [(e.name, e.stat().st_mtime_ns) for e in entries if e.name.startswith("rank_") and e.is_file()]

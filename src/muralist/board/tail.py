@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from muralist.board.root import open_plain
+
 _PART = 4 << 20
 _REMEMBERED = 256
 
@@ -20,7 +22,7 @@ class Tail:
     def is_same(self) -> bool:
         """Whether what was read before still is how the file begins; a run that resumes cuts its files back."""
         try:
-            with self.path.open("rb") as file:
+            with open_plain(self.path) as file:
                 self.size = os.fstat(file.fileno()).st_size
                 file.seek(max(0, self.offset - len(self._last)))
                 return file.read(len(self._last)) == self._last
@@ -31,7 +33,7 @@ class Tail:
     def parts(self) -> Iterator[tuple[int, bytes]]:
         """Some whole lines at a time, each part with its place in the file."""
         try:
-            file = self.path.open("rb")
+            file = open_plain(self.path)
         except OSError:
             return
         with file:
@@ -59,7 +61,7 @@ def last_line(path: Path, most: int = 8192) -> bytes:
 def last_text(path: Path, most: int) -> bytes:
     """The end of a file."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - most))
             return file.read(most)
     except OSError:
@@ -70,7 +72,7 @@ def lines_across(path: Path, count: int, longest: int = 2048) -> list[bytes]:
     """Some lines evenly spread over a file, whatever its length; a seek for each and no more."""
     found: list[bytes] = []
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
             for number in range(count):
                 place = size * number // count

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from muralist.board.root import is_plain_folder, read_plain
+
 _STEP = re.compile(r"step_(\d+)$")
 _PICTURE = re.compile(r"gpu_(\d+)_sample(?:_(\d+))?\.png$")
 _ERROR = re.compile(r"gpu_(\d+)_error\.txt$")
@@ -51,6 +53,8 @@ def _size(columns: dict[int, _Column]) -> int:
 
 
 def _folders(samples: Path) -> list[tuple[int, Path]]:
+    if not is_plain_folder(samples):
+        return []
     try:
         with os.scandir(samples) as entries:
             return [
@@ -86,8 +90,7 @@ def _column(folder: Path, before: _Column | None) -> _Column:
 
 def _text(path: str) -> str:
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 - thousands of small files, and this is the quickest way
-            return file.read(4 * _LONGEST_PROMPT).decode(errors="replace").strip()[:_LONGEST_PROMPT]
+        return read_plain(path, 4 * _LONGEST_PROMPT).decode(errors="replace").strip()[:_LONGEST_PROMPT]
     except OSError:
         return ""
 

@@ -39,7 +39,7 @@ function row(one, metrics, all, rootName) {
   const [before, name] = nameOf(one.id, rootName);
   const page = one.page ? element("a", { href: fileAddress(one.page), target: "_blank", rel: "noopener" }, "open the report") : "–";
   return element("tr", { "aria-selected": String(one.id === state.focus.evaluation) },
-    element("th", { scope: "row" }, element("span.name", {}, element("small", {}, before), name), element("small", {}, ` ${ago(one.changed)}`), ...one.warnings.slice(0, 2).map((text) => element("p.warning", {}, text))),
+    element("th", { scope: "row" }, element("span.name", {}, element("small", {}, before), name), element("small", {}, ` ${ago(one.changed)}`), ...one.warnings.slice(0, 2).map((text) => element("p.remark", {}, text))),
     ...metrics.map((metric) => element("td", {}, ...score(one, metric, all))), element("td", {}, count(one.images)), element("td", {}, page));
 }
 

@@ -88,6 +88,7 @@ function refresh() {
   page.errors.replaceChildren(...errors.slice(-3).map((error) => element("p.warning", {}, `Step ${count(error.step)}, GPU ${error.gpu}: ${error.reason}`)));
   page.grid.element.hidden = state.whole;
   page.wall.element.hidden = !state.whole;
+  page.beside.disabled = state.whole;
   if (state.whole) page.wall.show({ ...main(), run: state.focus.run });
   page.grid.least = LEAST[other() ? 1 : 0] * (innerWidth < 520 ? 0.7 : 1);
   page.grid.show(state.whole ? 0 : prompts.length, true);
