@@ -36,7 +36,7 @@ export const curves = {
     const legend = element("div.legend");
     const cards = element("div.cards");
     const note = element("p.note");
-    page = { axes, log, whole, legend, cards, note, charts: new Map(), overview: null };
+    page = { axes, log, whole, legend, cards, note, charts: new Map(), overview: null, turn: 0 };
     view.replaceChildren(element("div.tools", {}, axes, log, element("label", {}, "smooth", smooth), whole), legend, note, cards);
   },
   close() {
@@ -153,12 +153,17 @@ async function draw() {
     }
   }
   const style = getComputedStyle(document.documentElement);
-  metrics.forEach(([name, title, format], place) => {
+  const turn = (page.turn += 1);
+  for (const [place, [name, title, format]] of metrics.entries()) {
     const chart = page.charts.get(name) ?? newChart(name, title);
     if (page.cards.children[place] !== chart.card) page.cards.insertBefore(chart.card, page.cards.children[place] ?? null);
     chart.last.replaceChildren(...lastValues(runs, name, format));
+    const isNew = !chart.listening;
     drawChart(Plotly, chart, runs, name, format === percent, style);
-  });
+    if (!isNew) continue;
+    await new Promise((resolve) => { setTimeout(resolve); }); // the first chart is seen before the last is drawn
+    if (page !== opened || page.turn !== turn) return; // somebody else draws them all
+  }
 }
 
 function newChart(name, title) {
