@@ -45,8 +45,8 @@ def test_new_folders_appear_and_folders_that_are_gone_go(tmp_path: Path, monkeyp
     assert found(tmp_path, scanner) == [("run", "other")]
 
 
-def heartbeat(run: Path, age: float = 0.0, **more: Any) -> None:
-    path = run / "heartbeats" / "rank_0.json"
+def heartbeat(run: Path, age: float = 0.0, rank: int = 0, **more: Any) -> None:
+    path = run / "heartbeats" / f"rank_{rank}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"left": "", "message": "", **more}))
     os.utime(path, (time.time() - age,) * 2)
@@ -65,6 +65,11 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     heartbeat(run, left="failed", message="The loss became nan at step 7.")
     told = runs.summary(run)
     assert (told["state"], told["said"]) == ("failed", "The loss became nan at step 7.")
+    heartbeat(run, rank=1, left="lost contact", message="Rank 0 failed.")
+    assert runs.summary(run)["said"] == "The loss became nan at step 7."
+    heartbeat(run, age=300, left="failed", message="The loss became nan at step 7.")
+    heartbeat(run, rank=1)
+    assert runs.summary(run)["state"] == "running", "what an earlier launch left behind does not count"
 
 
 def test_a_summary_follows_its_file(tmp_path: Path) -> None:
@@ -73,6 +78,6 @@ def test_a_summary_follows_its_file(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(line(4, 0.125) + '{"step": 5')
     assert (runs.summary(run)["step"], runs.summary(run)["loss"]) == (4, 0.125)
-    (run / "metrics.jsonl").write_text("")
+    (run / "metrics.jsonl").write_text('{"step": "x", "images": [1], "train/loss": NaN}\n')
     told = runs.summary(run)
-    assert told["step"] is None and told["loss"] is None and told["sparks"] == []
+    assert told["step"] is None and told["loss"] is None and told["images"] is None and told["sparks"] == []

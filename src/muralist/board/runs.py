@@ -40,7 +40,9 @@ class Runs:
         beats = _heartbeats(run.heartbeats)
         signature = _Signature(_size_and_time(run.metrics), _size_and_time(run.log), beats)
         if folder not in self._known or self._known[folder][0] != signature:
-            self._known[folder] = signature, _facts(run, [name for name, _ in beats])
+            # Files much older than the newest were left by an earlier launch on more processes.
+            launch = [name for name, changed in beats if changed > beats[0][1] - _ALIVE * 1e9]
+            self._known[folder] = signature, _facts(run, launch)
         facts = dict(self._known[folder][1])
         ended, failed = facts.pop("ended"), facts.pop("failed")
         newest = max((changed for _, changed in beats), default=signature.metrics[1] if not ended else 0) / 1e9
@@ -65,29 +67,32 @@ def _facts(run: RunFolder, heartbeats: list[str]) -> dict[str, Any]:
         match[1].decode().partition(" ")[0] for match in _END.finditer(log.rpartition(b"\n")[0].rpartition(b"\n")[2])
     ]
     rows = [row for line in lines_across(run.metrics, _SPARKS) if (row := parsed_line(line))]
-    sparks = [round(float(row["train/loss"]), 5) for row in [*rows, last] if _is_number(row.get("train/loss"))]
+    losses = [_number(row.get("train/loss")) for row in [*rows, last]]
     return {
-        "step": last.get("step"),
+        "step": _number(last.get("step")),
         "steps": steps[-1] if steps else None,
-        "images": last.get("images"),
-        "loss": last["train/loss"] if _is_number(last.get("train/loss")) else None,
-        "sparks": sparks,
+        "images": _number(last.get("images")),
+        "loss": _number(last.get("train/loss")),
+        "sparks": [round(loss, 5) for loss in losses if loss is not None],
         "ended": ends[-1] if ends else "",
-        "failed": next((said for name in heartbeats if (said := _failure(run.heartbeats / name))), ""),
+        "failed": _failure([run.heartbeats / name for name in heartbeats]),
     }
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < 1e38
+def _number(value: Any) -> float | None:
+    return value if type(value) in (int, float) and abs(value) < 1e38 else None
 
 
-def _failure(path: Path) -> str:
-    """Why a process ended, where it could still say so."""
-    try:
-        record = json.loads(read_plain(path, 1 << 16))
-        return str(record["message"]) if record["left"] == "failed" else ""
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+def _failure(heartbeats: list[Path]) -> str:
+    """Why processes ended, where one could still say so; one that failed knows better than those that missed it."""
+    said: dict[str, str] = {}
+    for path in heartbeats:
+        try:
+            record = json.loads(read_plain(path, 1 << 16))
+            said.setdefault(record["left"], str(record["message"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return said.get("failed") or said.get("lost contact") or ""
 
 
 def _heartbeats(folder: Path) -> tuple[tuple[str, int], ...]:
