@@ -257,6 +257,7 @@ def test_an_empty_folder_says_what_would_appear(browser: Any, tmp_path: Path) ->
         assert (
             "What `muralist train` writes into this folder appears here." in looking.page.locator("#list").inner_text()
         )
+        assert looking.page.locator(".note").inner_text().startswith("No runs yet.")
         write_run(tmp_path / "results" / "new")
         looking.page.wait_for_selector("#list .name", timeout=8000)
         assert looking.looked_at() == "new"

@@ -1,6 +1,7 @@
 // Curves of one run or several: a line for the mean, a faint band from the smallest to the largest value around it.
 
 import { ask, choice, choose, count, duration, element, nameOf, percent, plural, short } from "./tools.js";
+import { NOTHING } from "./list.js";
 import { COLOURS, colourOf, shownRuns, state, writeAddress } from "./state.js";
 
 const KNOWN = [
@@ -51,7 +52,7 @@ export const curves = {
     const wanted = shownRuns().filter((id) => known.has(id));
     const changed = await Promise.all(wanted.map((id) => update(id, known.get(id))));
     if (page !== opened) return;
-    page.note.textContent = wanted.length ? "" : "Choose a run on the left. Ticked runs are drawn together.";
+    page.note.textContent = wanted.length ? "" : NOTHING.run;
     const said = JSON.stringify([wanted, state.x]);
     if (changed.some(Boolean) || said !== page.said) {
       page.said = said;

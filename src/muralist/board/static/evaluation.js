@@ -1,6 +1,7 @@
 // Evaluations: their scores side by side, and a link to the page of each.
 
 import { ago, count, element, fileAddress, nameOf, short } from "./tools.js";
+import { NOTHING } from "./list.js";
 import { state } from "./state.js";
 
 const NAMES = {
@@ -23,7 +24,7 @@ export const evaluation = {
     page.said = said;
     const found = overview.evaluation;
     page.table.hidden = !found.length;
-    page.note.textContent = found.length ? "" : "No evaluations yet. What `muralist evaluate` writes into this folder appears here.";
+    page.note.textContent = found.length ? "" : NOTHING.evaluation;
     const known = Object.keys(NAMES);
     const metrics = [...new Set(found.flatMap((one) => Object.keys(one.scores)))]
       .sort((a, b) => (known.indexOf(a) + 100) % 100 - (known.indexOf(b) + 100) % 100);

@@ -2,6 +2,7 @@
 
 import { ask, count, duration, element, forget, joined, plural, short, thumbAddress } from "./tools.js";
 import { state } from "./state.js";
+import { NOTHING } from "./list.js";
 import { Grid } from "./grid.js";
 import { enlarge } from "./viewer.js";
 
@@ -26,7 +27,7 @@ export const generation = {
     const folder = state.focus.generation;
     const there = overview.generation.some((one) => one.id === folder);
     page.parts.hidden = !there;
-    page.note.textContent = there ? "" : "Choose a folder on the left. While pictures are made, this page shows them as they come.";
+    page.note.textContent = there ? "" : NOTHING.generation;
     if (!there) return;
     if (page.folder !== folder) {
       [page.folder, page.version, page.shown] = [folder, null, ""];

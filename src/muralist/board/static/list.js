@@ -6,7 +6,7 @@ import { COLOURS, KIND_OF_TAB, colourOf, state } from "./state.js";
 const list = document.getElementById("list");
 const search = document.getElementById("search");
 const WORDS = { run: "Runs", generation: "Generation folders", evaluation: "Evaluations" };
-const NOTHING = {
+export const NOTHING = {
   run: "No runs yet. What `muralist train` writes into this folder appears here.",
   generation: "No pictures yet. What `muralist generate` writes into this folder appears here.",
   evaluation: "No evaluations yet. What `muralist evaluate` writes into this folder appears here.",

@@ -1,6 +1,6 @@
 // The page: tabs, keys, and looking again every two seconds at what is on the screen, as long as somebody looks.
 
-import { ask, element } from "./tools.js";
+import { ask } from "./tools.js";
 import { KIND_OF_TAB, readAddress, state, writeAddress } from "./state.js";
 import { drawList, listed, neighbour, scrollToFocus } from "./list.js";
 import { curves } from "./curves.js";
@@ -141,5 +141,4 @@ document.addEventListener("keydown", (event) => {
 
 readAddress();
 openTab(state.tab);
-view.append(element("p.note", {}, ""));
 again();

@@ -2,6 +2,7 @@
 
 import { ask, choice, choose, count, element, framed, joined, nameOf, thumbAddress } from "./tools.js";
 import { state, writeAddress } from "./state.js";
+import { NOTHING } from "./list.js";
 import { Grid } from "./grid.js";
 import { Wall } from "./wall.js";
 import { enlarge } from "./viewer.js";
@@ -83,7 +84,7 @@ function refresh() {
   page.place = page.following ? last : nearest(steps, state.step ?? steps[last] ?? 0);
   page.slider.max = last;
   page.track.hidden = !steps.length || state.whole;
-  page.note.textContent = state.focus.run === null ? "Choose a run on the left."
+  page.note.textContent = state.focus.run === null ? NOTHING.run
     : steps.length ? "" : "No samples yet: they come with the first checkpoint.";
   page.errors.replaceChildren(...errors.slice(-3).map((error) => element("p.warning", {}, `Step ${count(error.step)}, GPU ${error.gpu}: ${error.reason}`)));
   page.grid.element.hidden = state.whole;
