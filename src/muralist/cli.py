@@ -26,6 +26,7 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist stats    DIR -o stats.npz           what evaluate needs to know of a reference, computed once
   muralist report   EVALUATION [EVALUATION ...]    a page of one evaluation, or of several side by side
   muralist show     FILE_OR_FOLDER             a picture or a sheet of pictures, in the terminal if it can
+  muralist board    results/                   a page that shows every run, its samples and scores, live
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
   muralist launch   --slurm --nodes 2 --gpus-per-node 4 train ...    the same as a job of SLURM
   muralist demo                                train a small model on driving scenes, five minutes on two cores
@@ -165,6 +166,16 @@ def _with_output(arguments: Sequence[str]) -> list[str]:
     return ["--output" if word == "-o" else word for word in arguments]
 
 
+def _board(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import BoardSettings
+
+    settings = load(BoardSettings, arguments, {}, positional=("root",))
+    from muralist.board.server import board
+
+    return board(settings)
+
+
 def _launch(arguments: Sequence[str]) -> int:
     from muralist.config import load
     from muralist.launch import default_processes, launch
@@ -229,6 +240,7 @@ COMMANDS = {
     "export": Command(_export, "ExportSettings", SOURCE_AND_DESTINATION),
     "report": Command(_report, "ReportSettings", FOLDERS),
     "show": Command(_show, "ShowSettings", ("path",)),
+    "board": Command(_board, "BoardSettings", ("root",)),
     "launch": Command(_launch, "LaunchSettings"),
     "demo": Command(_demo, "DemoSettings"),
 }

@@ -32,12 +32,18 @@ def test_a_full_disk_keeps_what_was_flushed(tmp_path: Path) -> None:
         metrics.scalars(1, {"train/loss": 0.5})
         metrics.flush()
         leave_free(disk, 0)
-        for step in range(2, 200):
-            metrics.scalars(step, {"train/loss": 0.5})
         with pytest.raises(UserError, match=r"No space left on the disk that holds .*metrics\.jsonl"):
-            metrics.flush()
+            for step in range(2, 200):
+                metrics.scalars(step, {"train/loss": 0.5})
         metrics.close()
         assert json.loads((disk / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+
+
+def test_lines_can_be_watched_as_they_come(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    metrics.scalars(1, {"train/loss": 0.5})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train/loss": 0.5}\n'
+    metrics.close()
 
 
 @pytest.mark.parametrize("pages", [0, 4, 8])

@@ -29,7 +29,7 @@ def write_report(folders: Sequence[Path], destination: Path) -> Path:
         place: Picture(thumbnail, _address(path, destination))
         for place, path, thumbnail in zip(places, paths, encode(paths), strict=True)
     }
-    text = page(runs, choice, pictures, _static("report.css"), _static("report.js"), _plotly())
+    text = page(runs, choice, pictures, _style(), _static("report.js"), _plotly())
     write_atomically(destination / PAGE, text.encode(errors="replace"))  # a prompt may hold half a character
     return destination / PAGE
 
@@ -40,6 +40,10 @@ def _address(path: Path, destination: Path) -> str | None:
     if relative.parts.count("..") > _FOLDERS_UP:
         return None
     return "/".join(quote(part, safe="", errors="replace") for part in relative.parts)
+
+
+def _style() -> str:
+    return (Path(__file__).parents[1] / "look" / "palette.css").read_text(encoding="utf-8") + _static("report.css")
 
 
 def _static(name: str) -> str:

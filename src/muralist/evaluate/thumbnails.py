@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from PIL import Image
-
 from muralist.evaluate.results import Run
+from muralist.thumbnails import small_picture
 
 T = TypeVar("T")
 PICTURES_PER_RUN = 200
@@ -57,11 +56,7 @@ def encode(paths: Sequence[Path]) -> list[str | None]:
 
 
 def _encode(path: Path, bound: int) -> str | None:
-    try:
-        with Image.open(path) as image:
-            image.thumbnail(_SIDES_AND_QUALITIES[0][:1] * 2)
-            picture = image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    if (picture := small_picture(path, _SIDES_AND_QUALITIES[0][0])) is None:
         return None
     for side, quality in _SIDES_AND_QUALITIES:
         picture.thumbnail((side, side))

@@ -51,6 +51,11 @@ class OutputFolder:
         """A worker's lines."""
         return self.work / f"gpu{label}.jsonl"
 
+    @property
+    def progress(self) -> Path:
+        """How far each worker of the running command is, for those who watch."""
+        return self.work / "progress.beat"
+
     def failures(self, label: str) -> Path:
         """The prompts a worker could not draw."""
         return self.root / f"{_FAILURES}{label}.txt"

@@ -25,6 +25,7 @@ from muralist.generate.folder import Lock, OutputFolder, cannot_write, write_fai
 from muralist.generate.ledger import Header
 from muralist.generate.messages import Job, Ready
 from muralist.generate.plan import Plan
+from muralist.generate.progress import ToldScreen
 from muralist.generate.ranks import Ranks, RankScreen, Refused
 from muralist.generate.screen import Screen, open_screen
 from muralist.machine import choose_devices
@@ -107,7 +108,7 @@ class _Command:
             todo, own, beat = self._share_stock(stack)
             if len(todo):
                 crew = self._crew(devices)
-                screen: Screen = RankScreen(self.ranks) if self.ranks else open_screen()
+                screen: Screen = RankScreen(self.ranks) if self.ranks else ToldScreen(open_screen(), self.folder)
                 self.screen = screen
                 more = self.ranks.more if self.ranks else lambda: None
                 timeout = self.settings.worker_timeout

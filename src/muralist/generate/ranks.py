@@ -27,6 +27,7 @@ from muralist.data import ledger_lines
 from muralist.errors import UserError
 from muralist.generate.folder import OutputFolder
 from muralist.generate.plan import shares
+from muralist.generate.progress import ToldScreen
 from muralist.generate.screen import Count, Lines, Screen, open_screen
 from muralist.runfolder import write_atomically
 
@@ -242,7 +243,7 @@ class RankScreen:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._screen: Screen = Lines() if ranks.rank else open_screen()
+        self._screen: Screen = Lines() if ranks.rank else ToldScreen(open_screen(), ranks.folder)
         self._shown = 0.0
 
     def show(self, counts: Mapping[str, Count], unassigned: int) -> None:

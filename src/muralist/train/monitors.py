@@ -58,7 +58,7 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
         _cut_back(path, first_step)
-        self.file = path.open("a", encoding="utf-8")
+        self.file = path.open("a", encoding="utf-8", buffering=1)  # whole lines, so that one can watch them come
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Append one line."""

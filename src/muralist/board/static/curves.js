@@ -1,0 +1,286 @@
+// Curves of one run or several: a line for the mean, a faint band from the smallest to the largest value around it.
+
+import { ask, choice, choose, count, duration, element, nameOf, percent, plural, short } from "./tools.js";
+import { NOTHING } from "./list.js";
+import { COLOURS, colourOf, shownRuns, state, writeAddress } from "./state.js";
+
+const KNOWN = [
+  ["train/loss", "Loss", short], ["val/loss", "Held-out loss", short], ["train/learning_rate", "Learning rate", short],
+  ["train/grad_norm", "Gradient norm", short], ["train/samples_per_second", "Images per second", short],
+  ["train/mfu", "MFU", percent], ["train/data_wait_fraction", "Waiting for data", percent],
+  ["train/epoch_loss", "Loss of each epoch", short],
+];
+const LEFT_OUT = new Set(["train/tokens_per_second"]); // images per second, times a constant
+const AXES = [["step", "steps"], ["images", "images"], ["hours", "hours"]];
+const DASHES = ["solid", "dash", "dot"];
+const data = new Map(); // by run: what its curves are, as far as they came
+let plotly = null;
+let page = null;
+
+/** The program that draws is large: it is loaded when the first curve is wanted. */
+function drawing() {
+  plotly ??= new Promise((resolve, reject) => {
+    document.head.append(element("script", { src: "/plotly.js", onload: () => resolve(window.Plotly), onerror: reject }));
+  });
+  return plotly;
+}
+
+export const curves = {
+  open(view) {
+    const axes = choice("Horizontal axis", AXES, state.x, (x) => setAxis(x));
+    const log = element("button.switch", { type: "button", "aria-pressed": String(state.log), title: "Logarithmic scale (l)", onclick: toggleLog }, "log");
+    const smooth = element("input", {
+      type: "range", min: 0, max: 0.99, step: 0.01, value: state.smooth, "aria-label": "Smoothing",
+      oninput: () => { state.smooth = Number(smooth.value); writeAddress(); draw(); },
+    });
+    const whole = element("button.switch", { type: "button", hidden: true, title: "Whole curve (r)", onclick: () => setZoom(null) }, "whole curve");
+    const legend = element("div.legend");
+    const cards = element("div.cards");
+    const note = element("p.note");
+    page = { axes, log, whole, legend, cards, note, charts: new Map(), overview: null, turn: 0 };
+    view.replaceChildren(element("div.tools", {}, axes, log, element("label", {}, "smooth", smooth), whole), legend, note, cards);
+  },
+  close() {
+    for (const { place } of page.charts.values()) window.Plotly?.purge(place);
+    page = null;
+  },
+  async poll(overview) {
+    const opened = page;
+    opened.overview = overview;
+    drawing(); // by now the list is there, and loading holds up nobody
+    const known = new Map(overview.run.map((run) => [run.id, run]));
+    const wanted = shownRuns().filter((id) => known.has(id));
+    const changed = await Promise.all(wanted.map((id) => update(id, known.get(id))));
+    if (page !== opened) return;
+    page.note.textContent = wanted.length ? "" : NOTHING.run;
+    const said = JSON.stringify([wanted, state.x]);
+    if (changed.some(Boolean) || said !== page.said) {
+      page.said = said;
+      await draw();
+    }
+  },
+  key(key) {
+    if (key === "l") toggleLog();
+    else if (key === "r") setZoom(null);
+    else if (key === "x") {
+      const place = AXES.findIndex(([axis]) => axis === state.x);
+      setAxis(AXES[(place + 1) % AXES.length][0]);
+    } else return false;
+    return true;
+  },
+};
+
+function toggleLog() {
+  state.log = !state.log;
+  page.log.setAttribute("aria-pressed", String(state.log));
+  writeAddress();
+  draw();
+}
+
+function setAxis(x) {
+  [state.x, state.zoom] = [x, null];
+  choose(page.axes, x);
+  writeAddress();
+  curves.poll(page.overview);
+}
+
+function setZoom(zoom) {
+  state.zoom = zoom;
+  page.whole.hidden = zoom === null;
+  page.said = "";
+  curves.poll(page.overview);
+}
+
+/** Bring what we have of a run up to date; says whether anything changed. */
+async function update(id, run) {
+  const key = `${state.x} ${state.zoom ?? ""}`;
+  const known = data.get(id);
+  const same = known?.key === key;
+  if (same && known.run.step === run.step && known.run.changed === run.changed && run.state !== "running") return false;
+  if (same && state.zoom) return false; // a part that is looked at closely stands still
+  const have = same && known.version ? `${known.version}.${known.width}.${known.next}` : null;
+  const [low, high] = state.zoom ?? [null, null];
+  const news = await ask("curves", { run: id, x: state.x, low, high, have });
+  const old = data.get(id);
+  const adds = have !== null && old === known && news.version === known.version && news.width === known.width && news.begin > 0;
+  if (adds && news.rows === known.rows) {
+    known.run = run;
+    return false;
+  }
+  data.set(id, { ...(adds ? added(known, news) : news), key, run });
+  return true;
+}
+
+/** New buckets at the end; the last one that we had may have been only half full. */
+function added(known, news) {
+  const kept = news.begin / news.width;
+  const series = {};
+  for (const [name, parts] of Object.entries(news.series)) {
+    series[name] = {};
+    for (const [part, values] of Object.entries(parts)) {
+      const before = known.series[name]?.[part]?.slice(0, kept) ?? new Array(kept).fill(null);
+      series[name][part] = before.concat(values);
+    }
+  }
+  return { ...news, begin: known.begin, x: known.x.slice(0, kept).concat(news.x), series };
+}
+
+/** A running mean that forgets; the first values are not pulled to zero. */
+function smoothed(values, keep) {
+  if (!keep) return values;
+  let [sum, weight] = [0, 0];
+  return values.map((value) => {
+    if (value === null) return null;
+    sum = keep * sum + (1 - keep) * value;
+    weight = keep * weight + (1 - keep);
+    return Number((sum / weight).toPrecision(6)); // more digits are only the noise of adding
+  });
+}
+
+async function draw() {
+  const opened = page;
+  const Plotly = await drawing();
+  if (page !== opened || !page) return;
+  const runs = shownRuns().filter((id) => data.has(id)).map((id) => ({ id, colour: colourOf(id), ...data.get(id) }));
+  drawLegend(runs);
+  const found = new Set(runs.flatMap((run) => Object.keys(run.series)));
+  const others = [...found].filter((name) => !KNOWN.some(([known]) => known === name) && !LEFT_OUT.has(name)).sort();
+  const metrics = [...KNOWN.filter(([name]) => found.has(name)), ...others.map((name) => [name, name, short])];
+  for (const [name, chart] of page.charts) {
+    if (!metrics.some(([metric]) => metric === name)) {
+      Plotly.purge(chart.place);
+      chart.card.remove();
+      page.charts.delete(name);
+    }
+  }
+  const style = getComputedStyle(document.documentElement);
+  const turn = (page.turn += 1);
+  for (const [place, [name, title, format]] of metrics.entries()) {
+    const chart = page.charts.get(name) ?? newChart(name, title);
+    if (page.cards.children[place] !== chart.card) page.cards.insertBefore(chart.card, page.cards.children[place] ?? null);
+    chart.last.replaceChildren(...lastValues(runs, name, format));
+    const isNew = !chart.listening;
+    drawChart(Plotly, chart, runs, name, format === percent, style);
+    if (!isNew) continue;
+    await new Promise((resolve) => { setTimeout(resolve); }); // the first chart is seen before the last is drawn
+    if (page !== opened || page.turn !== turn) return; // somebody else draws them all
+  }
+}
+
+function newChart(name, title) {
+  const place = element("div.chart");
+  const last = element("span.last");
+  const card = element(`section.card${name === "train/loss" ? ".large" : ""}`, { "data-metric": name }, element("h2", {}, title, last), place);
+  const chart = { card, place, last, listening: false };
+  page.charts.set(name, chart);
+  return chart;
+}
+
+function lastValues(runs, name, format) {
+  return runs.flatMap((run) => {
+    const value = run.series[name]?.mean.findLast((one) => one !== null);
+    return value === undefined ? [] : [element("span", { title: run.id }, element(`i.dot.run-${run.colour % COLOURS}`), format(value))];
+  });
+}
+
+function drawChart(Plotly, chart, runs, name, isPart, style) {
+  const colour = (variable) => style.getPropertyValue(variable).trim();
+  const traces = [];
+  for (const run of runs) {
+    const parts = run.series[name];
+    if (!parts) continue;
+    const own = colour(`--run-${run.colour % COLOURS}`);
+    const dash = DASHES[Math.floor(run.colour / COLOURS) % DASHES.length];
+    const few = parts.mean.filter((value) => value !== null);
+    const sparse = few.length < 0.5 * parts.mean.length || few.length < 3;
+    const x = run.x;
+    const base = { x, type: "scatter", mode: "lines", hoverinfo: "skip", showlegend: false };
+    const keep = sparse ? 0 : state.smooth;
+    if (parts.low && !sparse) {
+      traces.push({ ...base, y: parts.low, line: { width: 0 } });
+      traces.push({ ...base, y: parts.high, line: { width: 0 }, fill: "tonexty", fillcolor: `${own}2b` });
+    } else if (keep) {
+      traces.push({ ...base, y: parts.mean, line: { width: 1, color: `${own}50` } });
+    }
+    traces.push({
+      ...base, y: smoothed(parts.mean, keep), hoverinfo: "x+y+name", name: shortName(run.id), connectgaps: true,
+      mode: sparse ? "lines+markers" : "lines", line: { color: own, width: 2, dash }, marker: { color: own, size: 6 },
+      hovertemplate: `%{y:${isPart ? ".1%" : ".5g"}}<extra>${escaped(shortName(run.id))}</extra>`,
+    });
+  }
+  const axis = { gridcolor: colour("--line"), zeroline: false, linecolor: colour("--line"), tickfont: { color: colour("--quiet"), size: 11 } };
+  const layout = {
+    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, dragmode: "zoom", hovermode: "x unified",
+    font: { color: colour("--text"), family: style.fontFamily, size: 12 }, margin: { l: 54, r: 8, t: 6, b: 24 },
+    hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--text") } },
+    xaxis: {
+      ...axis, showgrid: false, hoverformat: state.x === "hours" ? ".2f" : ",d", tickformat: state.x === "hours" ? "" : "~s",
+      ticksuffix: state.x === "hours" ? " h" : "", ...(state.zoom ? { range: state.zoom, autorange: false } : { autorange: true }),
+    },
+    yaxis: {
+      ...axis, type: state.log && !isPart ? "log" : "linear", fixedrange: true, tickformat: isPart ? "~%" : "",
+      exponentformat: "power", ...(state.log && !isPart ? logTicks(traces) : {}),
+      ...(isPart ? { rangemode: "tozero" } : {}), ...flatRange(traces, state.log && !isPart),
+    },
+  };
+  Plotly.react(chart.place, traces, layout, { displayModeBar: false, responsive: true, doubleClick: false });
+  if (chart.listening) return;
+  chart.listening = true;
+  chart.place.on("plotly_relayout", (event) => {
+    if (event["xaxis.range[0]"] === undefined) return;
+    const range = [Number(event["xaxis.range[0]"]), Number(event["xaxis.range[1]"])];
+    if (!state.zoom || range.some((edge, side) => edge !== state.zoom[side])) setZoom(range);
+  });
+  chart.place.on("plotly_doubleclick", () => setZoom(null));
+}
+
+function extent(traces) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const { y } of traces) {
+    for (const value of y) if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  }
+  return [low, high];
+}
+
+/** A value that never changes is drawn as a line in the middle, not as a landscape of rounding errors. */
+function flatRange(traces, isLog) {
+  const [low, high] = extent(traces);
+  if (!(high > 0 && high - low <= 1e-4 * high)) return { autorange: true };
+  const edges = [0.8 * high, 1.2 * high];
+  return { range: isLog ? edges.map(Math.log10) : edges, autorange: false };
+}
+
+/** Ticks of a logarithmic axis: 1, 2 and 5 of each decade, or the decades alone where there are many. */
+function logTicks(traces) {
+  const [low, high] = extent(traces.map(({ y }) => ({ y: y.filter((value) => value > 0) })));
+  const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+  if (!Number.isFinite(first)) return {};
+  const steps = last - first > 3 ? [1] : last - first > 1 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7];
+  const tickvals = [];
+  for (let power = first; power <= last; power += 1) tickvals.push(...steps.map((step) => Number((step * 10 ** power).toPrecision(3))));
+  return { tickvals, ticktext: tickvals.map((value) => short(value, 2)) };
+}
+
+const shortName = (id) => {
+  const name = nameOf(id, page.overview.name)[1];
+  return name.length > 28 ? `…${name.slice(-27)}` : name;
+};
+
+/** Plotly reads labels as a kind of HTML. */
+const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "%&#123;");
+
+function drawLegend(runs) {
+  page.legend.replaceChildren(...runs.map((run) => {
+    const { step, steps, images, state: how, said } = run.run;
+    const words = [how];
+    if (step !== null) words.push(steps ? `step ${count(step)} of ${count(steps)}` : plural(step, "step"), plural(images, "image"));
+    const rate = run.series["train/samples_per_second"]?.mean.findLast((one) => one !== null);
+    if (how === "running" && rate && steps && step) words.push(`${duration(((steps - step) * images) / step / rate)} left`);
+    const chip = element("div.chip", { title: run.id }, element(`i.dot.run-${run.colour % COLOURS}`), element("strong", {}, shortName(run.id)), element("span", {}, words.join(" · ")));
+    if (said) chip.append(element("p.said", {}, said));
+    if (how === "running" && steps) chip.append(element("progress", { max: steps, value: step ?? 0, "aria-label": "Progress" }));
+    return chip;
+  }));
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (page) draw(); });

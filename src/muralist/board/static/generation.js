@@ -1,0 +1,167 @@
+// A generation folder: a bar for each GPU, the newest pictures, what failed and why, and every picture that is there.
+
+import { ask, count, duration, element, forget, joined, plural, short, thumbAddress } from "./tools.js";
+import { state } from "./state.js";
+import { NOTHING } from "./list.js";
+import { Grid } from "./grid.js";
+import { enlarge } from "./viewer.js";
+
+const AT_ONCE = 100;
+let page = null;
+
+export const generation = {
+  open(view) {
+    const [note, head, bars, newest, failures, all] = [element("p.note"), element("div.totals"), element("div.bars"), element("div.strip"), element("div.failures"), element("h2")];
+    const grid = new Grid({ tile: (index) => tile(index), least: 150, shape: (side) => side + 26 });
+    const parts = element("div", {}, head, element("section.card", {}, bars), element("section.card", {}, element("h2", {}, "Newest"), newest), failures, all, grid.element);
+    page = { note, head, bars, newest, failures, all, grid, parts, folder: null, version: null, shown: "", pages: new Map(), total: 0 };
+    grid.onrange = (first, last) => { if (last > first) fetchRange(first, last); };
+    view.replaceChildren(note, parts);
+  },
+  close() {
+    page.grid.close();
+    page = null;
+  },
+  async poll(overview) {
+    const opened = page;
+    const folder = state.focus.generation;
+    const there = overview.generation.some((one) => one.id === folder);
+    page.parts.hidden = !there;
+    page.note.textContent = there ? "" : NOTHING.generation;
+    if (!there) return;
+    if (page.folder !== folder) {
+      [page.folder, page.version, page.shown] = [folder, null, ""];
+      forget("generation");
+    }
+    const news = await ask("generation", { folder }, "generation");
+    if (page !== opened || page.folder !== folder || !news) return;
+    draw(news);
+    if (news.read < 1) setTimeout(() => { if (page === opened && page.folder === folder) generation.poll(overview); }, 50);
+  },
+  key: () => false,
+};
+
+function draw(news) {
+  const { workers, done, failed } = news;
+  const running = news.state === "running";
+  const speed = workers.reduce((sum, worker) => sum + worker.speed, 0);
+  const total = workers.reduce((sum, worker) => sum + (worker.total ?? 0), 0) + news.unassigned;
+  const finished = workers.reduce((sum, worker) => sum + (worker.total === null ? 0 : worker.done + worker.failed), 0);
+  const fact = (value, label) => element("div", {}, element("b", {}, value), element("span", {}, label));
+  page.head.replaceChildren(...[
+    fact(count(done), done === 1 ? "picture" : "pictures"), fact(count(failed), "failed"),
+    fact(speed ? short(speed, 3) : "–", running ? "pictures per second" : "pictures per second, at the end"),
+    running && total ? fact(speed ? duration((total - finished) / speed) : "–", "left") : null,
+    fact(news.read < 1 ? `${Math.round(100 * news.read)}%` : news.state, news.read < 1 ? "of the ledger is read" : "state"),
+  ].filter(Boolean));
+  drawBars(workers, running, total, finished);
+  if (news.version !== page.version) page.pages.clear();
+  drawNewest(news.newest);
+  drawFailures(news);
+  page.all.textContent = done ? "All pictures" : "";
+  if (news.version !== page.version || done !== page.total) {
+    const anew = news.version !== page.version;
+    [page.version, page.total] = [news.version, done];
+    page.pages.clear();
+    page.grid.show(done, anew);
+  }
+}
+
+function drawBars(workers, running, total, finished) {
+  const largest = Math.max(1, ...workers.map((worker) => worker.done + worker.failed));
+  const line = (name, worker) => {
+    const whole = worker.total ?? largest;
+    const part = (value) => `${(100 * value) / Math.max(1, whole)}%`;
+    const words = [worker.total === null ? plural(worker.done, "picture") : `${count(worker.done + worker.failed)} of ${count(worker.total)}`];
+    if (worker.failed) words.push(`${count(worker.failed)} failed`);
+    if (worker.speed) words.push(`${short(worker.speed, 3)}/s`);
+    const bar = element("span.bar", { role: "progressbar", "aria-valuemin": 0, "aria-valuemax": whole, "aria-valuenow": worker.done + worker.failed, "aria-label": name },
+      element("i.done", { style: `width:${part(worker.done)}` }), element("i.failed", { style: `width:${part(worker.failed)}` }));
+    return element("div.gpu", {}, element("span.label", {}, name), bar, element("span.words", {}, words.join(" · ")));
+  };
+  const lines = workers.map((worker) => line(`GPU ${worker.gpu}`, worker));
+  if (running && total && workers.length > 1) {
+    const failed = workers.reduce((sum, worker) => sum + worker.failed, 0);
+    lines.push(line("all", { done: finished - failed, failed, total, speed: workers.reduce((sum, worker) => sum + worker.speed, 0) }));
+    lines.at(-1).classList.add("sum");
+  }
+  page.bars.replaceChildren(...(lines.length ? lines : [element("p.quiet", {}, "No picture yet: models are being loaded.")]));
+}
+
+function drawNewest(newest) {
+  const said = newest.map((line) => line.file).join("\n");
+  if (said === page.shown) return;
+  page.shown = said;
+  const source = {
+    at: (place) => about(newest[place], `${place + 1} of the newest ${newest.length}`),
+    move: (place, x, y) => (newest[place + x + y] ? place + x + y : null),
+  };
+  page.newest.replaceChildren(...newest.slice(0, 24).map((line, place) => element("button", {
+    type: "button", title: line.prompt, "aria-label": `Enlarge: ${line.prompt}`, onclick: () => enlarge(source, place),
+  }, element("img", { src: thumbAddress(joined(page.folder, line.file), 192), alt: "", decoding: "async" }))));
+}
+
+function drawFailures({ failures, reasons, failed }) {
+  const said = JSON.stringify([failures.map((line) => [line.index, line.copy, line.error]), failed]);
+  if (page.failures.dataset.said === said) return;
+  page.failures.dataset.said = said;
+  if (!failed) {
+    page.failures.replaceChildren();
+    return;
+  }
+  const cells = (line) => [line.id, line.seed, line.prompt, line.error, line.gpu].map((value) => element("td", {}, String(value ?? "")));
+  page.failures.replaceChildren(element("section.card", {},
+    element("h2", {}, `${plural(failed, "failure")}`),
+    element("ul.reasons", {}, ...reasons.map(([reason, times]) => element("li", {}, element("b", {}, `${count(times)} ×`), ` ${reason}`))),
+    element("details", {}, element("summary", {}, failed > failures.length ? `The last ${failures.length}` : "Each of them"),
+      element("div.wide", {}, element("table", {}, element("thead", {}, element("tr", {}, ...["Id", "Seed", "Prompt", "Error", "GPU"].map((head) => element("th", {}, head)))),
+        element("tbody", {}, ...failures.map((line) => element("tr", {}, ...cells(line)))))))));
+}
+
+/** Lines of the ledger by number, a hundred at once; those on the screen are asked for. */
+async function fetchRange(first, last) {
+  const opened = page;
+  for (let begin = first - (first % AT_ONCE); begin < last; begin += AT_ONCE) await lines(begin);
+  if (page !== opened) return;
+  for (const [index, one] of page.grid.tiles) await fill(one, index);
+}
+
+function lines(begin) {
+  if (!page.pages.has(begin)) {
+    page.pages.set(begin, ask("pictures", { folder: page.folder, begin, count: AT_ONCE }).then((answer) => answer.pictures).catch(() => []));
+    if (page.pages.size > 60) page.pages.delete(page.pages.keys().next().value);
+  }
+  return page.pages.get(begin);
+}
+
+const lineAt = async (index) => (await lines(index - (index % AT_ONCE)))[index % AT_ONCE];
+
+function tile(index) {
+  const source = {
+    at: async (place) => about(await lineAt(place), `${count(place + 1)} of ${count(page.total)}`),
+    move: (place, x, y) => {
+      const next = place + x + y * page.grid.columns;
+      return next >= 0 && next < page.total ? next : null;
+    },
+  };
+  return element("figure.tile.square", {}, element("button", { type: "button", "aria-label": `Enlarge picture ${index + 1}`, onclick: () => enlarge(source, index) }), element("figcaption"));
+}
+
+async function fill(made, index) {
+  const line = await lineAt(index);
+  if (!line?.file || made.dataset.file === line.file || !made.isConnected) return;
+  made.dataset.file = line.file;
+  made.firstElementChild.replaceChildren(element("img", { src: thumbAddress(joined(page.folder, line.file), 192), alt: line.prompt, decoding: "async" }));
+  made.lastElementChild.textContent = line.prompt;
+  made.lastElementChild.title = line.prompt;
+}
+
+function about(line, where) {
+  if (!line?.file) return null;
+  const path = joined(page.folder, line.file);
+  return {
+    pictures: [{ path, thumb: thumbAddress(path, 192) }],
+    prompt: line.prompt,
+    facts: [`seed ${line.seed}`, `row ${count(line.index + 1)}`, `GPU ${line.gpu}`, `${short(line.seconds)} s`, where],
+  };
+}

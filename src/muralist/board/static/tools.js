@@ -1,0 +1,98 @@
+// Small things that every view uses. Texts from files reach the page as text only: nothing is ever parsed as HTML.
+
+/** An element: element("p.note", {title}, "text", child, ...). */
+export function element(kind, properties = {}, ...children) {
+  const [tag, ...classes] = kind.split(".");
+  const made = document.createElement(tag);
+  if (classes.length) made.className = classes.join(" ");
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === null || value === undefined) continue;
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name in made && name !== "style" && name !== "list") made[name] = value;
+    else made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+const tags = new Map();
+
+/** JSON of an address; null when it is still what the last call with the same `slot` gave. */
+export async function ask(path, parameters = {}, slot = null) {
+  const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined));
+  const address = `/api/${path}${query.size ? `?${query}` : ""}`;
+  const answer = await fetch(address);
+  if (!answer.ok) throw new Error(`${answer.status} ${address}`);
+  if (slot !== null) {
+    const tag = `${address} ${answer.headers.get("etag")}`;
+    if (tags.get(slot) === tag) return null;
+    tags.set(slot, tag);
+  }
+  return answer.json();
+}
+
+/** Forget what a slot gave, so that the next answer comes whole. */
+export const forget = (slot) => tags.delete(slot);
+
+export const fileAddress = (path) => `/files/${path.split("/").map(encodeURIComponent).join("/")}`;
+export const thumbAddress = (path, side) => `/thumb?${new URLSearchParams({ path, side })}`;
+export const joined = (...parts) => parts.filter((part) => part && part !== ".").join("/");
+
+export const count = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en-US"));
+export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
+
+/** A number with as many digits as a person reads. */
+export function short(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
+  if (size >= 1000) return value.toLocaleString("en-US", { maximumFractionDigits: 0 });
+  return String(Number(value.toPrecision(digits)));
+}
+
+export const percent = (value) => (value === null || value === undefined ? "–" : `${short(value * 100, 3)}%`);
+
+export function duration(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
+  if (seconds < 129600) return `${Math.round(seconds / 3600)} h`;
+  return `${Math.round(seconds / 86400)} d`;
+}
+
+export const ago = (time) => {
+  const seconds = Date.now() / 1000 - time;
+  return seconds < 5 ? "now" : `${duration(seconds)} ago`;
+};
+
+/** The last part of a path, and what comes before it. */
+export function nameOf(id, rootName) {
+  if (id === ".") return ["", rootName];
+  const cut = id.lastIndexOf("/") + 1;
+  return [id.slice(0, cut), id.slice(cut)];
+}
+
+/** A group of buttons of which one is chosen. */
+export function choice(label, options, chosen, changed) {
+  const group = element("div.choice", { role: "radiogroup", "aria-label": label });
+  for (const [value, text] of options) {
+    group.append(element("button", {
+      type: "button", role: "radio", "aria-checked": String(value === chosen), "data-value": value,
+      onclick: () => { choose(group, value); changed(value); },
+    }, text));
+  }
+  return group;
+}
+
+export function choose(group, value) {
+  for (const button of group.children) button.setAttribute("aria-checked", String(button.dataset.value === value));
+}
+
+/** Call `work` once per frame at most, however often it is asked for. */
+export function framed(work) {
+  let asked = false;
+  return () => {
+    if (asked) return;
+    asked = true;
+    requestAnimationFrame(() => { asked = false; work(); });
+  };
+}

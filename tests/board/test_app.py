@@ -1,0 +1,163 @@
+"""What the board answers over HTTP, and what it never answers."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from PIL import Image
+
+from tests.support.boards import PROMPTS, Board, running_board, write_generation, write_run
+from tests.support.evaluations import write_evaluation
+
+
+def test_everything_under_the_root_is_listed(board: Board, results: Path) -> None:
+    told = board.get("/api/overview").json()
+    assert told["name"] == "results" and told["root"] == str(results)
+    runs = {run["id"]: run for run in told["run"]}
+    assert list(runs) == ["first", "group/second"]
+    first = runs["first"]
+    assert (first["state"], first["step"], first["steps"], first["images"]) == ("finished", 100, 100, 400)
+    assert first["loss"] == 0.01 and first["sparks"][0] == 1.0 and first["sparks"][-1] == 0.01
+    assert [(one["id"], one["state"]) for one in told["generation"]] == [("scenes", "finished")]
+    (evaluation,) = told["evaluation"]
+    assert evaluation["scores"]["fid"] == {"value": 20.0, "low": 19.5, "high": 20.5}
+    assert evaluation["page"] == "scenes/evaluation/report/index.html"
+
+
+def test_an_answer_that_is_known_is_not_sent_again(board: Board) -> None:
+    for path in ("/api/overview", "/api/samples?run=first", "/thumb?path=scenes/row-0.png", "/main.js", "/plotly.js"):
+        first = board.get(path)
+        again = board.get(path, if_none_match=first.headers["etag"])
+        assert (first.status, again.status, again.body) == (200, 304, b"")
+
+
+def test_what_is_large_travels_small(board: Board) -> None:
+    whole, small = board.get("/plotly.js"), board.get("/plotly.js", accept_encoding="gzip, br")
+    assert gzip.decompress(small.body) == whole.body and len(small.body) < 0.4 * len(whole.body)
+    told = board.get("/api/curves?run=first", accept_encoding="gzip")
+    assert told.headers["content-encoding"] == "gzip" and b'"rows":100,' in gzip.decompress(told.body)
+
+
+def test_the_wall_and_its_pictures(board: Board) -> None:
+    wall = board.get("/api/samples?run=first").json()
+    assert wall["prompts"] == PROMPTS and wall["steps"] == [10, 20, 30] and wall["errors"] == []
+    assert wall["files"][1] == [f"gpu_0_sample{further}.png" for further in ("", "_2", "_3", "_4")]
+    facts = board.get("/api/facts?path=first/samples/step_0000020/gpu_0_sample_2.png").json()
+    assert facts == {"prompt": PROMPTS[1], "seed": "43", "step": "20", "width": 24, "height": 24}
+    whole = board.get("/files/first/samples/step_0000020/gpu_0_sample_2.png")
+    assert whole.headers["content-type"] == "image/png"
+    assert Image.open(io.BytesIO(whole.body)).getpixel((0, 0)) == (120, 50, 90)
+
+
+def test_thumbnails_fit_and_small_pictures_are_left_as_they_are(board: Board) -> None:
+    answer = board.get("/thumb?path=scenes/row-0.png&side=192")
+    small = Image.open(io.BytesIO(answer.body))
+    assert answer.headers["content-type"] == "image/webp" and small.size == (192, 144)
+    assert board.get("/thumb?path=scenes/row-0.png&side=100").body[:4] == b"RIFF"
+    sample = board.get("/thumb?path=first/samples/step_0000010/gpu_0_sample.png")
+    assert sample.body == board.get("/files/first/samples/step_0000010/gpu_0_sample.png").body
+
+
+def test_an_evaluations_page_runs_in_a_sandbox(board: Board) -> None:
+    page = board.get("/files/scenes/evaluation/report/index.html")
+    assert page.body == b"<script>1</script>"
+    assert page.headers["content-security-policy"].startswith("sandbox allow-scripts")
+    own = board.get("/")
+    assert "script-src 'self';" in own.headers["content-security-policy"] and b"http" not in own.body
+
+
+OUTSIDE = [
+    *("../secret.png", "leak.png", "away/secret.png", "first/../../secret.png", "{root}/../secret.png", "/etc/passwd"),
+    *("notes.txt", "first/metrics.jsonl", "first", "", "a\0b.png", "x" * 5000 + ".png", "%2e%2e/secret.png"),
+]
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_nothing_outside_the_root_and_no_other_kind_of_file_is_served(board: Board, results: Path, path: str) -> None:
+    path = path.replace("{root}", str(results))
+    for address in (
+        f"/thumb?path={quote(path)}",
+        f"/api/facts?path={quote(path)}",
+        f"/files/{quote(path, safe='')}",
+        f"/files/{quote(path)}",
+        f"/{quote(path, safe='')}",
+    ):
+        answer = board.get(address)
+        assert answer.status in (404, 200 if address == "/" else 404), address
+        assert b"root:" not in answer.body and b"PNG" not in answer.body and b"private" not in answer.body
+
+
+@pytest.mark.parametrize("run", ["..", "away", "/etc", "nowhere", "first/metrics.jsonl", "%00"])
+def test_folders_outside_are_not_read(board: Board, run: str) -> None:
+    for path in (f"/api/curves?run={run}", f"/api/samples?run={run}", f"/api/generation?folder={run}"):
+        assert board.get(path).status == 404
+
+
+def test_links_inside_a_run_lead_nowhere_either(tmp_path: Path) -> None:
+    secret = write_run(tmp_path / "secret")
+    write_evaluation(secret / "evaluation")
+    write_generation(secret / "images")
+    (secret / "heartbeats").mkdir()
+    (secret / "heartbeats" / "rank_0.json").write_text('{"left": "failed", "message": "classified"}')
+    root = tmp_path / "results"
+    run, wall = write_run(root / "run", checkpoints=0), write_run(root / "wall", checkpoints=1)
+    for link, target in {
+        run / "metrics.jsonl": secret / "metrics.jsonl",
+        run / "samples": secret / "samples",
+        run / "heartbeats": secret / "heartbeats",
+        wall / "samples" / "step_0000010" / "gpu_0_prompt.txt": secret / "config.yaml",
+        wall / "samples" / "step_0000020": secret / "samples" / "step_0000020",
+        root / "images" / "ledger.jsonl": secret / "images" / "ledger.jsonl",
+        root / "scores" / "report.json": secret / "evaluation" / "report.json",
+    }.items():
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+    os.mkfifo(root / "scores" / "pipe.png")
+    with running_board(root, tmp_path / "cache") as board:
+        told = board.get("/api/overview").json()
+        assert told["evaluation"] == [] and [run["id"] for run in told["run"]] == ["run", "wall"]
+        assert told["run"][0]["loss"] is None and told["run"][0]["state"] == "finished"
+        assert board.get("/api/curves?run=run").json()["rows"] == 0
+        assert board.get("/api/samples?run=run").json()["steps"] == []
+        wall_told = board.get("/api/samples?run=wall").json()
+        assert wall_told["steps"] == [10] and wall_told["prompts"][0] == ""
+        assert board.get("/api/generation?folder=images").json()["done"] == 0
+        assert board.get("/thumb?path=scores/pipe.png").status == 404
+
+
+def test_raw_dots_in_an_address_lead_nowhere(board: Board) -> None:
+    for address in (
+        "/files/../secret.png",
+        "/files/..%2fsecret.png",
+        "/../secret.png",
+        "//etc/passwd",
+        "/files//etc/passwd",
+    ):
+        assert board.get(address).status == 404
+
+
+def test_nothing_can_be_changed(board: Board) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        answer = board.get("/api/overview", method=method)
+        assert answer.status == 405 and answer.headers["allow"] == "GET"
+    assert "access-control-allow-origin" not in board.get("/api/overview", origin="http://evil.example").headers
+
+
+def test_other_host_names_are_refused(board: Board) -> None:
+    for host in ("evil.example", "evil.example:8420", "localhost.evil.example", ""):
+        assert board.get("/api/overview", host=host).status == 421, host
+    for host in ("localhost:8420", "127.0.0.1", "[::1]:8420"):
+        assert board.get("/api/overview", host=host).status == 200, host
+
+
+def test_odd_questions_are_refused_without_a_traceback(board: Board) -> None:
+    for path in ("/api/curves?run=first&x=time", "/api/curves?run=first&have=a.b.c", "/api/pictures?folder=scenes&count=0",
+                 "/api/pictures?folder=scenes&begin=-1", "/api/curves"):  # fmt: skip
+        assert board.get(path).status == 422, path
+    assert board.get("/api/docs").status == board.get("/openapi.json").status == board.get("/docs").status == 404

@@ -1,0 +1,106 @@
+"""A generation folder while it fills: counts, newest pictures, failures, and lines read once."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from muralist.board import generation as module
+from muralist.board.generation import Generation, summary
+from muralist.generate.folder import OutputFolder
+from muralist.generate.progress import ToldScreen
+from muralist.generate.screen import Count, Lines
+from tests.support.boards import ledger_line, write_generation
+
+
+def lock(folder: Path, age: float = 0.0) -> None:
+    (folder / "lock").write_text(json.dumps({"host": "here", "pid": 1, "job": "", "heartbeat": time.time() - age}))
+
+
+def counts(told: dict) -> list[tuple]:
+    return [(worker["gpu"], worker["done"], worker["failed"], worker["total"]) for worker in told["workers"]]
+
+
+def test_a_finished_folder(tmp_path: Path) -> None:
+    told = Generation(write_generation(tmp_path / "images")).progress()
+    assert (told["state"], told["done"], told["failed"], told["read"]) == ("finished", 5, 1, 1.0)
+    assert counts(told) == [("0", 2, 1, None), ("1", 3, 0, None)]
+    assert [line["file"] for line in told["newest"]] == [f"row-{row}.png" for row in (5, 4, 3, 1, 0)]
+    assert told["reasons"] == [("out of memory", 1)] and told["settings"] == {"steps": 20}
+    (failure,) = told["failures"]
+    assert (failure["id"], failure["seed"], failure["prompt"], failure["gpu"]) == ("row-2", 44, "picture 2", "0")
+    assert told["workers"][1]["speed"] == 0.5, "rows 1, 3 and 5 came two seconds apart"
+
+
+def test_lines_of_workers_that_paint_are_read_as_they_come(tmp_path: Path) -> None:
+    folder = write_generation(tmp_path / "images", rows=4, failed=(2,))
+    generation = Generation(folder)
+    assert generation.progress()["done"] == 3
+    output = OutputFolder(folder)
+    output.work.mkdir()
+    lock(folder)
+    screen = ToldScreen(Lines(), output)
+    screen.show({"0": Count(1, 0, 4), "1": Count(1, 1, 3)}, 2)
+    output.shard("0").write_text("\n" + ledger_line(2, "0"))
+    output.shard("1").write_text("\n" + ledger_line(4, "1") + ledger_line(5, "1", "a bad prompt") + '{"status": "do')
+    told = generation.progress()
+    assert (told["state"], told["done"], told["failed"], told["unassigned"]) == ("running", 5, 1, 2)
+    assert counts(told) == [("0", 1, 0, 4), ("1", 1, 1, 3)]
+    assert told["reasons"] == [("a bad prompt", 1)], "row 2 was mended"
+    assert told["newest"][0]["file"] == "row-4.png"
+
+    with output.ledger.open("a") as ledger:  # the command ends: lines move, nothing is counted twice
+        ledger.write(ledger_line(2, "0") + ledger_line(4, "1") + ledger_line(5, "1", "a bad prompt"))
+    version = told["version"]
+    for path in (output.shard("0"), output.shard("1"), output.progress, folder / "lock"):
+        path.unlink()
+    output.work.rmdir()
+    told = generation.progress()
+    assert (told["state"], told["done"], told["failed"]) == ("finished", 5, 1) and told["version"] != version
+
+
+def test_pictures_by_number_are_in_the_order_of_the_table(tmp_path: Path) -> None:
+    folder = write_generation(tmp_path / "images", rows=0)
+    rows = [9, 3, 3, 700, 5]
+    with (folder / "ledger.jsonl").open("a") as ledger:
+        ledger.writelines(ledger_line(row) for row in rows)
+        ledger.write(ledger_line(3, copy=1, file="row-3-copy.png") + ledger_line(8, error="no"))
+        ledger.write(ledger_line(-1) + ledger_line(1 << 40) + ledger_line(1, copy=1 << 30))
+    page = Generation(folder).pictures(1, 3)
+    assert page["total"] == 5
+    assert [line["file"] for line in page["pictures"]] == ["row-3-copy.png", "row-5.png", "row-9.png"]
+    assert Generation(folder).pictures(5, 10)["pictures"] == []
+
+
+def test_a_long_ledger_is_read_over_several_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_READ_AT_ONCE", 0.0)
+    monkeypatch.setattr("muralist.board.tail._PART", 4096)
+    generation = Generation(write_generation(tmp_path / "images", rows=0))
+    with (tmp_path / "images" / "ledger.jsonl").open("a") as ledger:
+        ledger.writelines(ledger_line(row) for row in range(100))
+    first = generation.progress()
+    assert 0 < first["read"] < 1 and 0 < first["done"] < 100
+    for _ in range(20):
+        told = generation.progress()
+    assert told["read"] == 1.0 and told["done"] == 100
+
+
+def test_states_in_the_list(tmp_path: Path) -> None:
+    folder = write_generation(tmp_path / "images")
+    assert summary(folder)["state"] == "finished"
+    lock(folder)
+    assert summary(folder)["state"] == "running"
+    lock(folder, age=120)
+    assert summary(folder)["state"] == "lost"
+
+
+def test_an_old_ledger_made_anew_is_told_anew(tmp_path: Path) -> None:
+    folder = write_generation(tmp_path / "images", rows=50, failed=())
+    generation = Generation(folder)
+    assert generation.progress()["done"] == 50
+    other = write_generation(tmp_path / "other", rows=2, failed=())
+    (other / "ledger.jsonl").replace(folder / "ledger.jsonl")
+    assert generation.progress()["done"] == 2

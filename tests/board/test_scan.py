@@ -1,0 +1,83 @@
+"""What is found under a root, and in which state it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muralist.board import scan
+from muralist.board.runs import Runs
+from muralist.board.scan import Scanner
+from tests.support.boards import line, write_generation, write_run
+
+
+def found(root: Path, scanner: Scanner | None = None) -> list[tuple[str, str]]:
+    return [(thing.kind, thing.folder.relative_to(root).as_posix()) for thing in (scanner or Scanner(root)).things()]
+
+
+def test_things_are_found_at_any_depth_that_people_use(tmp_path: Path) -> None:
+    write_run(tmp_path / "a" / "b" / "c" / "deep")
+    write_generation(tmp_path / "a" / "b" / "c" / "deep" / "images")
+    write_run(tmp_path / "1" / "2" / "3" / "4" / "5" / "6" / "too-deep")
+    write_run(tmp_path / ".hidden" / "run")
+    (tmp_path / "a" / "b" / "c" / "deep" / "checkpoints" / "config.yaml").mkdir(parents=True)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "again").symlink_to(tmp_path / "a")
+    assert found(tmp_path) == [("run", "a/b/c/deep"), ("generation", "a/b/c/deep/images")]
+    assert found(tmp_path / "a" / "b" / "c" / "deep")[0] == ("run", "."), "the root itself may be a run"
+
+
+def test_new_folders_appear_and_folders_that_are_gone_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "_REST", 0.0)
+    scanner = Scanner(tmp_path)
+    assert found(tmp_path, scanner) == []
+    (tmp_path / "run").mkdir()
+    assert found(tmp_path, scanner) == []
+    (tmp_path / "run" / "config.yaml").write_text("")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert found(tmp_path, scanner) == [("run", "run")]
+    (tmp_path / "run").rename(tmp_path / "other")
+    assert found(tmp_path, scanner) == [("run", "other")]
+
+
+def heartbeat(run: Path, age: float = 0.0, rank: int = 0, **more: Any) -> None:
+    path = run / "heartbeats" / f"rank_{rank}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"left": "", "message": "", **more}))
+    os.utime(path, (time.time() - age,) * 2)
+
+
+def test_the_state_of_a_run(tmp_path: Path) -> None:
+    runs, run = Runs(), write_run(tmp_path / "run")
+    assert runs.summary(run)["state"] == "finished"
+    (run / "logs" / "train.log").write_text("length  2 epochs x 50.0 steps/epoch = 1,200 steps\n")
+    os.utime(run / "metrics.jsonl", (time.time() - 3600,) * 2)
+    assert (runs.summary(run)["state"], runs.summary(run)["steps"]) == ("stopped", 1200)
+    heartbeat(run)
+    assert runs.summary(run)["state"] == "running"
+    heartbeat(run, age=300)
+    assert runs.summary(run)["state"] == "lost" and "killed" in runs.summary(run)["said"]
+    heartbeat(run, left="failed", message="The loss became nan at step 7.")
+    told = runs.summary(run)
+    assert (told["state"], told["said"]) == ("failed", "The loss became nan at step 7.")
+    heartbeat(run, rank=1, left="lost contact", message="Rank 0 failed.")
+    assert runs.summary(run)["said"] == "The loss became nan at step 7."
+    heartbeat(run, age=300, left="failed", message="The loss became nan at step 7.")
+    heartbeat(run, rank=1)
+    assert runs.summary(run)["state"] == "running", "what an earlier launch left behind does not count"
+
+
+def test_a_summary_follows_its_file(tmp_path: Path) -> None:
+    runs, run = Runs(), write_run(tmp_path / "run", steps=3)
+    assert runs.summary(run)["step"] == 3
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line(4, 0.125) + '{"step": 5')
+    assert (runs.summary(run)["step"], runs.summary(run)["loss"]) == (4, 0.125)
+    (run / "metrics.jsonl").write_text('{"step": "x", "images": [1], "train/loss": NaN}\n')
+    told = runs.summary(run)
+    assert told["step"] is None and told["loss"] is None and told["images"] is None and told["sparks"] == []

@@ -1,0 +1,264 @@
+"""The board in a real browser, over runs that were really trained."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.boards import PROMPTS, Board, line, running_board, write_generation, write_run
+from tests.support.evaluations import write_evaluation
+from tests.support.runs import train
+
+pytestmark = pytest.mark.slow
+_READ = "(metric) => document.querySelector(`[data-metric='${metric}'] .chart`)"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, photo_folder: Path) -> Path:
+    """One trained run, a second one like it, one that only looks like one, pictures and an evaluation."""
+    root = tmp_path_factory.mktemp("board") / "results"
+    words = "--enable_condition --init_from none --max_steps 12 --ckpt_every 4 --samples_per_gpu 2 --run_name trained"
+    train(*words.split(), "--data_path", photo_folder, "--results_dir", root)
+    shutil.copytree(root / "trained", root / "copied")
+    write_run(root / "long", steps=5000, checkpoints=2)
+    write_generation(root / "scenes", rows=700, failed=(5, 6))
+    write_evaluation(root / "scenes" / "evaluation")
+    (root / "scenes" / "evaluation" / "index.html").write_text("<p>The report")
+    return root
+
+
+@pytest.fixture(scope="module")
+def board(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Board]:
+    with running_board(root, tmp_path_factory.mktemp("cache")) as running:
+        yield running
+
+
+class Visit:
+    """An open page, and everything it asked for or complained about."""
+
+    def __init__(self, browser: Any, board: Board, words: str, **context: Any) -> None:
+        self.page = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **context}).new_page()
+        self.board = board
+        self.troubles: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda message: self.troubles.append(message.text))
+        self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(f"{board.address}/#{words}")
+        self.page.wait_for_selector("#live.on", state="attached")
+
+    def names(self) -> list[str]:
+        return self.page.locator("#list .name").all_inner_texts()
+
+    def looked_at(self) -> str:
+        return self.page.locator("#list [aria-selected=true] .name").inner_text()
+
+    def traces(self, metric: str) -> list[dict[str, Any]]:
+        """The lines of a chart that have a name, as plotly holds them."""
+        self.page.wait_for_function(f"metric => ({_READ})(metric)?.data?.length", arg=metric)
+        keep = "data.filter(one => one.name).map(({name, x, y, line}) => ({name, x, y, color: line.color}))"
+        return self.page.evaluate(f"metric => {{ const data = ({_READ})(metric).data; return {keep}; }}", metric)
+
+    def layout(self, metric: str, name: str) -> Any:
+        return self.page.evaluate(f"([metric, name]) => ({_READ})(metric)._fullLayout.yaxis[name]", [metric, name])
+
+    def close(self) -> None:
+        """End the visit: nothing went wrong, and nothing was asked of anybody else."""
+        away = [url for url in self.requests if not url.startswith((self.board.address, "data:"))]
+        self.page.context.close()
+        assert self.troubles == [] and away == []
+
+
+@pytest.fixture
+def visit(browser: Any, board: Board) -> Callable[..., Visit]:
+    return lambda words="", **context: Visit(browser, board, words, **context)
+
+
+def test_curves_are_drawn_compared_and_zoomed(visit: Callable[..., Visit]) -> None:
+    looking = visit("tab=curves&run=trained&smooth=0")
+    page = looking.page
+    assert page.title() == "results · muralist board"
+    (loss,) = looking.traces("train/loss")
+    assert loss["x"] == list(range(1, 13)) and loss["name"] == "trained" and all(0 < y < 10 for y in loss["y"])
+    metrics = page.locator("[data-metric]").evaluate_all("all => all.map(one => one.dataset.metric)")
+    assert metrics[0] == "train/loss"
+    assert {"train/learning_rate", "train/grad_norm", "train/samples_per_second", "train/mfu"} < set(metrics)
+    assert "train/data_wait_fraction" in metrics and "step 12 of" in page.locator(".chip").inner_text()
+
+    page.keyboard.press("x")
+    page.wait_for_function(f"() => ({_READ})('train/loss').data.at(-1).x[0] === 4")
+    page.get_by_role("radio", name="steps").click()
+    assert looking.layout("train/loss", "type") == "linear"
+    page.keyboard.press("l")
+    page.wait_for_function(f"() => ({_READ})('train/loss')._fullLayout.yaxis.type === 'log'")
+    page.get_by_role("checkbox", name="Compare trained").click()
+    page.get_by_role("checkbox", name="Compare long").click()
+    page.wait_for_function(f"() => ({_READ})('train/loss').data.filter(one => one.name).length === 2")
+    first, second = looking.traces("train/loss")
+    assert (first["name"], second["name"]) == ("trained", "long") and first["color"] != second["color"]
+    assert len(second["x"]) == 1250 and second["x"][-1] == 5000, "5,000 steps in buckets of four"
+
+    box = page.locator("[data-metric='train/loss'] .nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 80)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 82, steps=4)
+    page.mouse.up()
+    page.wait_for_function(f"() => ({_READ})('train/grad_norm')._fullLayout.xaxis.range[0] > 2000")
+    page.wait_for_function(f"() => ({_READ})('train/loss').data.at(-1).x.length < 600")
+    (near,) = [trace for trace in looking.traces("train/loss") if trace["name"] == "long"]
+    assert near["x"][1] - near["x"][0] == 1, "every step is there, once one looks closely"
+    page.keyboard.press("r")
+    page.wait_for_function(f"() => ({_READ})('train/loss').data.at(-1).x.length === 1250")
+    assert "tick=trained&tick=long" in page.url and "log=1" in page.url
+    looking.close()
+
+
+def test_new_lines_appear_by_themselves(visit: Callable[..., Visit], root: Path) -> None:
+    looking = visit("tab=curves&run=copied&smooth=0")
+    before = looking.traces("train/loss")[0]["x"]
+    assert before[-1] == 12
+    with (root / "copied" / "metrics.jsonl").open("a") as file:
+        file.write(line(13, 0.0625))
+    looking.page.wait_for_function(f"() => ({_READ})('train/loss').data.at(-1).x.at(-1) === 13", timeout=8000)
+    assert looking.traces("train/loss")[0]["y"][-1] == 0.0625
+    assert "loss 0.0625" in looking.page.locator("#list [aria-selected=true] .facts").inner_text()
+    news = [url for url in looking.requests if "have=" in url]
+    assert news and all(".12" in url or ".13" in url for url in news), "only what came after was asked for"
+    looking.close()
+
+
+def test_the_list_goes_by_keys(visit: Callable[..., Visit]) -> None:
+    looking = visit("tab=curves")
+    page, names = looking.page, looking.names()
+    assert sorted(names) == ["copied", "long", "trained"] and looking.looked_at() == names[0]
+    page.keyboard.press("j")
+    page.keyboard.press("ArrowDown")
+    assert looking.looked_at() == names[2]
+    page.keyboard.press("k")
+    assert looking.looked_at() == names[1]
+    page.keyboard.press("Space")
+    assert page.locator("#list [aria-checked=true]").count() == 1
+    page.keyboard.press("/")
+    page.keyboard.type("trai")
+    assert looking.names() == ["trained"]
+    page.keyboard.press("Escape")
+    assert looking.names() == names
+    for key, tab in (("2", "Samples"), ("3", "Generation"), ("4", "Evaluation"), ("1", "Curves")):
+        page.keyboard.press(key)
+        assert page.locator("[role=tab][aria-selected=true]").inner_text() == tab
+    page.keyboard.press("?")
+    assert page.locator("#keys").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("#keys").is_visible()
+    looking.close()
+
+
+def test_samples_by_slider_side_by_side_and_enlarged(visit: Callable[..., Visit]) -> None:
+    looking = visit("tab=samples&run=trained")
+    page = looking.page
+    page.wait_for_selector(".tile img")
+    assert page.locator(".tile").count() == 2 and page.locator(".track output").inner_text() == "step 12 · 3 of 3"
+    newest = page.locator(".tile img").first.get_attribute("src")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_function("() => document.querySelector('.track output').textContent === 'step 8 · 2 of 3'")
+    assert page.locator(".tile img").first.get_attribute("src") == newest.replace("step_0000012", "step_0000008")
+    page.get_by_label("Checkpoint", exact=True).fill("0")
+    page.wait_for_function("() => document.querySelector('.track output').textContent === 'step 4 · 1 of 3'")
+
+    page.select_option("select", "copied")
+    page.wait_for_function("() => document.querySelectorAll('.tile img').length === 4")
+    assert page.locator(".sides").inner_text() == "left: trained, step 4 · right: copied, step 4"
+    page.locator(".tile button").first.click()
+    assert page.locator("#viewer figure").count() == 2
+    page.wait_for_function("() => document.querySelector('#viewer img').naturalWidth === 16")
+    prompt = page.locator("#viewer .prompt").inner_text()
+    assert prompt == page.locator(".tile figcaption").first.inner_text()
+    page.wait_for_function("() => document.querySelector('#viewer .facts').textContent.includes('seed')")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("() => document.querySelector('#viewer .facts').textContent.startsWith('step 8')")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function("before => document.querySelector('#viewer .prompt').textContent !== before", arg=prompt)
+    page.keyboard.press("Escape")
+    assert not page.locator("#viewer").is_visible()
+    page.wait_for_function("() => document.querySelector('.track output').textContent === 'step 8 · 2 of 3'")
+
+    page.keyboard.press("w")
+    page.wait_for_selector(".wall .line img")
+    assert page.locator(".wall .line button").count() == 6
+    assert page.locator(".wall .head span").all_inner_texts() == ["4", "8", "12"]
+    page.locator(".wall .line button").nth(2).click()
+    page.wait_for_function("() => document.querySelector('#viewer .facts').textContent.startsWith('step 12')")
+    page.keyboard.press("Escape")
+    page.keyboard.press("w")
+    page.select_option("select", "")
+    page.keyboard.press("j")
+    page.keyboard.press("k")
+    page.goto(f"{looking.board.address}/#tab=samples&run=long")
+    page.reload()
+    page.wait_for_selector(".tile img")
+    assert page.locator(".tile figcaption").all_inner_texts() == PROMPTS and "owned" not in page.title()
+    looking.close()
+
+
+def test_pictures_of_a_generation_are_there_when_they_are_looked_at(visit: Callable[..., Visit]) -> None:
+    looking = visit("tab=generation")
+    page = looking.page
+    page.wait_for_selector(".grid img")
+    assert page.locator(".totals b").all_inner_texts()[:2] == ["698", "2"]
+    assert page.locator(".gpu .words").all_inner_texts()[0].startswith("349 pictures · 1 failed")
+    assert page.locator(".reasons li").inner_text() == "2 × out of memory"
+    assert page.locator(".grid figure").count() < 100, "only those near the screen exist"
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    page.wait_for_function("() => [...document.querySelectorAll('.grid img')].some(one => one.alt === 'picture 699')")
+    assert page.locator(".grid figure").count() < 100
+    page.locator(".grid button").last.click()
+    page.wait_for_function("() => document.querySelector('#viewer .facts').textContent.includes('698 of 698')")
+    assert page.locator("#viewer .prompt").inner_text() == "picture 699"
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_function("() => document.querySelector('#viewer .prompt').textContent === 'picture 698'")
+    page.keyboard.press("Escape")
+    page.keyboard.press("4")
+    assert page.locator(".scores tbody td b").first.inner_text() == "20"
+    with page.context.expect_page() as opened:
+        page.get_by_role("link", name="open the report").click()
+    assert opened.value.locator("p").inner_text() == "The report"
+    looking.close()
+
+
+def test_a_phone_in_the_dark(visit: Callable[..., Visit]) -> None:
+    looking = visit(
+        "tab=curves&run=trained", viewport={"width": 390, "height": 844}, color_scheme="dark", has_touch=True
+    )
+    page = looking.page
+    for tab in ("Samples", "Generation", "Evaluation", "Curves"):
+        page.get_by_role("tab", name=tab).tap()
+        page.wait_for_timeout(150)
+        assert page.evaluate("document.documentElement.scrollWidth") == 390, f"nothing sticks out of {tab}"
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
+    assert not page.locator("#list").is_visible()
+    page.locator("#chooser").tap()
+    page.locator("#list li", has_text="long").tap()
+    assert not page.locator("#list").is_visible() and page.locator("#chooser span").inner_text() == "long"
+    page.wait_for_function(f"() => ({_READ})('train/loss').data.at(-1).name === 'long'")
+    dark = page.evaluate("document.querySelector('.xtick text').style.fill")
+    page.emulate_media(color_scheme="light")
+    page.wait_for_function("before => document.querySelector('.xtick text').style.fill !== before", arg=dark)
+    looking.close()
+
+
+def test_an_empty_folder_says_what_would_appear(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    with running_board(tmp_path / "results", tmp_path / "cache") as board:
+        looking = Visit(browser, board, "")
+        assert (
+            "What `muralist train` writes into this folder appears here." in looking.page.locator("#list").inner_text()
+        )
+        assert looking.page.locator(".note").inner_text().startswith("No runs yet.")
+        write_run(tmp_path / "results" / "new")
+        looking.page.wait_for_selector("#list .name", timeout=8000)
+        assert looking.looked_at() == "new"
+        looking.close()
