@@ -4,6 +4,7 @@ The text under a field is its help. A field marked `Apart` changes where a run g
 it, but never the result; all other fields together are the run's identity (see `muralist.config.identity`).
 """
 
+from muralist.settings.doctor import DOCTOR_FLAT_NAMES, DoctorSettings
 from muralist.settings.evaluate import EvaluateSettings, ReportSettings, StatsSettings
 from muralist.settings.generate import GenerateSettings
 from muralist.settings.section import Apart, Section
@@ -23,12 +24,14 @@ from muralist.settings.train import (
 )
 
 __all__ = [
+    "DOCTOR_FLAT_NAMES",
     "TRAIN_FLAT_NAMES",
     "Apart",
     "CheckpointSettings",
     "DataSettings",
     "DemoSettings",
     "DistributedSettings",
+    "DoctorSettings",
     "EvaluateSettings",
     "ExportSettings",
     "GenerateSettings",

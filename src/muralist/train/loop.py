@@ -21,6 +21,8 @@ from muralist.errors import UserError
 from muralist.models import variants
 from muralist.models.family import build_family, prepare_family
 from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
+from muralist.scale.checks.check import Circumstances
+from muralist.scale.doctor import refuse_trouble
 from muralist.scale.flops import matmul_rate
 from muralist.scale.slurm import adopt_ranks
 from muralist.settings import CheckpointSettings, TrainSettings
@@ -44,10 +46,11 @@ def train(settings: TrainSettings, name: str) -> int:
     """Train until the last step or a request to stop; returns the exit status."""
     contract.check(settings)
     run = RunFolder.named(settings.results_dir, name)
-    data = open_data(settings)  # before anything is written: a mistyped path leaves no empty run behind
     adopt_ranks(os.environ)
     rank, size = rank_and_size()
     start_log(None, rank)  # to the terminal alone until the run's folder is ours
+    refuse_trouble(Circumstances(train=settings, run=run.root))
+    data = open_data(settings)  # before anything is written: a mistyped path leaves no empty run behind
     with Heartbeat(run.heartbeats, rank, size, settings.distributed.dist_timeout) as heartbeat:
         try:
             _train_together(settings, data, run, heartbeat)
