@@ -40,6 +40,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs/troubleshooting.md: setup src/muralist/scale/troubleshooting.py $(wildcard src/muralist/scale/checks/*.py)
+	$(BIN)/python -m muralist.scale.troubleshooting > $@
+
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

@@ -94,11 +94,14 @@ class Meeting:
 
     def gather(self, what: str, own: str, longer: float = 0.0) -> list[str]:
         """What each rank has to say; Missing names those that say nothing in time."""
-        self.store.set(f"{what}/{self.rank}", own)
-        silent = self._silent(what, longer)
-        if silent:
-            raise Missing(f"{self._named(silent)} did not come within {self.patience:g} s", silent)
-        return [self.store.get(f"{what}/{rank}").decode() for rank in range(self.size)]
+        try:
+            self.store.set(f"{what}/{self.rank}", own)
+            silent = self._silent(what, longer)
+            if silent:
+                raise Missing(f"{self._named(silent)} did not come within {self.patience:g} s", silent)
+            return [self.store.get(f"{what}/{rank}").decode() for rank in range(self.size)]
+        except dist.DistError:
+            raise Missing("Rank 0, where all meet, has left", []) from None  # and has said why
 
     def _silent(self, what: str, longer: float) -> list[int]:
         deadline = time.monotonic() + self.patience + longer
