@@ -27,6 +27,7 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
   muralist launch   --slurm --nodes 2 --gpus-per-node 4 train ...    the same as a job of SLURM
   muralist doctor   [train ...|generate ...]   what is wrong with this machine, or would be with this run?
+  muralist estimate --from RUN|RESULT|probe    how long, how much, how it scales, what fits: from a measured speed
   muralist demo                                train a small model on driving scenes, five minutes on two cores
 
 `muralist COMMAND --help` lists a command's settings. `--debug` shows tracebacks."""
@@ -199,6 +200,16 @@ def _doctor(arguments: Sequence[str]) -> int:
     return doctor(settings, around)
 
 
+def _estimate(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import ESTIMATE_FLAT_NAMES, EstimateSettings
+
+    settings = load(EstimateSettings, arguments, ESTIMATE_FLAT_NAMES)
+    from muralist.scale.estimate_table import run
+
+    return run(settings)
+
+
 def _split(words: Sequence[str], flags: Sequence[str], valued: Sequence[str]) -> tuple[list[str], list[str]]:
     """Tell a command's own flags from those it hands on."""
     own: list[str] = []
@@ -242,6 +253,7 @@ COMMANDS = {
     "report": Command(_report, "ReportSettings", FOLDERS),
     "launch": Command(_launch, "LaunchSettings"),
     "doctor": Command(_doctor, "DoctorSettings"),
+    "estimate": Command(_estimate, "EstimateSettings"),
     "demo": Command(_demo, "DemoSettings"),
 }
 

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from muralist import settings as all_settings
 from muralist.config import Names, describe
-from muralist.settings import DOCTOR_FLAT_NAMES, TRAIN_FLAT_NAMES
+from muralist.settings import DOCTOR_FLAT_NAMES, ESTIMATE_FLAT_NAMES, TRAIN_FLAT_NAMES
 
-_FLAT_NAMES = {"train": TRAIN_FLAT_NAMES, "doctor": DOCTOR_FLAT_NAMES}
+_FLAT_NAMES = {"train": TRAIN_FLAT_NAMES, "doctor": DOCTOR_FLAT_NAMES, "estimate": ESTIMATE_FLAT_NAMES}
 
 
 def settings_help(command: str, settings_name: str, positional: tuple[str, ...]) -> str:

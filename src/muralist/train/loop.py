@@ -29,6 +29,7 @@ from muralist.settings import CheckpointSettings, TrainSettings
 from muralist.train import checkpoint, contract, samples, start
 from muralist.train.data import Data, has_captions, in_buckets, open_data
 from muralist.train.distributed import Engine, lost_contact
+from muralist.train.forecast import Forecast
 from muralist.train.heartbeat import SAVING, WAITING, Heartbeat, rank_and_size
 from muralist.train.keeper import Keeper
 from muralist.train.monitors import ProgressLine, open_monitors, start_log
@@ -213,9 +214,11 @@ def _train(
         stack.callback(monitor.close)
     line = ProgressLine(first_step, last_step, settings.log.every, quiet=not engine.is_main)
     stack.callback(line.close)
+    every = min(settings.checkpoint.every, settings.checkpoint.latest_every or settings.checkpoint.every)
+    forecast = Forecast(run.forecast if engine.is_main else None, first_step, last_step, every)
     recorder = Recorder(
         engine, clock, monitors, line, settings.log.every, family.tokens_per_image(), family.flops_per_image(), peak,
-        stepper.scaler.is_enabled(), EpochLoss(*manifest.get("epoch_loss", ())),
+        stepper.scaler.is_enabled(), forecast, EpochLoss(*manifest.get("epoch_loss", ())),
     )  # fmt: skip
     writer = CheckpointWriter(run.checkpoints, settings.checkpoint, strategy.writers)
     stack.callback(writer.finish)  # whatever ends the run, a checkpoint under way is completed
@@ -270,6 +273,7 @@ def _loop(
         else:
             recorder.flush_if_due(step + 1)
     keeper.finish()
+    recorder.forecast.conclude()
     log.info("Finished at step %d.", steps.stop)
 
 
