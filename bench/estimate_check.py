@@ -42,6 +42,9 @@ def check(name: str, arguments: list[str]) -> int:
         run = Path(results) / "checked"
         forecast: dict[str, Any] = json.loads((run / "forecast.json").read_text())
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    if "off" not in forecast:
+        print("The run was stopped before its end: nothing to compare.", file=sys.stderr)
+        return 1
     real = median(line["train/tokens_per_second"] for line in lines[len(lines) // 10 :])
     expected = probed.per_gpu()[1]
     off = {"probe": round(expected / real - 1, 4), "run": forecast["off"]}

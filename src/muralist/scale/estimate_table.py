@@ -18,7 +18,7 @@ from muralist.settings import EstimateSettings
 from muralist.words import amount, duration, gigabytes, short
 
 _WIDTH = 120
-_BAR = 20
+_BAR = 12
 _GUIDE_2 = {2: "1.8-1.9x", 4: "3.5-3.8x", 8: "6.5-7.0x"}
 _NETWORKS = {
     "InfiniBand, 400 Gbit/s per GPU": 50e9,
@@ -120,7 +120,7 @@ def _scaling_table(found: Estimate) -> Table:
         "tokens/s",
         "guide 2 expects",
     ):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=name != "guide 2 expects")
     table.add_column("")
     tokens = found.batch_size * variants.tokens_per_image(variants.parse_name(found.model)[1], found.img_size)
     for row in found.scaling:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
@@ -58,6 +57,8 @@ def probe(model: str, img_size: int, batch_size: int, seconds: float, clock: Cal
     images = batch_size if on_gpu else _bearable(stepper_of(1), batch_size, img_size, seconds, clock)
     stepper = stepper_of(images)
     batch = _pictures(images, img_size)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(engine.device)
     stepper.warm_up(batch)
     for _ in range(2):
         _steps(stepper, batch, 1)
@@ -100,8 +101,3 @@ def _pictures(count: int, side: int) -> Batch:
     images = torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=generator)
     labels, numbers = torch.zeros(count, dtype=torch.int64), torch.arange(count)
     return Batch(images_u8=images, labels=labels, captions=[""] * count, numbers=numbers)
-
-
-def wall_clock() -> float:
-    """Seconds."""
-    return time.perf_counter()

@@ -13,7 +13,7 @@ class EstimateSettings(Section):
     """muralist estimate: how long a training takes, what it costs, how it scales and what fits, from a measured speed."""
 
     source: str = "probe"
-    """--from: a run's folder, a file of bench/results, or probe: real training steps on this machine for --seconds."""
+    """A run's folder, a file of bench/results, or probe: real training steps on this machine for --seconds."""
     model: str | None = None
     """JiT-B/4 and so on; default: the model that was measured. Another one is taken to reach the same part of the GPU's
     speed."""
