@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from muralist.cli import main
 from muralist.config import load
 from muralist.scale.checks.check import Circumstances, Status, examine
 from muralist.scale.checks.hardware import CHECKS, ask_devices, match_versions
@@ -14,6 +15,7 @@ from muralist.scale.checks.room import fits_training
 from muralist.scale.gpus import Gpu, Gpus, Process, ask_driver
 from muralist.scale.memory import CONTEXT, Need
 from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, TrainSettings
+from tests.support.runs import TINY
 
 GIGABYTE = 1024
 HEADER = "| NVIDIA-SMI 550.54.15   Driver Version: 550.54.15   CUDA Version: 12.4  |"
@@ -138,7 +140,23 @@ def test_a_device_that_fails_or_is_silent_is_named() -> None:
 def test_what_fits_into_memory() -> None:
     need = Need(parameters=10**9, state=24e9, per_image=0.5e9)
     settings = load(TrainSettings, ["--batch_size", "64"], TRAIN_FLAT_NAMES)
-    assert fits_training(need, settings, 24e9 + CONTEXT, "told").status is Status.FAILED
+    assert fits_training(need, settings, 24.4e9, "told").status is Status.FAILED
     short = fits_training(need, settings, 24e9 + CONTEXT + 10e9, "told")
     assert short.status is Status.WARNING and "About 20 images at once fit" in short.seen and "not 64" in short.seen
     assert fits_training(need, settings, 80e9, "told").status is Status.OK
+
+
+def test_train_makes_the_quick_checks_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", *TINY, "--data_path", str(tmp_path / "no data"), "--results_dir", str(tmp_path / "results")]
+    install_driver(tmp_path, monkeypatch, used=(70, 80))  # one process takes the first
+    assert main(words) == 1  # after a warning, there is no data
+    said = capfd.readouterr()
+    assert "GPU 0 is in use: 75.2 GB of 85.9 GB held by process 4000" in said.out and "no data" in said.err
+    assert "GPU 1" not in said.out
+    install_driver(tmp_path, monkeypatch, used=(80, 0))
+    assert main(words) == 1
+    said = capfd.readouterr()
+    assert "A GPU has 0.00 GB free, and weights, gradients, optimizer and averages take 0.05 GB" in said.err
+    assert "--strategy fsdp2" in said.err and "no data" not in said.err

@@ -88,7 +88,7 @@ class _Command:
         size = (settings.height, settings.width)
         plan = Plan(table, copies, settings.seed_start, settings.negative_prompt, size, suffix)
         plan.check()
-        refuse_trouble(Circumstances(generate=settings, known_model=model, known_pictures=len(plan)))
+        refuse_trouble(Circumstances(generate=settings, starting=True, known_model=model, known_pictures=len(plan)))
         return cls(settings, identity_of(settings, model), plan, folder, ranks)
 
     def run(self) -> int:

@@ -121,13 +121,19 @@ class Meeting:
 
     def measure(self, longer: float) -> Exchange:
         """Exchange, compute, and look at the clocks; ranks may come `longer` than usual after the first."""
+        try:
+            return self._measure(longer)
+        except RuntimeError as error:  # of gloo, NCCL or a driver; a rank that is gone is one of many reasons
+            raise Missing(f"The exchange failed on rank {self.rank}: {str(error).splitlines()[0]}", []) from None
+
+    def _measure(self, longer: float) -> Exchange:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        long = timedelta(seconds=10 * self.patience + 60)  # we give up ourselves, and can say why
+        late = timedelta(seconds=self.patience + 30)  # we give up ourselves before that, and can say why
         self.gather("ready", "", longer)
         dist.init_process_group(backend, store=dist.PrefixStore("group", self.store), rank=self.rank,
-                                world_size=self.size, timeout=long)  # fmt: skip
+                                world_size=self.size, timeout=late)  # fmt: skip
         found = Exchange(self.hosts)
         for size in SIZES:
             payload = torch.ones(size // 4, device=self.device)

@@ -58,6 +58,7 @@ def probe(model: str, img_size: int, batch_size: int, seconds: float, clock: Cal
     stepper = stepper_of(images)
     batch = _pictures(images, img_size)
     if on_gpu:
+        batch = batch.pin_memory()  # as the loader hands it over
         torch.cuda.reset_peak_memory_stats(engine.device)
     stepper.warm_up(batch)
     for _ in range(2):

@@ -50,7 +50,7 @@ def train(settings: TrainSettings, name: str) -> int:
     adopt_ranks(os.environ)
     rank, size = rank_and_size()
     start_log(None, rank)  # to the terminal alone until the run's folder is ours
-    refuse_trouble(Circumstances(train=settings, run=run.root))
+    refuse_trouble(Circumstances(train=settings, run=run.root, starting=True))
     data = open_data(settings)  # before anything is written: a mistyped path leaves no empty run behind
     with Heartbeat(run.heartbeats, rank, size, settings.distributed.dist_timeout) as heartbeat:
         try:

@@ -16,7 +16,7 @@ from muralist.settings import GenerateSettings, TrainSettings
 
 if TYPE_CHECKING:
     from muralist.generate.models import CheckedModel
-    from muralist.scale.gpus import Gpus
+    from muralist.scale.gpus import Gpu, Gpus
 
 
 class Status(StrEnum):
@@ -72,6 +72,8 @@ class Circumstances:
     """The folder of the training's run."""
     generate: GenerateSettings | None = None
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    starting: bool = False
+    """Whether the job itself asks, which is about to start, and not the doctor."""
     known_model: CheckedModel | None = None
     known_pictures: int | None = None
     """How many a generation is to make, where its table has been read already."""
@@ -102,6 +104,12 @@ class Circumstances:
         from muralist.scale.gpus import ask_driver
 
         return ask_driver()
+
+    @property
+    def own_gpus(self) -> list[Gpu]:
+        """The GPUs that the job uses on this machine: those that are named, else all; training, one for each process."""
+        seen = self.gpus.visible(self.environment, self.generate.gpu_ids if self.generate else ())
+        return seen[: int(self.environment.get("LOCAL_WORLD_SIZE", "1"))] if self.train else seen
 
     @cached_property
     def model(self) -> CheckedModel:

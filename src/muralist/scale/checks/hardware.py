@@ -51,7 +51,7 @@ def look_for_gpus(around: Circumstances) -> Finding:
             "CUDA ignores everything from the first wrong entry on.",
             f"Name GPUs from 0 to {len(gpus.listed) - 1}.",
         )
-    chosen = gpus.visible(around.environment, ids)
+    chosen = around.own_gpus if around.starting else gpus.visible(around.environment, ids)
     facts = {f"GPU {gpu.index}, bytes free": gpu.free for gpu in chosen}
     busy = [gpu for gpu in chosen if gpu.total and gpu.used > _TAKEN * gpu.total]
     if busy:
@@ -98,7 +98,7 @@ def match_versions(torch_version: str, built_for: str | None, driver_cuda: str, 
 
 def look_for_bf16(around: Circumstances) -> Finding:
     """See whether every GPU computes in bf16."""
-    gpus = around.gpus.visible(around.environment, around.generate.gpu_ids if around.generate else ())
+    gpus = around.own_gpus
     if not gpus:
         return skipped("no GPU; CPUs compute in bf16, slowly")
     without = [gpu for gpu in gpus if 0 < gpu.capability < _BF16]

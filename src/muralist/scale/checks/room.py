@@ -20,7 +20,7 @@ _JOBS = frozenset({"train", "generate"})
 
 def look_at_memory(around: Circumstances) -> Finding:
     """Compare what the model and batch need with what the GPUs have."""
-    gpus = around.gpus.visible(around.environment, around.generate.gpu_ids if around.generate else ())
+    gpus = around.own_gpus
     if around.train:
         need = need_of(around.train, around.ranks, compiled=bool(gpus) and around.train.compile is not False)
         told = _needed(need, around.train)
@@ -52,7 +52,7 @@ def look_at_memory(around: Circumstances) -> Finding:
 def fits_training(need: Need, settings: TrainSettings, free: float, told: str) -> Finding:
     """Whether a training fits into so many bytes, and how many images at once."""
     facts = {"free": int(free), "state": int(need.state), "per image": need.per_image}
-    if need.total(1) > free:
+    if need.state + (need.per_image or 0.0) > free:
         return failed(f"A GPU has {gigabytes(free)} free, and {told}.", facts=facts)
     batch, most = settings.data.batch_size, need.largest_batch(free)
     if most is None:

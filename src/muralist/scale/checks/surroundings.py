@@ -23,6 +23,8 @@ _NETWORK_PATIENCE = 3.0  # seconds
 def look_at_port(around: Circumstances) -> Finding:
     """Try to listen at the port where the ranks will meet."""
     environment = around.environment
+    if around.starting and around.ranks == 1:
+        return skipped("one process meets nobody")
     named = environment.get("MASTER_PORT")
     if named is None:
         if _in_use(_USUAL_PORT):
