@@ -12,8 +12,8 @@ from muralist.cli import main
 from muralist.errors import UserError
 from muralist.scale.communication import BUCKET, GPUS, REACHED, Links, ring_seconds, scale
 from muralist.scale.estimate import bill, estimate, flops_per_token
-from muralist.scale.estimate_table import plot
 from muralist.scale.measured import Measured, read_measured
+from muralist.scale.scaling_picture import page, svg
 from muralist.settings import EstimateSettings
 from muralist.words import amount, duration, short
 from tests.conftest import REPOSITORY
@@ -94,9 +94,9 @@ def test_a_benchmark_file_and_the_tables(tmp_path: Path, capsys: pytest.CaptureF
     for part in ("conservative", "medium", "optimistic", "1T tokens", "10B tokens", "kWh", "1024", "6.5-7.0x",
                  "A step on one GPU takes 47.9 ms", "the largest that fits is about"):  # fmt: skip
         assert part in said, said
-    page = (tmp_path / "scaling.html").read_text()
-    assert "<html>" in page and "ideal" in page and "Ethernet, 25 Gbit" in page
-    assert 'src="http' not in page
+    written = (tmp_path / "scaling.html").read_text()
+    assert "<html>" in written and "Ethernet, 25 Gbit" in written
+    assert 'src="http' not in written
     assert main(["estimate", "--from", str(tmp_path / "nothing")]) == 1
     assert "is no measurement" in capsys.readouterr().err
     assert main([*words, "--images", "1M"]) == 1
@@ -112,7 +112,15 @@ def test_a_run_is_a_measurement(photo_folder: Path, tmp_path: Path) -> None:
     assert set(measured.readings) <= {line["train/tokens_per_second"] for line in lines}
     found = estimate(EstimateSettings(images=["1M"]), measured, [4e6])
     assert found.scenarios[0].bills[0].seconds > 0
-    assert "as asked: 50 GB" in plot(found)
+    assert "as asked: 400 Gbit" in page(found)
+
+
+def test_the_picture_in_the_documents_is_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = svg(estimate(EstimateSettings(), read_measured(BENCH, None), [1e12]))
+    assert drawn == (REPOSITORY / "docs" / "scaling.svg").read_text()
+    assert drawn.count("<polyline") == 4 and drawn.count("1024") == 1
+    assert main(["estimate", "--from", str(BENCH), "--plot", "curve.pdf"]) == 1
+    assert "ends in .html or .svg" in capsys.readouterr().err
 
 
 def test_a_probe_takes_real_steps() -> None:

@@ -1,4 +1,4 @@
-"""`muralist estimate`: the tables of guides 1 and 2, computed, and the scaling curve as a page."""
+"""`muralist estimate`: the tables of guides 1 and 2, computed."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ from rich.table import Table
 
 from muralist.errors import UserError
 from muralist.models import variants
-from muralist.runfolder import write_atomically
-from muralist.scale.communication import Links, assumptions, scale
+from muralist.scale.communication import assumptions
 from muralist.scale.estimate import Bill, Estimate, estimate
 from muralist.scale.measured import Measured, read_measured
+from muralist.scale.scaling_picture import check_plot, write_plot
 from muralist.settings import EstimateSettings
 from muralist.words import amount, duration, gigabytes, short
 
 _WIDTH = 120
 _BAR = 12
 _GUIDE_2 = {2: "1.8-1.9x", 4: "3.5-3.8x", 8: "6.5-7.0x"}
-_NETWORKS = {
-    "InfiniBand, 400 Gbit/s per GPU": 50e9,
-    "Ethernet, 100 Gbit/s per GPU": 12.5e9,
-    "Ethernet, 25 Gbit/s per GPU": 3.125e9,
-}
 
 
 def run(settings: EstimateSettings) -> int:
     """Measure or read a speed, and print what follows from it."""
+    if settings.plot:
+        check_plot(settings.plot)
     measured = _measured(settings)
     found = estimate(settings, measured, _budgets(settings, measured))
     console = Console(width=None if Console().is_terminal else _WIDTH, highlight=False)
@@ -38,9 +35,8 @@ def run(settings: EstimateSettings) -> int:
     console.print(f"[dim]{assumptions(found.links, found.gradients, found.step_seconds)}[/]\n")
     _say_memory(console, found)
     if settings.plot:
-        page = Path(settings.plot)
-        write_atomically(page, plot(found))
-        console.print(f"{page}: open it in a browser.")
+        write_plot(found, check_plot(settings.plot))
+        console.print(f"{settings.plot}: the scaling curve; open it in a browser.")
     return 0
 
 
@@ -150,32 +146,3 @@ def _say_memory(console: Console, found: Estimate) -> None:
             f"{most:,}."
         )
     console.print(f"A checkpoint takes {gigabytes(found.needs['ddp'].checkpoint)} of disk.")
-
-
-def plot(found: Estimate) -> str:
-    """The scaling curve as a page that needs nothing else, with other networks beside the one that was asked for."""
-    import plotly.graph_objects as graph
-
-    gpus = [row.gpus for row in found.scaling]
-    figure = graph.Figure()
-    figure.add_scatter(x=gpus, y=gpus, name="ideal", line={"dash": "dot"})
-    asked = f"as asked: {found.links.between / 1e9:g} GB/s per GPU between machines"
-    figure.add_scatter(x=gpus, y=[row.speedup for row in found.scaling], name=asked, mode="lines+markers")
-    for name, between in _NETWORKS.items():
-        links = Links(found.links.inside, between, found.links.gpus_per_node)
-        rows = [scale(found.step_seconds, found.gradients, count, links) for count in gpus]
-        figure.add_scatter(x=gpus, y=[row.speedup for row in rows], name=name)
-    figure.update_layout(
-        title=f"{found.model} at {found.img_size} px, batch {found.batch_size} per GPU<br>"
-        f"<sub>{_wrapped(assumptions(found.links, found.gradients, found.step_seconds))}</sub>",
-        xaxis={"type": "log", "title": "GPUs", "tickvals": gpus},
-        yaxis={"type": "log", "title": "times faster than one GPU", "tickvals": gpus},
-        margin={"t": 150},
-    )
-    return figure.to_html(include_plotlyjs=True, full_html=True)
-
-
-def _wrapped(text: str) -> str:
-    import textwrap
-
-    return "<br>".join(textwrap.wrap(text, 150))

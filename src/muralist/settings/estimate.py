@@ -42,7 +42,7 @@ class EstimateSettings(Section):
     seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """How long the probe takes."""
     plot: str | None = None
-    """Write the scaling curve as a page of its own, FILE.html."""
+    """Write the scaling curve: a page of its own (FILE.html) or a picture (FILE.svg)."""
 
 
 ESTIMATE_FLAT_NAMES = {"from": "source"}
