@@ -13,13 +13,13 @@ from muralist import settings as all_settings
 from muralist.config import Names, describe
 from muralist.settings import DOCTOR_FLAT_NAMES, ESTIMATE_FLAT_NAMES, TRAIN_FLAT_NAMES
 
-_FLAT_NAMES = {"train": TRAIN_FLAT_NAMES, "doctor": DOCTOR_FLAT_NAMES, "estimate": ESTIMATE_FLAT_NAMES}
+FLAT_NAMES = {"train": TRAIN_FLAT_NAMES, "doctor": DOCTOR_FLAT_NAMES, "estimate": ESTIMATE_FLAT_NAMES}
 
 
 def settings_help(command: str, settings_name: str, positional: tuple[str, ...]) -> str:
     """The help page of one command."""
     model = getattr(all_settings, settings_name)
-    names = Names(model, _FLAT_NAMES.get(command, {}))
+    names = Names(model, FLAT_NAMES.get(command, {}))
     console = Console(width=118 if not Console().is_terminal else None, highlight=False)
     with console.capture() as capture:
         console.print(f"[bold]{inspect.getdoc(model)}[/]")
