@@ -185,6 +185,8 @@ def _doctor(arguments: Sequence[str]) -> int:
     from muralist.scale.slurm import adopt_ranks
     from muralist.settings import DOCTOR_FLAT_NAMES, TRAIN_FLAT_NAMES, DoctorSettings, GenerateSettings, TrainSettings
 
+    # Before torch is imported: what its store says when a rank is gone, the doctor says better.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     own, rest = _split(arguments, flags=("--json",), valued=("--timeout",))
     settings = load(DoctorSettings, own, DOCTOR_FLAT_NAMES)
     job, rest = (rest[0], rest[1:]) if rest[:1] in (["train"], ["generate"]) else ("train" if rest else "", rest)

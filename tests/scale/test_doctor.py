@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -248,12 +249,14 @@ def test_ranks_meet_and_a_stopped_one_is_named(tmp_path: Path) -> None:
     os.kill(int(ranks[1]), signal.SIGSTOP)
     lines: list[str] = []
     assert process.stdout
-    while not lines or "failed" not in lines[-1]:
+    while not lines or not lines[-1].startswith("failed"):
         lines.append(process.stdout.readline())
         assert lines[-1], "".join(lines)
-    assert "Rank 1 did not come within 6 s" in lines[-1]
+    # On a busy machine rank 2 may be late as well.
+    assert re.search(r"Rank 1(, 2)? did not come within 6 s", lines[-1]), lines[-1]
     while "1 failed" not in lines[-1]:
         lines.append(process.stdout.readline())
+        assert lines[-1], "".join(lines)
     os.kill(int(ranks[1]), signal.SIGKILL)
     assert "Traceback" not in finish(process, expect=None, timeout=60)
     assert process.returncode
