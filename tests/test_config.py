@@ -18,6 +18,7 @@ from muralist import settings as all_settings
 from muralist.cli import COMMANDS, main
 from muralist.config import Names, config_path, describe, flatten, from_yaml, identity, leaves, load, run_name, to_yaml
 from muralist.errors import UserError
+from muralist.help import FLAT_NAMES
 from muralist.runfolder import RunFolder
 from muralist.settings import TRAIN_FLAT_NAMES, PackSettings, TrainSettings
 from tests.support.runs import finish, start
@@ -422,7 +423,7 @@ def test_help_names_every_setting(command: str, capsys: pytest.CaptureFixture[st
     assert main([command, "--help"]) == 0
     said = capsys.readouterr().out.split()
     model = getattr(all_settings, COMMANDS[command].settings)
-    names = Names(model, TRAIN_FLAT_NAMES if command == "train" else {})
+    names = Names(model, FLAT_NAMES.get(command, {}))
     for path, field in names.fields.items():
         assert (path.upper() if path in COMMANDS[command].positional else f"--{names.flags[path]}") in said
         assert field.description, f"{path} has no help"

@@ -29,6 +29,8 @@ USAGE = """muralist: train diffusion transformers, watch them learn, look at wha
   muralist board    results/                   a page that shows every run, its samples and scores, live
   muralist launch   --nproc 4 train ...        the same on several GPUs or CPU processes of this machine
   muralist launch   --slurm --nodes 2 --gpus-per-node 4 train ...    the same as a job of SLURM
+  muralist doctor   [train ...|generate ...]   what is wrong with this machine, or would be with this run?
+  muralist estimate --from RUN|RESULT|probe    how long, how much, how it scales, what fits: from a measured speed
   muralist demo                                train a small model on driving scenes, five minutes on two cores
 
 `muralist COMMAND --help` lists a command's settings. `--debug` shows tracebacks."""
@@ -211,6 +213,55 @@ def _submit(settings: LaunchSettings, arguments: Sequence[str]) -> int:
     return 0
 
 
+def _doctor(arguments: Sequence[str]) -> int:
+    import os
+
+    from muralist.config import config_path, load, run_name
+    from muralist.scale.checks.check import Circumstances
+    from muralist.scale.slurm import adopt_ranks
+    from muralist.settings import DOCTOR_FLAT_NAMES, TRAIN_FLAT_NAMES, DoctorSettings, GenerateSettings, TrainSettings
+
+    # Before torch is imported: what its store says when a rank is gone, the doctor says better.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    own, rest = _split(arguments, flags=("--json",), valued=("--timeout",))
+    settings = load(DoctorSettings, own, DOCTOR_FLAT_NAMES)
+    job, rest = (rest[0], rest[1:]) if rest[:1] in (["train"], ["generate"]) else ("train" if rest else "", rest)
+    adopt_ranks(os.environ)
+    around = Circumstances()
+    if job == "train":
+        plan = load(TrainSettings, rest, TRAIN_FLAT_NAMES)
+        around = Circumstances(train=plan, run=Path(plan.results_dir) / run_name(plan, config_path(rest)))
+    elif job == "generate":
+        around = Circumstances(generate=load(GenerateSettings, rest, {}))
+    from muralist.scale.doctor import doctor
+
+    return doctor(settings, around)
+
+
+def _estimate(arguments: Sequence[str]) -> int:
+    from muralist.config import load
+    from muralist.settings import ESTIMATE_FLAT_NAMES, EstimateSettings
+
+    settings = load(EstimateSettings, arguments, ESTIMATE_FLAT_NAMES)
+    from muralist.scale.estimate_table import run
+
+    return run(settings)
+
+
+def _split(words: Sequence[str], flags: Sequence[str], valued: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tell a command's own flags from those it hands on."""
+    own: list[str] = []
+    rest: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        if word in valued and queue:
+            own += [word, queue.pop(0)]
+        else:
+            (own if word in flags or word.partition("=")[0] in valued else rest).append(word)
+    return own, rest
+
+
 def _demo(arguments: Sequence[str]) -> int:
     from muralist.config import load
     from muralist.settings import DemoSettings
@@ -242,6 +293,8 @@ COMMANDS = {
     "show": Command(_show, "ShowSettings", ("path",)),
     "board": Command(_board, "BoardSettings", ("root",)),
     "launch": Command(_launch, "LaunchSettings"),
+    "doctor": Command(_doctor, "DoctorSettings"),
+    "estimate": Command(_estimate, "EstimateSettings"),
     "demo": Command(_demo, "DemoSettings"),
 }
 

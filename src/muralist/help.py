@@ -11,13 +11,15 @@ from rich.table import Table
 
 from muralist import settings as all_settings
 from muralist.config import Names, describe
-from muralist.settings import TRAIN_FLAT_NAMES
+from muralist.settings import DOCTOR_FLAT_NAMES, ESTIMATE_FLAT_NAMES, TRAIN_FLAT_NAMES
+
+FLAT_NAMES = {"train": TRAIN_FLAT_NAMES, "doctor": DOCTOR_FLAT_NAMES, "estimate": ESTIMATE_FLAT_NAMES}
 
 
 def settings_help(command: str, settings_name: str, positional: tuple[str, ...]) -> str:
     """The help page of one command."""
     model = getattr(all_settings, settings_name)
-    names = Names(model, TRAIN_FLAT_NAMES if command == "train" else {})
+    names = Names(model, FLAT_NAMES.get(command, {}))
     console = Console(width=118 if not Console().is_terminal else None, highlight=False)
     with console.capture() as capture:
         console.print(f"[bold]{inspect.getdoc(model)}[/]")

@@ -26,10 +26,15 @@ def choose_devices(gpu_ids: Sequence[int]) -> dict[str, str]:
         listed = [entry for entry in (visible or "").split(",") if entry]
         labels = list(gpu_ids) or list(range(chosen_processes() or len(listed) or 1))
         return {str(label): "cpu" for label in labels}
+    refuse_missing(gpu_ids, count, visible)
+    return {str(gpu): f"cuda:{gpu}" for gpu in gpu_ids or range(count)}
+
+
+def refuse_missing(gpu_ids: Sequence[int], count: int, visible: str | None) -> None:
+    """Refuse ids of GPUs that are not there."""
     if missing := [gpu for gpu in gpu_ids if gpu >= count]:
         seen = f"CUDA_VISIBLE_DEVICES is {visible}" if visible else "counted from 0"
         raise UserError(
             f"There is no GPU {missing[0]}: {count} can be seen ({seen}).",
             fix=f"Give --gpu_ids from 0 to {count - 1}, or leave it out to use all.",
         )
-    return {str(gpu): f"cuda:{gpu}" for gpu in gpu_ids or range(count)}

@@ -134,6 +134,11 @@ class RunFolder:
         return self.root / "picture_shapes.npz"
 
     @property
+    def forecast(self) -> Path:
+        """How long the run expected to take, and how far that was off."""
+        return self.root / "forecast.json"
+
+    @property
     def save_request(self) -> Path:
         """Touch this file to get a checkpoint at the next step."""
         return self.root / "save"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,13 @@ def train(place: Path, data: str, run: str, *arguments: object, expect: int = 0)
 @pytest.fixture(scope="module")
 def through(place: Path) -> Path:
     return train(place, "encoded", "through", "--max_steps", 3)
+
+
+def test_the_doctor_reads_latents(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["doctor", "train", *WORDS, "--data_path", place / "encoded", "--results_dir", place / "results", "--json"]
+    assert main(list(map(str, words))) == 0
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
+    assert found["data set"]["seen"].startswith("16 images, 16 decoded at ")
 
 
 def test_the_losses_are_those_of_the_pixels_to_the_bit(place: Path, through: Path) -> None:

@@ -24,12 +24,15 @@ from muralist.generate.fleet import Fleet, Not, Shape
 from muralist.generate.folder import Lock, OutputFolder, cannot_write, write_failures
 from muralist.generate.ledger import Header
 from muralist.generate.messages import Job, Ready
+from muralist.generate.models import CheckedModel, check_model
 from muralist.generate.plan import Plan
 from muralist.generate.progress import ToldScreen
 from muralist.generate.ranks import Ranks, RankScreen, Refused
 from muralist.generate.screen import Screen, open_screen
 from muralist.machine import choose_devices
 from muralist.runfolder import is_full
+from muralist.scale.checks.check import Circumstances
+from muralist.scale.doctor import refuse_trouble
 from muralist.scale.slurm import adopt_ranks
 from muralist.settings import GenerateSettings
 from muralist.words import duration
@@ -65,8 +68,6 @@ class _Command:
     @classmethod
     def prepare(cls, settings: GenerateSettings) -> _Command:
         """Read the table and what the model says of itself."""
-        from muralist.generate.models import check_model
-
         folder = OutputFolder(Path(settings.output_dir).absolute())
         copies = settings.images_per_prompt
         adopt_ranks(os.environ)
@@ -88,7 +89,8 @@ class _Command:
         size = (settings.height, settings.width)
         plan = Plan(table, copies, settings.seed_start, settings.negative_prompt, size, suffix)
         plan.check()
-        return cls(settings, _identity(settings, model.identity), plan, folder, ranks)
+        refuse_trouble(Circumstances(generate=settings, starting=True, known_model=model, known_pictures=len(plan)))
+        return cls(settings, identity_of(settings, model), plan, folder, ranks)
 
     def run(self) -> int:
         """Take stock, work, and say what came of it."""
@@ -305,8 +307,9 @@ class _Command:
         return 0
 
 
-def _identity(settings: GenerateSettings, model: dict[str, Any]) -> dict[str, Any]:
+def identity_of(settings: GenerateSettings, model: CheckedModel) -> dict[str, Any]:
     """Everything that shapes a picture beside its row."""
+    settings = settings.model_copy(update=model.settled)
     names = [
         "dtype",
         "num_inference_steps",
@@ -321,7 +324,7 @@ def _identity(settings: GenerateSettings, model: dict[str, Any]) -> dict[str, An
     ]
     if settings.num_frames > 1:
         names.append("video_format")
-    return model | {name: getattr(settings, name) for name in names}
+    return model.identity | {name: getattr(settings, name) for name in names}
 
 
 def _job() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from muralist.errors import UserError, nearest
+from muralist.models.complete import check_whole
 from muralist.settings import GenerateSettings
 
 log = logging.getLogger("muralist")
@@ -98,7 +99,14 @@ def _index(folder: Path) -> tuple[str, list[str]]:
             f"{INDEX_FILE} names {', '.join(parts)}.",
             "Copy the model anew.",
         )
+    check_whole(folder, parts)
     return name, parts
+
+
+def pipeline_parts(settings: GenerateSettings, model: CheckedModel) -> tuple[Path, list[str]]:
+    """The folder in diffusers layout that a model is, or was trained from, and its parts."""
+    folder = Path(model.description["folder"] if model.kind == "hunyuandit" else settings.model_path)
+    return folder, _index(folder)[1]
 
 
 def _trained_hunyuan(path: Path, description: dict[str, Any], settings: GenerateSettings) -> CheckedModel:

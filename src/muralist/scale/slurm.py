@@ -23,7 +23,9 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
     environment["WORLD_SIZE"] = str(tasks)
     # Where SLURM shows each task its own GPU only (--gpus-per-task, --gpu-bind), that one has number 0 in every task.
     environment["LOCAL_RANK"] = str(local % len(visible) if visible else local)
-    environment["LOCAL_WORLD_SIZE"] = str(_tasks_of_node(environment))
+    environment["LOCAL_WORLD_SIZE"] = str(
+        tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]
+    )
     environment.setdefault("MASTER_ADDR", first_host(environment["SLURM_STEP_NODELIST"]))
     environment.setdefault("MASTER_PORT", str(port(environment)))
 
@@ -56,10 +58,29 @@ def free_port(environment: Mapping[str, str]) -> int:
     raise OSError(f"No port between {_FIRST_PORT} and {_FIRST_PORT + _PORTS} is free.")
 
 
-def _tasks_of_node(environment: Mapping[str, str]) -> int:
+def tasks_per_node(text: str) -> list[int]:
     """`4(x2),3` are two nodes with four tasks and one with three."""
     counts: list[int] = []
-    for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
+    for part in text.split(","):
         number, _, times = part.rstrip(")").partition("(x")
         counts += [int(number)] * int(times or 1)
-    return counts[int(environment["SLURM_NODEID"])]
+    return counts
+
+
+def hosts(node_list: str) -> list[str]:
+    """Every name of a node list as SLURM writes it: `gpu[07-09,12],head` are five."""
+    names: list[str] = []
+    for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", node_list):
+        spread = [""]
+        for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
+            spread = [name + piece for name in spread for piece in ([text] if text else _numbers(ranges))]
+        names += spread
+    return names
+
+
+def _numbers(ranges: str) -> list[str]:
+    found: list[str] = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+    return found

@@ -5,6 +5,8 @@ it, but never the result; all other fields together are the run's identity (see 
 """
 
 from muralist.settings.board import BoardSettings
+from muralist.settings.doctor import DOCTOR_FLAT_NAMES, DoctorSettings
+from muralist.settings.estimate import ESTIMATE_FLAT_NAMES, EstimateSettings
 from muralist.settings.evaluate import EvaluateSettings, ReportSettings, StatsSettings
 from muralist.settings.generate import GenerateSettings
 from muralist.settings.section import Apart, Section
@@ -25,6 +27,8 @@ from muralist.settings.train import (
 )
 
 __all__ = [
+    "DOCTOR_FLAT_NAMES",
+    "ESTIMATE_FLAT_NAMES",
     "TRAIN_FLAT_NAMES",
     "Apart",
     "BoardSettings",
@@ -32,6 +36,8 @@ __all__ = [
     "DataSettings",
     "DemoSettings",
     "DistributedSettings",
+    "DoctorSettings",
+    "EstimateSettings",
     "EvaluateSettings",
     "ExportSettings",
     "GenerateSettings",

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from muralist.errors import UserError
 from muralist.models import variants
+from muralist.models.complete import check_whole
+from muralist.scale.memory import BYTES_ON_DISK
 from muralist.settings import ModelSettings, TrainSettings
 from muralist.train.schedule import BatchPlan, Clock, LearningRate, rates_by_gpus
 from muralist.words import duration
 
-_BYTES_ON_DISK = 20  # float32 weights, two moments, two averages
 SMALL_BATCH = 256
+_HUNYUAN_PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
 _TOKEN = variants.HUNYUAN_PIXELS_PER_TOKEN
 NO_CAPTIONS = (
     "The images have no captions (all that were looked at): HunyuanDiT will learn pictures, but not to follow a prompt. "
@@ -22,13 +24,7 @@ NO_CAPTIONS = (
 
 def check(settings: TrainSettings) -> None:
     """Refuse what cannot work, in one sentence."""
-    if settings.model.training_parts == "lora":
-        _check_lora(settings.model)
-    if variants.is_hunyuan(settings.model.name):
-        _check_hunyuan(settings.model)
-    else:
-        _, patch = variants.parse_name(settings.model.name)
-        variants.check_image_size(patch, variants.square(settings.model.img_size))
+    check_model(settings.model)
     if not settings.data.path:
         raise UserError(
             "No data was named.", fix="Give --data_path FOLDER, or --data_path driving_world for the embedded set."
@@ -42,6 +38,17 @@ def check(settings: TrainSettings) -> None:
     low, high = settings.samples.interval
     if low >= high:
         raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
+
+
+def check_model(model: ModelSettings) -> None:
+    """Refuse a model that does not exist, is not whole, or cannot be trained like this."""
+    if model.training_parts == "lora":
+        _check_lora(model)
+    if variants.is_hunyuan(model.name):
+        _check_hunyuan(model)
+    else:
+        _, patch = variants.parse_name(model.name)
+        variants.check_image_size(patch, variants.square(model.img_size))
 
 
 def _check_multireso(settings: TrainSettings) -> None:
@@ -76,6 +83,8 @@ def _check_hunyuan(model: ModelSettings) -> None:
             f"{model.path} is not a HunyuanDiT in diffusers layout: it has no transformer/config.json.",
             fix="Give the folder of a HunyuanDiTPipeline as --model.path, or leave it out to train a small one.",
         )
+    if model.path:
+        check_whole(Path(model.path), _HUNYUAN_PARTS)
 
 
 def _check_lora(model: ModelSettings) -> None:
@@ -127,7 +136,7 @@ def lines(
         + (f", stopping after {stop:,}" if stop < clock.last_step else ""),
         f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}",
         f"memory     {memory / 1e9:.2f} GB per GPU for weights, gradients, optimizer and averages "
-        f"({layout}), plus activations; {_BYTES_ON_DISK * trained / 1e9:.2f} GB of disk per checkpoint",
+        f"({layout}), plus activations; {BYTES_ON_DISK * trained / 1e9:.2f} GB of disk per checkpoint",
         f"time       at least {duration(floor_seconds)} (all operations at the measured matmul rate); the pace shows soon",
     ]
     rule = "linear" if optim.blr is not None else optim.lr_rule

@@ -21,12 +21,15 @@ from muralist.errors import UserError
 from muralist.models import variants
 from muralist.models.family import build_family, prepare_family
 from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
+from muralist.scale.checks.check import Circumstances
+from muralist.scale.doctor import refuse_trouble
 from muralist.scale.flops import matmul_rate
 from muralist.scale.slurm import adopt_ranks
 from muralist.settings import CheckpointSettings, TrainSettings
 from muralist.train import checkpoint, contract, samples, start
 from muralist.train.data import Data, has_captions, in_buckets, open_data
 from muralist.train.distributed import Engine, lost_contact
+from muralist.train.forecast import Forecast
 from muralist.train.heartbeat import SAVING, WAITING, Heartbeat, rank_and_size
 from muralist.train.keeper import Keeper
 from muralist.train.monitors import ProgressLine, open_monitors, start_log
@@ -44,10 +47,11 @@ def train(settings: TrainSettings, name: str) -> int:
     """Train until the last step or a request to stop; returns the exit status."""
     contract.check(settings)
     run = RunFolder.named(settings.results_dir, name)
-    data = open_data(settings)  # before anything is written: a mistyped path leaves no empty run behind
     adopt_ranks(os.environ)
     rank, size = rank_and_size()
     start_log(None, rank)  # to the terminal alone until the run's folder is ours
+    refuse_trouble(Circumstances(train=settings, run=run.root, starting=True))
+    data = open_data(settings)  # before anything is written: a mistyped path leaves no empty run behind
     with Heartbeat(run.heartbeats, rank, size, settings.distributed.dist_timeout) as heartbeat:
         try:
             _train_together(settings, data, run, heartbeat)
@@ -210,9 +214,11 @@ def _train(
         stack.callback(monitor.close)
     line = ProgressLine(first_step, last_step, settings.log.every, quiet=not engine.is_main)
     stack.callback(line.close)
+    every = min(settings.checkpoint.every, settings.checkpoint.latest_every or settings.checkpoint.every)
+    forecast = Forecast(run.forecast if engine.is_main else None, first_step, last_step, every)
     recorder = Recorder(
         engine, clock, monitors, line, settings.log.every, family.tokens_per_image(), family.flops_per_image(), peak,
-        stepper.scaler.is_enabled(), EpochLoss(*manifest.get("epoch_loss", ())),
+        stepper.scaler.is_enabled(), forecast, EpochLoss(*manifest.get("epoch_loss", ())),
     )  # fmt: skip
     writer = CheckpointWriter(run.checkpoints, settings.checkpoint, strategy.writers)
     stack.callback(writer.finish)  # whatever ends the run, a checkpoint under way is completed
@@ -267,6 +273,7 @@ def _loop(
         else:
             recorder.flush_if_due(step + 1)
     keeper.finish()
+    recorder.forecast.conclude()
     log.info("Finished at step %d.", steps.stop)
 
 

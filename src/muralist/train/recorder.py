@@ -12,6 +12,7 @@ import torch
 
 from muralist.errors import UserError
 from muralist.train.distributed import Engine
+from muralist.train.forecast import Forecast
 from muralist.train.monitors import Monitor, ProgressLine
 from muralist.train.schedule import Clock
 from muralist.train.stepper import StepResult
@@ -50,6 +51,7 @@ class Recorder:
     flops_per_image: int
     peak_flops: float
     loss_is_scaled: bool  # then a gradient that is not finite is no accident: the step is skipped and the scale lowered
+    forecast: Forecast
     epoch_loss: EpochLoss = field(default_factory=EpochLoss)
     _results: list[tuple[int, StepResult]] = field(default_factory=list)
     _since: float = field(default_factory=time.perf_counter)
@@ -121,4 +123,5 @@ class Recorder:
             for monitor in self.monitors:
                 monitor.scalars(step, values)
         self.line.show(self._results[-1][0], values)
+        self.forecast.add(count, seconds)
         self._results, self._since, self._waited = [], now, 0.0

@@ -25,6 +25,12 @@ class OtherSettings(UserError):
 
 def claim(run: RunFolder, settings: TrainSettings) -> None:
     """Write the run's settings; a folder that holds a run with other settings is refused with the difference shown."""
+    refuse_other(run, settings)
+    write_atomically(run.config, to_yaml(settings))
+
+
+def refuse_other(run: RunFolder, settings: TrainSettings) -> None:
+    """Refuse a folder that holds a run with other settings."""
     if run.config.exists() and checkpoint.all_in(run.checkpoints):
         before = from_yaml(TrainSettings, run.config)
         there, here = identity(before), identity(settings)
@@ -39,7 +45,6 @@ def claim(run: RunFolder, settings: TrainSettings) -> None:
                 f"The run {run.root} was started with other settings: {'; '.join(differing)}.",
                 fix="Give another --run_name, or the settings it was started with.",
             )
-    write_atomically(run.config, to_yaml(settings))
 
 
 def find_checkpoint(run: RunFolder, resume: str) -> tuple[Path, dict[str, Any]] | None:

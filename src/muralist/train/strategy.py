@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from muralist.models.family import Family
+from muralist.scale.memory import state_bytes
 from muralist.train import checkpoint
 from muralist.train.distributed import Engine
 from muralist.train.ema import WeightAverage, WithWeights
@@ -45,8 +46,8 @@ class Replicated:
         self.module: nn.Module = nn.Identity()
 
     def memory(self, trained: int, frozen: int) -> float:
-        """Bytes of each process: float32 weights, and of the trained ones gradients, two moments, two averages."""
-        return 24.0 * trained + 4.0 * frozen
+        """Bytes of weights, gradients, optimizer and averages in each process."""
+        return state_bytes(self.engine.strategy, trained, frozen, self.engine.size)
 
     def place(self, network: nn.Module, compiled: bool) -> None:
         """Bring a whole network from host memory to where it is trained."""
@@ -125,10 +126,6 @@ class FullyShard(Replicated):
         self.mesh = init_device_mesh(engine.device.type, (engine.size,))
         # A group of its own: checkpoints are written in a thread, beside the collectives of training.
         self.writers = DeviceMesh.from_group(dist.new_group(backend="gloo", timeout=engine.timeout), "cpu")
-
-    def memory(self, trained: int, frozen: int) -> float:
-        """A part of everything."""
-        return super().memory(trained, frozen) / self.engine.size
 
     def place(self, network: nn.Module, compiled: bool) -> None:
         """Shard every block, then the rest; each goes to the device as it is sharded, so the whole never lies there."""

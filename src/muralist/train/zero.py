@@ -39,12 +39,6 @@ class Zero(Replicated):
         self.mesh = init_device_mesh(engine.device.type, (engine.size,))
         self.deepspeed: Any = None
 
-    def memory(self, trained: int, frozen: int) -> float:
-        """Weights and averages whole under stage 2; gradients, moments and DeepSpeed's own copy of the weights in parts."""
-        if self.stage == 2:
-            return 12 * trained + 4 * frozen + 16 * trained / self.engine.size
-        return (28 * trained + 4 * frozen) / self.engine.size
-
     def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool) -> nn.Module:
         """Hand module and optimizer to DeepSpeed; it takes over from backward to step."""
         warnings.filterwarnings(

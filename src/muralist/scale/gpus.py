@@ -1,0 +1,120 @@
+"""The GPUs of this machine as the driver's own program tells of them, which needs no CUDA context and takes no memory."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
+_MEGABYTE = 2**20
+PATIENCE = 10.0  # seconds; a driver that takes longer is in trouble
+
+
+@dataclass(frozen=True)
+class Process:
+    """A program that holds memory of a GPU."""
+
+    number: int
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU."""
+
+    index: int
+    uuid: str
+    name: str
+    total: int
+    used: int
+    driver: str
+    capability: float
+    processes: tuple[Process, ...] = ()
+
+    @property
+    def free(self) -> int:
+        """Bytes that nobody holds."""
+        return self.total - self.used
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What the driver said: the GPUs by index, or why there is nothing to say."""
+
+    listed: tuple[Gpu, ...] = ()
+    cuda: str = ""
+    """The newest CUDA this driver can run."""
+    trouble: str = ""
+    """Why the driver could not be asked, where it is there."""
+    present: bool = field(default=True)
+    """Whether there is a driver at all."""
+
+    def visible(self, environment: Mapping[str, str], ids: Sequence[int] = ()) -> list[Gpu]:
+        """The GPUs that a program may use, in its own order; `ids` choose among them."""
+        chosen = environment.get("CUDA_VISIBLE_DEVICES")
+        if chosen is None:
+            found = list(self.listed)
+        else:
+            found = []
+            for entry in (entry.strip() for entry in chosen.split(",")):
+                gpu = next(
+                    (g for g in self.listed if entry == str(g.index) or (entry and g.uuid.startswith(entry))), None
+                )
+                if gpu is None:
+                    break  # CUDA too ignores everything from the first entry on that is none
+                found.append(gpu)
+        return [found[number] for number in ids if number < len(found)] if ids else found
+
+
+def ask_driver(patience: float = PATIENCE) -> Gpus:
+    """Ask `nvidia-smi`; a machine without it has no NVIDIA driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Gpus(present=False)
+    try:
+        rows = _rows(_run(program, f"--query-gpu={','.join(_FIELDS)}", patience))
+        busy = _rows(_run(program, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", patience))
+        header = subprocess.run([program], capture_output=True, text=True, timeout=patience, check=False).stdout
+    except subprocess.TimeoutExpired:
+        return Gpus(trouble=f"nvidia-smi did not answer within {patience:g} s")
+    except subprocess.CalledProcessError as error:
+        said = (error.stderr or error.stdout or "").strip().splitlines()
+        return Gpus(trouble=f"nvidia-smi ended with status {error.returncode}: {said[0] if said else 'no word'}")
+    listed = [_gpu(row, busy) for row in rows if len(row) == len(_FIELDS)]
+    version = re.search(r"CUDA Version:\s*(\d+\.\d+)", header)
+    return Gpus(tuple(sorted(listed, key=lambda gpu: gpu.index)), version[1] if version else "")
+
+
+def _run(program: str, question: str, patience: float) -> str:
+    command = [program, question, "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience, check=True).stdout
+
+
+def _rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+
+
+def _gpu(row: list[str], busy: list[list[str]]) -> Gpu:
+    index, uuid, name, total, used, driver, capability = row
+    holders = tuple(
+        Process(int(cells[1]), ",".join(cells[2:-1]), _megabytes(cells[-1]))
+        for cells in busy
+        if len(cells) >= 4 and cells[0] == uuid and cells[1].isdecimal()
+    )
+    return Gpu(int(index), uuid, name, _megabytes(total), _megabytes(used), driver, _number(capability), holders)
+
+
+def _megabytes(cell: str) -> int:
+    return int(_number(cell) * _MEGABYTE)
+
+
+def _number(cell: str) -> float:
+    """A number, or 0 for [N/A], as the parts of a divided GPU say."""
+    try:
+        return float(cell)
+    except ValueError:
+        return 0.0

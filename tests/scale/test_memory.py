@@ -1,0 +1,67 @@
+"""Memory: the formula against what autograd really keeps, and against a measured peak."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from muralist.config import load
+from muralist.keyed_random import SampleKeys
+from muralist.models import variants
+from muralist.models.jit_family import JiTEncoded, JiTFamily
+from muralist.scale.memory import CONTEXT, Need, activation_bytes, need_of, state_bytes
+from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
+from tests.conftest import REPOSITORY
+
+
+def kept_by_autograd(name: str, side: int, bf16: bool, images: int) -> int:
+    """Bytes that a forward pass keeps for the backward pass, weights not counted."""
+    settings = load(TrainSettings, ["--model", name, "--img_size", str(side)], TRAIN_FLAT_NAMES)
+    family = JiTFamily.from_settings(settings, [])
+    network = family.network()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    pictures = JiTEncoded(torch.zeros(images, 3, side, side), torch.zeros(images, dtype=torch.int64))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+    ):
+        loss = family.loss(network, pictures, SampleKeys(0, torch.arange(images)))
+    assert loss.requires_grad
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_formula_is_what_autograd_keeps(bf16: bool) -> None:
+    more, fewer = (kept_by_autograd("JiT-T/4", 32, bf16, images) for images in (3, 2))
+    assert activation_bytes("JiT-T/4", 32, bf16, compiled=False) == pytest.approx(more - fewer, rel=0.06)
+
+
+def test_the_formula_is_near_a_measured_peak() -> None:
+    measured = json.loads((REPOSITORY / "bench" / "results" / "cifar10_jit_s2_h200.json").read_text())[
+        "peak memory, GB"
+    ]
+    parameters = variants.parameter_count("S", 2, 10)
+    need = Need(parameters, state_bytes("ddp", parameters, 0, 1), activation_bytes("JiT-S/2", 32, True, True))
+    assert (need.total(256) - CONTEXT) / 1e9 == pytest.approx(measured, rel=0.05)
+
+
+def test_what_fits() -> None:
+    settings = load(TrainSettings, ["--model", "JiT-B/4", "--use_amp"], TRAIN_FLAT_NAMES)
+    need = need_of(settings, ranks=1, compiled=True)
+    most = need.largest_batch(141e9)
+    assert most and need.total(most) <= 141e9 < need.total(most + 1)
+    assert need.largest_batch(1e9) == 0
+    assert [state_bytes(strategy, 100, 0, 4) for strategy in ("ddp", "fsdp2", "zero2", "zero3")] == [
+        2400,
+        600,
+        1600,
+        700,
+    ]

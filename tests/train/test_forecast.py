@@ -1,0 +1,87 @@
+"""A run says how long it takes once its speed is known, and at its end how far that was off."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from muralist.train.forecast import Forecast
+from tests.support.runs import only_run, train
+
+
+class Clock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(path: Path, step: float, pause: float, later: float | None = None, steps: int = 1000) -> Forecast:
+    """A run of steps in groups of ten, with a checkpoint every hundred; from the middle on a step may take `later`."""
+    clock = Clock()
+    forecast = Forecast(path, 0, steps, 100, clock)
+    for group in range(steps // 10):
+        own = step if later is None or group < steps // 20 else later
+        clock.now += 10 * own + (0.5 if group == 0 else 0.0)
+        forecast.add(10, 10 * own + (0.5 if group == 0 else 0.0))
+        if (group + 1) % 10 == 0:
+            clock.now += pause
+    forecast.conclude()
+    return forecast
+
+
+def test_a_steady_run_is_foreseen_with_its_checkpoints(tmp_path: Path) -> None:
+    forecast = run(tmp_path / "forecast.json", step=0.1, pause=2.0)
+    told = json.loads((tmp_path / "forecast.json").read_text())
+    assert told["seconds, taken"] == pytest.approx(1000 * 0.1 + 0.5 + 10 * 2.0)
+    assert told["seconds, estimated"] == pytest.approx(told["seconds, taken"], rel=1e-3)
+    assert abs(told["off"]) < 0.001 and told["steps per second"] == pytest.approx(10.0)
+    assert told["estimated at step"] == 110 and forecast.at_step == 110  # the first flush after the first checkpoint
+
+
+def test_a_run_that_slows_down_is_off_by_as_much(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path / "forecast.json", step=0.1, pause=0.0, later=0.3)
+    assert json.loads((tmp_path / "forecast.json").read_text())["off"] == pytest.approx(-0.5, abs=0.003)
+
+
+def test_short_runs_say_nothing(tmp_path: Path) -> None:
+    assert run(tmp_path / "forecast.json", step=0.1, pause=0.0, steps=30).expected is None
+    assert run(tmp_path / "forecast.json", step=0.0001, pause=0.0).expected is None  # too fast to be known
+    assert not (tmp_path / "forecast.json").exists()
+
+
+def test_what_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("muralist")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        run(tmp_path / "forecast.json", step=0.1, pause=2.0)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert said == [
+        "At this pace steps 1 to 1000 take 1 min 40 s, checkpoints and samples not counted.",
+        "At this pace steps 1 to 1000 take 2 min 00 s, with its checkpoints and samples.",
+        "Took 2 min 00 s, estimated 2 min 00 s at step 110: off by +0.0%.",
+    ]
+
+
+def test_a_real_run_leaves_its_forecast(photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muralist.train.forecast._LEAST_SECONDS", 1e-6)  # however fast this machine is
+    train("--data_path", photo_folder, "--max_steps", "48", "--results_dir", tmp_path, "--samples_per_gpu", "0",
+          "--epochs", "100", "--val_fraction", "0")  # fmt: skip
+    run_folder = only_run(tmp_path)
+    told = json.loads((run_folder / "forecast.json").read_text())
+    assert told["last step"] == 48 and told["seconds, estimated"] > 0 and told["seconds, taken"] > 0
+    log = (run_folder / "logs" / "train.log").read_text()
+    assert "At this pace steps 1 to 48 take" in log and "off by" in log
