@@ -30,7 +30,7 @@ from muralist.train.distributed import Engine, lost_contact
 from muralist.train.heartbeat import SAVING, WAITING, Heartbeat, rank_and_size
 from muralist.train.keeper import Keeper
 from muralist.train.monitors import ProgressLine, open_monitors, start_log
-from muralist.train.recorder import EpochLoss, Recorder
+from muralist.train.recorder import EpochLoss, Recorder, SkippedSteps
 from muralist.train.schedule import Clock, learning_rate, plan_batch
 from muralist.train.stepper import Stepper, autocast_type, build_optimizer
 from muralist.train.stop import Request, Requests
@@ -140,6 +140,12 @@ def _train(
             "These do not, and scaling the loss for fp16 is done for ddp only.",
             "Use --strategy ddp, or leave --use_amp out.",
         )
+    skip = settings.optim.non_finite == "skip"
+    if skip and engine.strategy not in ("ddp", "fsdp2"):
+        raise UserError(
+            f"--non_finite skip with --strategy {engine.strategy}: DeepSpeed changes the weights by itself.",
+            fix="Use --strategy fsdp2 or ddp, or leave --non_finite skip out.",
+        )
     family.place(device, autocast or torch.float32)
     network = family.network()
     initial = None if found else start.find_initial_weights(settings, settings.results_dir)
@@ -166,6 +172,7 @@ def _train(
         autocast=autocast,
         compiled=compiled,
         max_grad_norm=settings.optim.max_grad_norm,
+        skip_non_finite=skip,
         half_lives=(settings.optim.ema1_half_life, settings.optim.ema2_half_life),
         micro=0 if settings.data.micro_batch_size == "auto" else settings.data.micro_batch_size,
     )
@@ -212,7 +219,8 @@ def _train(
     stack.callback(line.close)
     recorder = Recorder(
         engine, clock, monitors, line, settings.log.every, family.tokens_per_image(), family.flops_per_image(), peak,
-        stepper.scaler.is_enabled(), EpochLoss(*manifest.get("epoch_loss", ())),
+        stepper.scaler.is_enabled(), EpochLoss(*manifest.get("epoch_loss", ())), skip,
+        SkippedSteps(*manifest.get("skipped_steps", ())),
     )  # fmt: skip
     writer = CheckpointWriter(run.checkpoints, settings.checkpoint, strategy.writers)
     stack.callback(writer.finish)  # whatever ends the run, a checkpoint under way is completed
