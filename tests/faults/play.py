@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -48,7 +49,9 @@ def play(shop: Workshop, schedule: Schedule, folder: Path) -> Outcome:
             place.mkdir(exist_ok=True)
             _Play(shop, schedule, folder, place, outcome).run()
     except AssertionError as error:
-        outcome.error = str(error) or "an assertion"
+        outcome.error = str(error) or traceback.format_exc()
+    except Exception:
+        outcome.error = traceback.format_exc()
     finally:
         shop.zygote.kill_all()
     outcome.seconds = time.monotonic() - begun

@@ -93,8 +93,8 @@ def _training(dice: Random) -> tuple[Training, list[Fault]]:
     strategy = dice.choices(("ddp", "fsdp2"), weights=(4, 1))[0]
     ranks = tuple(dice.choice((1, 2, 2, 3)) for _ in range(dice.choice((1, 1, 2, 3))))
     strategy = "ddp" if 1 in ranks else strategy
-    every = dice.choice((3, 4, 5))
-    steps = 3 * every + dice.randrange(every)
+    every = dice.choice((3, 4))
+    steps = 3 * every + dice.randrange(3)
     samples, loaders = dice.choice((0, 1)), dice.choice((0, 0, 1, 2))
     skipped = (dice.randrange(1, steps - 1),) if strategy == "ddp" and dice.random() < 0.1 else ()
     case = Training(ranks, strategy, steps, every, samples, loaders, skipped)

@@ -295,8 +295,9 @@ def _run(wanted: dict[str, Any], files: Sequence[int]) -> int:
         return _call(wanted["call"], files[2:])
     from muralist.cli import main
 
-    if wanted["words"][0] != "launch":
-        arm(f"rank {os.environ['RANK']}" if "RANK" in os.environ else "command")
+    command = wanted["words"][0]
+    if command != "launch":
+        arm(f"rank {os.environ.get('RANK', '0')}" if command == "train" else "command")
     return main(wanted["words"])
 
 

@@ -341,13 +341,20 @@ def test_a_run_that_was_set_back_goes_on_from_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"step_0000099\n", b"\xff\xfe", b"../elsewhere\n"])
-def test_a_useless_latest_file_is_no_obstacle(tmp_path: Path, content: bytes) -> None:
+def test_a_useless_latest_file_is_no_obstacle_and_is_named(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, 2)
     newest = write(tmp_path, 4)
+    said: list[str] = []
+    monkeypatch.setattr(checkpoint.log, "warning", lambda text, *rest: said.append(text % rest))
+    found = checkpoint.newest_whole(tmp_path)
+    assert found is not None and not said
     (tmp_path / "latest").write_bytes(content)
     found = checkpoint.newest_whole(tmp_path)
     assert found is not None
     assert found[0] == newest
+    assert len(said) == 1 and said[0].startswith(f"{tmp_path / 'latest'} names ") and "Taking the newest" in said[0]
 
 
 def test_leftovers_are_swept_and_nothing_else(tmp_path: Path) -> None:
