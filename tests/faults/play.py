@@ -89,6 +89,9 @@ class _Play:
         for fault in self.schedule.faults:
             if fault.what == "read_only" and fault in self.attended and _is_read_only(self.place):
                 subprocess.run(["umount", "--lazy", str(self.place)], check=True)
+        deleted = any(fault.what == "deleted" and fault in self.attended for fault in self.schedule.faults)
+        if deleted and not (self.place / "pictures" / "ledger.jsonl").exists():
+            shutil.rmtree(self.place / "pictures", ignore_errors=True)  # as one does who finds that it was not empty
         expected = []
         for fault in self.schedule.faults:
             if fault.who == "disk" and fault not in self.attended and start >= fault.at:

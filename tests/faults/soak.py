@@ -139,9 +139,9 @@ def _soak_generation(shop: Workshop, folder: Path, seconds: float, every: float)
     watch = Watch()
 
     def words(output: Path, rows: int) -> list[object]:
-        return ["generate", "--prompts_csv", shop.table(_rows(seconds)), "--model_path", shop.model / "run", "--dtype", "fp32",
-                "--output_dir", output, "--num_inference_steps", 8, "--batch_size", 3, "--gpu_ids", 0, 1,
-                "--num_samples", rows]  # fmt: skip
+        return ["generate", "--prompts_csv", shop.table(_rows(seconds)), "--model_path", shop.model / "run",
+                "--output_dir", output, "--num_inference_steps", 8, "--dtype", "fp32", "--batch_size", 3,
+                "--gpu_ids", 0, 1, "--num_samples", rows]  # fmt: skip
 
     output, rows = folder / "pictures", _rows(seconds)
     command, kills, starts = _disturbed(shop, words(output, rows), folder / "generation.log", seconds, every, watch)

@@ -178,7 +178,8 @@ class OutputFolder:
 
     def end(self) -> None:
         """Merge the workers' lines and leave nothing else behind."""
-        ledger.merge(self.ledger, self.work)
+        if self.ledger.is_file():
+            ledger.merge(self.ledger, self.work)
         shutil.rmtree(self.work, ignore_errors=True)
 
 
