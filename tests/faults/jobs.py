@@ -170,13 +170,8 @@ class _Reference:
             return
         shutil.rmtree(self.run.parent, ignore_errors=True)
         self.run.parent.mkdir(parents=True)
-        words = [
-            *train_words(shop, case, ranks, self.run.parent, LONGEST, 1),
-            "--keep_last",
-            LONGEST,
-            "--samples_per_gpu",
-            0,
-        ]
+        words = train_words(shop, case, ranks, self.run.parent, LONGEST, 1)
+        words += ["--keep_last", LONGEST, "--samples_per_gpu", 0]
         if self.before:
             words += ["--resume", self.before.checkpoint(self.first)]
         folder = shop.root / "undisturbed"

@@ -41,6 +41,8 @@ class Outcome:
 
 def play(shop: Workshop, schedule: Schedule, folder: Path) -> Outcome:
     """Play a schedule in a folder, which is removed if all went well."""
+    while (folder / "place").is_mount():  # of a player that was killed
+        subprocess.run(["umount", "--lazy", str(folder / "place")], check=True)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     outcome, begun = Outcome(), time.monotonic()
