@@ -87,10 +87,10 @@ class _Play:
 
     def _prepare(self, start: int) -> list[str]:
         """Mend the disk as a user would, or damage what lies on it; returns what the next start must say."""
-        (self.place / "filler").unlink(missing_ok=True)
         for fault in self.schedule.faults:
             if fault.what == "read_only" and fault in self.attended and _is_read_only(self.place):
                 subprocess.run(["umount", "--lazy", str(self.place)], check=True)
+        (self.place / "filler").unlink(missing_ok=True)
         deleted = any(fault.what == "deleted" and fault in self.attended for fault in self.schedule.faults)
         if deleted and not (self.place / "pictures" / "ledger.jsonl").exists():
             shutil.rmtree(self.place / "pictures", ignore_errors=True)  # as one does who finds that it was not empty

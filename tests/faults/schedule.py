@@ -107,6 +107,12 @@ def _training(dice: Random) -> tuple[Training, list[Fault]]:
         step = dice.randrange(2 * every + 1, steps)
         faults.append(Fault("kill", f"rank {dice.randrange(min(ranks))}", "step", step))
         faults.append(Fault(dice.choice(DAMAGE), "disk", "start", 2))
+    if dice.random() < 0.2:  # while it is starting: folders, lock, settings, the first sign of life
+        faults.append(
+            Fault(
+                dice.choice(("kill", "kill", "term")), f"rank {dice.randrange(min(ranks))}", "file", dice.randrange(24)
+            )
+        )
     return case, faults
 
 

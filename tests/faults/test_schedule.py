@@ -23,6 +23,7 @@ def test_every_fault_of_every_job_comes_up() -> None:
     expected = {("train", what, "step") for what in steps}
     expected |= {("train", what, "save") for what in ("kill", "term", "pause", "full", "read_only")}
     expected |= {("train", what, "sampling") for what in ("kill", "term")}
+    expected |= {("train", what, "file") for what in ("kill", "term")}
     expected |= {("train", what, "start") for what in DAMAGE}
     working = ("kill", "freeze", "torn", "memory", "full", "deleted", "second", "clock", "int", "term")
     expected |= {("generate", what, "") for what in (*working, *PICTURE_DAMAGE)}
