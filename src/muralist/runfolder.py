@@ -16,7 +16,6 @@ from typing import IO, Any
 
 from muralist.errors import UserError
 
-
 _TORN_BY_TORCH = ("inline_container.cc", "PytorchStreamWriter")
 
 
