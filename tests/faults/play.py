@@ -10,13 +10,13 @@ import subprocess
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 from tests.faults.jobs import Job, job_of
-from tests.faults.schedule import Schedule
+from tests.faults.schedule import LIVING_ON, Schedule
 from tests.support.disks import small_disk
 from tests.support.saboteur import PLAN, Fault, Plan
 from tests.support.workshop import Workshop
@@ -131,6 +131,7 @@ class _Play:
             said = json.loads(text)
             self.waiting[fault] = said["time"]
             if fault.what == "pause":
+                _wait_until_stopped(said["process"])
                 time.sleep(_PAUSE)
                 os.kill(said["process"], signal.SIGCONT)
             elif fault.what == "second":
@@ -164,7 +165,17 @@ class _Play:
 
 
 def _ends_a_start(fault: Fault) -> bool:
-    return fault.who.startswith("rank") and fault.what not in ("pause", "clock", "second")
+    return fault.who.startswith("rank") and fault.what not in LIVING_ON
+
+
+def _wait_until_stopped(process: int) -> None:
+    """A signal to go on that comes before the one to stop would be lost."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with suppress(OSError):
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                return
+        time.sleep(0.005)
 
 
 def _is_read_only(place: Path) -> bool:
