@@ -144,6 +144,8 @@ class _Play:
             second = self.shop.zygote.start(self.job.words(start), output, **self.job.environment(start))
         status = second.poll(LONGEST_START)
         told = log.read_text(errors="replace")
+        if any(fault.what == "deleted" and self.plan.mark(fault).exists() for fault in self.schedule.faults):
+            return  # the folder of the first is gone: the second has one of its own
         assert status and self.job.refusal in told, f"a second command was not refused, status {status}:\n{told}"
 
     def _look_for_progress(self, begun: float) -> None:
