@@ -167,7 +167,10 @@ class _Play:
 
 
 def _ends_a_start(fault: Fault) -> bool:
-    return fault.who.startswith("rank") and fault.what not in LIVING_ON
+    """Whether what the job still does in this start is no recovery: of generation, a single worker may be lost."""
+    if fault.who.startswith("worker"):
+        return fault.what in ("full", "deleted", "memory")
+    return fault.what not in LIVING_ON
 
 
 def _wait_until_stopped(process: int) -> None:
