@@ -29,6 +29,7 @@ from tests.conftest import REPOSITORY
 SMALLEST = "X"
 """A variant of JiT that only processes of the zygote know."""
 _ADDRESS = "MURALIST_TEST_ZYGOTE"
+_SURROUNDINGS = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "dumb", "CUDA_VISIBLE_DEVICES": ""}
 _KILL_ALL = "kill all"
 _LENGTH = 8
 _STARTING = 120.0
@@ -86,8 +87,7 @@ class Zygote:
         self._meeting = tempfile.TemporaryDirectory(prefix="zygote")  # a socket's path must be short
         self.address = str(Path(self._meeting.name, "socket"))
         self.errors = folder / "zygote.log"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'src'}"}
-        environment |= {"HF_HUB_OFFLINE": "1", "TERM": "dumb"}
+        environment = {**os.environ, **_SURROUNDINGS, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'src'}"}
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.zygote", self.address],
@@ -101,7 +101,7 @@ class Zygote:
     def start(self, words: Sequence[object], output: BinaryIO, **environment: str) -> Started:
         """Start `muralist WORDS`; what it prints goes into a file."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-        surroundings = {**inherited, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "dumb", **environment}
+        surroundings = {**inherited, **_SURROUNDINGS, **environment}
         return _ask(self.address, {"words": [str(word) for word in words]}, surroundings, [output.fileno()] * 2)
 
     def kill_all(self) -> None:

@@ -348,6 +348,13 @@ def test_steps_that_are_no_numbers_can_be_skipped_and_are_counted(
     assert all(torch.isfinite(value).all() for value in tensors(last_checkpoint(run)).values())
 
 
+def test_deepspeed_cannot_skip_steps(photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--data_path", photo_folder, "--results_dir", tmp_path / "results", "--strategy", "zero2"]
+    train(*words, "--non_finite", "skip", expect=1)
+    assert "--non_finite skip cannot be with --strategy zero2" in capfd.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
 def test_too_many_skipped_steps_in_a_row_end_the_run(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from muralist.errors import UserError
 from muralist.models import variants
-from muralist.settings import ModelSettings, TrainSettings
+from muralist.settings import ModelSettings, Strategy, TrainSettings
 from muralist.train.schedule import BatchPlan, Clock, LearningRate, rates_by_gpus
 from muralist.words import duration
 
@@ -39,9 +39,19 @@ def check(settings: TrainSettings) -> None:
             "--global_batch_size and --gradient_accumulation_steps cannot both be given.",
             fix="With a total batch, accumulation is derived: leave --gradient_accumulation_steps out.",
         )
+    check_skipping(settings, settings.distributed.strategy)
     low, high = settings.samples.interval
     if low >= high:
         raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
+
+
+def check_skipping(settings: TrainSettings, strategy: Strategy) -> None:
+    """Refuse to skip steps where the update is not ours; what `auto` means is known only to a process of the run."""
+    if settings.optim.non_finite == "skip" and strategy in ("zero2", "zero3"):
+        raise UserError(
+            f"--non_finite skip cannot be with --strategy {strategy}: DeepSpeed changes the weights by itself.",
+            fix="Use --strategy fsdp2 or ddp, or leave --non_finite skip out.",
+        )
 
 
 def _check_multireso(settings: TrainSettings) -> None:

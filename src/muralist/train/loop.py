@@ -140,12 +140,8 @@ def _train(
             "These do not, and scaling the loss for fp16 is done for ddp only.",
             "Use --strategy ddp, or leave --use_amp out.",
         )
+    contract.check_skipping(settings, engine.strategy)
     skip = settings.optim.non_finite == "skip"
-    if skip and engine.strategy not in ("ddp", "fsdp2"):
-        raise UserError(
-            f"--non_finite skip with --strategy {engine.strategy}: DeepSpeed changes the weights by itself.",
-            fix="Use --strategy fsdp2 or ddp, or leave --non_finite skip out.",
-        )
     family.place(device, autocast or torch.float32)
     network = family.network()
     initial = None if found else start.find_initial_weights(settings, settings.results_dir)
