@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo weights test test-slow lint docs format clean
+.PHONY: setup demo weights test test-slow faults soak lint docs format clean
 
 setup: .venv/.ready
 
@@ -30,6 +30,16 @@ weights: .cache/default_1.pt
 
 test: setup
 	$(BIN)/python -m pytest -n 2 -m 'not slow'
+
+# Two hundred random schedules of faults, one at a time; the same command goes on where it was stopped.
+SCHEDULES ?= 200
+faults: setup
+	$(BIN)/python -m tests.faults.many --schedules $(SCHEDULES)
+
+# The long haul: training, then generation, with a kill every minute.
+MINUTES ?= 30
+soak: setup
+	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 -m 'slow and not alone'

@@ -16,6 +16,8 @@ from typing import IO, Any
 
 from muralist.errors import UserError
 
+_TORN_BY_TORCH = ("inline_container.cc", "PytorchStreamWriter")
+
 
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Write a whole file or nothing: aside, flushed to disk, renamed."""
@@ -49,11 +51,16 @@ def flush_folder(path: Path) -> None:
 
 
 def disk_error(error: BaseException) -> OSError:
-    """What the disk said, out of the text in which safetensors hides it; any other error is a bug and goes on its way."""
-    if isinstance(error, OSError):
-        return error
-    if said := re.search(r"\(os error (\d+)\)", str(error)):
-        return OSError(int(said[1]), os.strerror(int(said[1])))
+    """What the disk said, where safetensors and torch hide it; any other error is a bug and goes on its way."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError):
+            return behind
+        if said := re.search(r"\(os error (\d+)\)", str(behind)):
+            return OSError(int(said[1]), os.strerror(int(said[1])))
+        behind = behind.__cause__ or behind.__context__
+    if any(sign in str(error) for sign in _TORN_BY_TORCH):  # from another process, without what was behind it
+        return OSError(errno.EIO, "the disk did not take all of it")
     raise error
 
 

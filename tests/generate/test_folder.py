@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -204,3 +205,19 @@ def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
     atelier = Atelier(tmp_path / "bilder 画像 [x] 🎨", ["car"])
     assert atelier.run(["0"]) == (1, 0)
     assert missing(atelier) == []
+
+
+def test_a_command_whose_folder_was_deleted_leaves_the_next_ones_lock_alone(tmp_path: Path) -> None:
+    folder = OutputFolder(tmp_path / "images")
+    folder.create()
+    with folder.locked("first") as first:
+        shutil.rmtree(folder.root)
+        folder.create()
+        with folder.locked("second") as second:
+            assert second.is_there() and not first.is_there()
+    folder.create()
+    with folder.locked("first") as first:
+        shutil.rmtree(folder.root)
+        folder.create()
+        (folder.root / "lock").write_text("of another command")
+    assert (folder.root / "lock").read_text() == "of another command"

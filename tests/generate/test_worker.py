@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import queue
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -161,6 +162,20 @@ def test_a_full_disk_stops_with_a_sentence_and_resumes(tmp_path: Path) -> None:
         assert not list(atelier.folder.root.glob(".*.tmp"))
         serve(atelier, lambda *_: None, 2, [[row] for row in range(8) if not whole[row]])
         assert atelier.folder.finished(atelier.plan).all()
+
+
+def test_a_folder_deleted_under_a_worker_is_told_and_nothing_is_left_in_its_place(tmp_path: Path) -> None:
+    atelier = Atelier(tmp_path, PROMPTS)
+    batches: list[int] = []
+
+    def delete(label: str, orders: Sequence[Order]) -> None:
+        batches.append(len(orders))
+        if len(batches) == 3:
+            shutil.rmtree(atelier.folder.root)
+
+    with pytest.raises(UserError, match="Cannot write .*images: it was deleted while pictures were being made"):
+        serve(atelier, delete, 2, [[0, 1], [2, 3], [4, 5], [6, 7]])
+    assert not list(atelier.folder.root.glob("**/*"))  # a picture without a ledger would stop the next command
 
 
 def test_a_last_picture_that_cannot_be_written_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,21 @@ def small_disk(folder: Path, size: str = "1m") -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def can_mount(folder: Path) -> bool:
+    """Whether this user may mount disks here."""
+    place = folder / "mounted"
+    place.mkdir(parents=True, exist_ok=True)
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(place)], capture_output=True, check=False
+        ).returncode
+    ):
+        return False
+    subprocess.run(["umount", str(place)], check=True)
+    return True
+
+
 def leave_free(disk: Path, wanted: int) -> None:
     """Fill a disk with one file until only `wanted` bytes, in whole pages, are free."""
     filler = disk / "filler"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from muralist.errors import UserError
+from muralist.runfolder import disk_error
 from muralist.train import checkpoint
 from tests.support.disks import PAGE, leave_free, small_disk
 
@@ -155,6 +157,21 @@ def test_a_disk_that_fills_up_while_weights_are_written(tmp_path: Path, monkeypa
             write(folder, 2, size=20_000)
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0000001"]
         assert checkpoint.newest_whole(folder) == (earlier, checkpoint.manifest_of(earlier))
+
+
+def test_a_full_disk_is_told_from_behind_the_words_of_torch() -> None:
+    """torch.save may end with what its own writer noticed later: that a file is shorter than it should be."""
+    torn = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    assert disk_error(torn).errno == errno.EIO  # as it comes from another process
+    try:
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            raise torn
+    except RuntimeError as caught:
+        assert disk_error(caught).errno == errno.ENOSPC
+    with pytest.raises(RuntimeError, match="shape"):
+        disk_error(RuntimeError("shape mismatch"))
 
 
 def test_an_error_that_is_no_disk_error_is_not_called_one(tmp_path: Path) -> None:
@@ -341,13 +358,20 @@ def test_a_run_that_was_set_back_goes_on_from_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"step_0000099\n", b"\xff\xfe", b"../elsewhere\n"])
-def test_a_useless_latest_file_is_no_obstacle(tmp_path: Path, content: bytes) -> None:
+def test_a_useless_latest_file_is_no_obstacle_and_is_named(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, 2)
     newest = write(tmp_path, 4)
+    said: list[str] = []
+    monkeypatch.setattr(checkpoint.log, "warning", lambda text, *rest: said.append(text % rest))
+    found = checkpoint.newest_whole(tmp_path)
+    assert found is not None and not said
     (tmp_path / "latest").write_bytes(content)
     found = checkpoint.newest_whole(tmp_path)
     assert found is not None
     assert found[0] == newest
+    assert len(said) == 1 and said[0].startswith(f"{tmp_path / 'latest'} names ") and "Taking the newest" in said[0]
 
 
 def test_leftovers_are_swept_and_nothing_else(tmp_path: Path) -> None:

@@ -311,6 +311,61 @@ def test_a_held_out_folder_of_another_shape(tmp_path: Path, capfd: pytest.Captur
     assert "--val_fraction 0" in capfd.readouterr().err
 
 
+def poison_steps(monkeypatch: pytest.MonkeyPatch, broken: set[int]) -> None:
+    """Make the gradient of some steps, numbered from 1 whatever run they are of, NaN."""
+    from muralist.train.stepper import Stepper
+
+    gradients = Stepper._gradients
+
+    def poisoned(stepper: Stepper, parts: Any, *rest: Any) -> torch.Tensor:
+        batches = list(parts)
+        loss = gradients(stepper, batches, *rest)
+        if int(batches[0].numbers[0]) // stepper.plan.total + 1 in broken:
+            next(p for p in stepper.network.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
+            return loss * float("nan")
+        return loss
+
+    monkeypatch.setattr(Stepper, "_gradients", poisoned)
+
+
+def test_steps_that_are_no_numbers_can_be_skipped_and_are_counted(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    poison_steps(monkeypatch, {3, 5})
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--ckpt_every", "1", "--keep_last", "9"]
+    train(*common, "--max_steps", "4", expect=1)
+    assert "The loss became nan at step 3" in (told := capfd.readouterr().err) and "--non_finite skip" in told
+    train(*common, "--max_steps", "4", "--non_finite", "skip")
+    assert "Step 3 is skipped: its gradient is not finite (1 so far)." in capfd.readouterr().out
+    train(*common, "--max_steps", "6", "--non_finite", "skip")  # the count goes on with the run
+    run = only_run(tmp_path)
+    lines = metrics(run)
+    assert [line.get("train/skipped_steps") for line in lines] == [None, None, 1, 1, 2, 2]
+    assert ["train/loss" in line for line in lines] == [True, True, False, True, False, True]
+    before, after = (tensors(run / "checkpoints" / f"step_{step:07d}") for step in (2, 3))
+    kept = [name for name in before if not name.startswith("ema")]  # averages follow the images, skipped or not
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+    assert all(torch.isfinite(value).all() for value in tensors(last_checkpoint(run)).values())
+
+
+def test_deepspeed_cannot_skip_steps(photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--data_path", photo_folder, "--results_dir", tmp_path / "results", "--strategy", "zero2"]
+    train(*words, "--non_finite", "skip", expect=1)
+    assert "--non_finite skip cannot be with --strategy zero2" in capfd.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    poison_steps(monkeypatch, set(range(3, 99)))
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--ckpt_every", "4", "--non_finite", "skip"]
+    train(*common, "--max_steps", "8")
+    train(*common, "--max_steps", "20", expect=1)
+    assert "at step 12, the last of 10 skipped in a row." in capfd.readouterr().err
+    assert last_checkpoint(only_run(tmp_path)).name == "step_0000008"
+
+
 def test_a_gradient_that_is_no_number_is_never_saved(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

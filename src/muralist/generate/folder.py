@@ -168,12 +168,11 @@ class OutputFolder:
                 else:
                     lock.take()
                 # Its last owner may have removed the file in between, and a lock on a file that is gone holds nobody off.
-                with suppress(OSError):
-                    held = os.path.samestat(os.fstat(file.fileno()), path.stat())
+                held = lock.is_there()
             try:
                 yield lock
             finally:
-                if lock.is_ours_alone():
+                if lock.is_there() and lock.is_ours_alone():
                     with suppress(OSError):
                         path.unlink()
 
@@ -184,7 +183,8 @@ class OutputFolder:
 
     def end(self) -> None:
         """Merge the workers' lines and leave nothing else behind."""
-        ledger.merge(self.ledger, self.work)
+        if self.ledger.is_file():
+            ledger.merge(self.ledger, self.work)
         shutil.rmtree(self.work, ignore_errors=True)
 
 
@@ -213,6 +213,13 @@ class Lock:
         """Hold it together with the other ranks of this command."""
         with suppress(OSError):  # a disk without locks
             fcntl.lockf(self.file, fcntl.LOCK_SH)
+
+    def is_there(self) -> bool:
+        """Whether its file still has its name: if not, the folder was deleted, and what is there now may be another's."""
+        try:
+            return os.path.samestat(os.fstat(self.file.fileno()), self.path.stat())
+        except OSError:
+            return False
 
     def is_ours_alone(self) -> bool:
         """Whether no other rank holds it."""

@@ -64,6 +64,7 @@ class _Command:
     ranks: Ranks | None
     header: Header | None = None
     screen: Screen | None = None
+    lock: Lock | None = None  # of the process that took stock
 
     @classmethod
     def prepare(cls, settings: GenerateSettings) -> _Command:
@@ -165,7 +166,9 @@ class _Command:
         return ranks.todo, ranks.own, beat
 
     def _close(self, labels: list[str]) -> bool:
-        """Merge the workers' lines, once nobody writes any more; False where that is left to another rank."""
+        """Merge the workers' lines, once nobody writes any more; False where that is left to another rank or command."""
+        if self.lock and not self.lock.is_there():
+            return False  # deleted meanwhile; a second command may be at work in its place
         if self.ranks and len(self.ranks.todo) and not self.ranks.closes_the_folder():
             return False
         log.setLevel(logging.INFO)
@@ -180,7 +183,7 @@ class _Command:
 
     def _take_stock(self, stack: ExitStack) -> tuple[np.ndarray, Lock]:
         """Hold the folder, take up what an earlier command left, and find what is missing."""
-        lock = stack.enter_context(self.folder.locked(_job()))
+        lock = self.lock = stack.enter_context(self.folder.locked(_job()))
         if self.settings.overwrite:
             self.folder.clear()
         header = Header.read(self.folder.ledger)

@@ -101,6 +101,11 @@ class Shard:
         """A picture could not be made, tried alone."""
         self._append(FAILED, sample, gpu, seconds, {"error": reason})
 
+    def check_there(self) -> None:
+        """An error if the file was deleted: lines would go nowhere, and pictures would have nobody to vouch for them."""
+        if not os.fstat(self._file).st_nlink:
+            raise OSError(errno.ENOENT, "it was deleted while pictures were being made", str(self.path.parent.parent))
+
     def _append(self, status: str, sample: Sample, gpu: str, seconds: float, facts: dict[str, Any]) -> None:
         line = {
             "status": status,

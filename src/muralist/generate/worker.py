@@ -189,8 +189,14 @@ class Worker:
             self._fail(sample, _in_words(error), seconds, shard)
             return
         try:
+            shard.check_there()
             write_atomically(path, data)
-            shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, batch_size)
+            try:
+                shard.check_there()
+                shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, batch_size)
+            except FileNotFoundError:
+                path.unlink(missing_ok=True)  # alone in a new folder, it would stand in the way of the next command
+                raise
         except OSError as error:
             raise cannot_write(error, self.job.folder) from None
         self.send(messages.Done(sample.number))

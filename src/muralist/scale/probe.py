@@ -51,6 +51,7 @@ def probe(model: str, img_size: int, batch_size: int, seconds: float, clock: Cal
             autocast=autocast_type(settings.use_amp, engine.device),
             compiled=on_gpu,
             max_grad_norm=None,
+            skip_non_finite=False,
             half_lives=(settings.optim.ema1_half_life, settings.optim.ema2_half_life),
         )
 

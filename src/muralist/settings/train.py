@@ -151,6 +151,9 @@ class OptimSettings(Section):
     """Second AdamW moment."""
     max_grad_norm: PositiveFloat | None = None
     """Clip the gradient to this norm; none: no clipping."""
+    non_finite: Annotated[Literal["stop", "skip"], Apart] = "stop"
+    """What a step with a NaN or infinite gradient does: stop ends the run with the last good checkpoint; skip leaves the
+    weights as they are, counts it (train/skipped_steps) and goes on, until ten come in a row (ddp, fsdp2)."""
     ema1_half_life: PositiveFloat = 7_097_472.0
     """Half-life of the first average in images (0.9999 per step of 1,024); never longer than 5% of images seen."""
     ema2_half_life: PositiveFloat = 1_774_102.0

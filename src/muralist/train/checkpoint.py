@@ -225,17 +225,25 @@ def all_in(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def _latest(folder: Path) -> str:
+    """The name in `latest`; empty where there is none."""
+    latest = folder / "latest"
+    return latest.read_text(errors="replace").strip() if latest.is_file() else ""
+
+
 def _in_line(folder: Path) -> list[Path]:
     """Checkpoints up to the one written last; any beyond it were left behind when the run was set back to an earlier one."""
-    found, latest = all_in(folder), folder / "latest"
+    found, last = all_in(folder), _latest(folder)
     names = [path.name for path in found]
-    last = latest.read_text(errors="replace").strip() if latest.is_file() else ""
     return found[: names.index(last) + 1] if last in names else found
 
 
 def newest_whole(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest undamaged checkpoint; damaged ones are passed over and said so; all damaged is an error."""
-    candidates = _in_line(folder)
+    candidates, last = _in_line(folder), _latest(folder)
+    if candidates and candidates[-1].name != last:
+        named = f"names {last:.80}, which is not there" if last else "names no checkpoint"
+        log.warning("%s %s. Taking the newest that is whole.", folder / "latest", named)
     for path in reversed(candidates):
         try:
             return path, manifest_of(path)

@@ -8,7 +8,7 @@ from muralist.errors import UserError
 from muralist.models import variants
 from muralist.models.complete import check_whole
 from muralist.scale.memory import BYTES_ON_DISK
-from muralist.settings import ModelSettings, TrainSettings
+from muralist.settings import ModelSettings, Strategy, TrainSettings
 from muralist.train.schedule import BatchPlan, Clock, LearningRate, rates_by_gpus
 from muralist.words import duration
 
@@ -35,6 +35,7 @@ def check(settings: TrainSettings) -> None:
             "--global_batch_size and --gradient_accumulation_steps cannot both be given.",
             fix="With a total batch, accumulation is derived: leave --gradient_accumulation_steps out.",
         )
+    check_skipping(settings, settings.distributed.strategy)
     low, high = settings.samples.interval
     if low >= high:
         raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
@@ -49,6 +50,15 @@ def check_model(model: ModelSettings) -> None:
     else:
         _, patch = variants.parse_name(model.name)
         variants.check_image_size(patch, variants.square(model.img_size))
+
+
+def check_skipping(settings: TrainSettings, strategy: Strategy) -> None:
+    """Refuse to skip steps where the update is not ours; what `auto` means is known only to a process of the run."""
+    if settings.optim.non_finite == "skip" and strategy in ("zero2", "zero3"):
+        raise UserError(
+            f"--non_finite skip cannot be with --strategy {strategy}: DeepSpeed changes the weights by itself.",
+            fix="Use --strategy fsdp2 or ddp, or leave --non_finite skip out.",
+        )
 
 
 def _check_multireso(settings: TrainSettings) -> None:

@@ -111,6 +111,7 @@ class Keeper:
             "model": self.family.describe(),
             "data": self.data.facts,
             "epoch_loss": [self.recorder.epoch_loss.total, self.recorder.epoch_loss.steps],
+            "skipped_steps": [self.recorder.skipped.total, self.recorder.skipped.in_a_row],
             "loss_scale": stepper.scaler.state_dict(),
             "versions": {"muralist": __version__, "torch": torch.__version__},
         }

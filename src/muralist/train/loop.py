@@ -33,7 +33,7 @@ from muralist.train.forecast import Forecast
 from muralist.train.heartbeat import SAVING, WAITING, Heartbeat, rank_and_size
 from muralist.train.keeper import Keeper
 from muralist.train.monitors import ProgressLine, open_monitors, start_log
-from muralist.train.recorder import EpochLoss, Recorder
+from muralist.train.recorder import EpochLoss, Recorder, SkippedSteps
 from muralist.train.schedule import Clock, learning_rate, plan_batch
 from muralist.train.stepper import Stepper, autocast_type, build_optimizer
 from muralist.train.stop import Request, Requests
@@ -144,6 +144,8 @@ def _train(
             "These do not, and scaling the loss for fp16 is done for ddp only.",
             "Use --strategy ddp, or leave --use_amp out.",
         )
+    contract.check_skipping(settings, engine.strategy)
+    skip = settings.optim.non_finite == "skip"
     family.place(device, autocast or torch.float32)
     network = family.network()
     initial = None if found else start.find_initial_weights(settings, settings.results_dir)
@@ -170,6 +172,7 @@ def _train(
         autocast=autocast,
         compiled=compiled,
         max_grad_norm=settings.optim.max_grad_norm,
+        skip_non_finite=skip,
         half_lives=(settings.optim.ema1_half_life, settings.optim.ema2_half_life),
         micro=0 if settings.data.micro_batch_size == "auto" else settings.data.micro_batch_size,
     )
@@ -218,7 +221,8 @@ def _train(
     forecast = Forecast(run.forecast if engine.is_main else None, first_step, last_step, every)
     recorder = Recorder(
         engine, clock, monitors, line, settings.log.every, family.tokens_per_image(), family.flops_per_image(), peak,
-        stepper.scaler.is_enabled(), forecast, EpochLoss(*manifest.get("epoch_loss", ())),
+        stepper.scaler.is_enabled(), forecast, EpochLoss(*manifest.get("epoch_loss", ())), skip,
+        SkippedSteps(*manifest.get("skipped_steps", ())),
     )  # fmt: skip
     writer = CheckpointWriter(run.checkpoints, settings.checkpoint, strategy.writers)
     stack.callback(writer.finish)  # whatever ends the run, a checkpoint under way is completed

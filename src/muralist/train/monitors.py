@@ -261,7 +261,7 @@ class ProgressLine:
     def show(self, step: int, values: Scalars) -> None:
         """Update the line; every `log_every` steps write one to the log."""
         facts = (
-            f"loss {values['train/loss']:.4f}  {values['train/samples_per_second']:,.1f} images/s  "
+            f"loss {values.get('train/loss', float('nan')):.4f}  {values['train/samples_per_second']:,.1f} images/s  "
             f"{values['train/tokens_per_second']:,.0f} tokens/s  MFU {values['train/mfu']:.1%}"
         )
         self.bar.update(self.task, completed=step, facts=facts)

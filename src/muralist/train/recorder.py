@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from muralist.train.monitors import Monitor, ProgressLine
 from muralist.train.schedule import Clock
 from muralist.train.stepper import StepResult
 
+log = logging.getLogger("muralist")
+_MOST_IN_A_ROW = 10  # skipped steps: more are no accident
 _LONGEST_SILENCE = 1.0  # seconds between updates of the progress line, however slow a step is
 
 
@@ -39,6 +42,18 @@ class EpochLoss:
 
 
 @dataclass
+class SkippedSteps:
+    """Steps whose gradient was not finite and which changed nothing; part of the checkpoint too."""
+
+    total: int = 0
+    in_a_row: int = 0
+
+    def add(self, finite: bool) -> None:
+        """Take in one step."""
+        self.total, self.in_a_row = (self.total, 0) if finite else (self.total + 1, self.in_a_row + 1)
+
+
+@dataclass
 class Recorder:
     """Collects results and writes them out; the numbers of a step do not depend on when that happens."""
 
@@ -53,6 +68,8 @@ class Recorder:
     loss_is_scaled: bool  # then a gradient that is not finite is no accident: the step is skipped and the scale lowered
     forecast: Forecast
     epoch_loss: EpochLoss = field(default_factory=EpochLoss)
+    skips: bool = False
+    skipped: SkippedSteps = field(default_factory=SkippedSteps)
     _results: list[tuple[int, StepResult]] = field(default_factory=list)
     _since: float = field(default_factory=time.perf_counter)
     _waited: float = 0.0
@@ -92,16 +109,9 @@ class Recorder:
         images_per_second = count * self.clock.total_batch / seconds
         values: dict[str, float] = {}
         for (step, result), loss, norm in zip(self._results, losses, norms, strict=True):
-            if not math.isfinite(loss) or not (math.isfinite(norm) or self.loss_is_scaled):
-                self._results = []
-                what = f"The loss became {loss}" if not math.isfinite(loss) else f"The gradient's norm became {norm}"
-                raise UserError(
-                    f"{what} at step {step}.",
-                    "The learning rate may be too high, or the data holds broken values. Nothing was saved after it.",
-                    "Start a new run (--run_name, and --init_from this one) with a lower --learning_rate, a longer "
-                    "--warmup_steps or --max_grad_norm 1.",
-                )
-            self.epoch_loss.add(loss)
+            self._judge(step, loss, norm)
+            if math.isfinite(loss):
+                self.epoch_loss.add(loss)
             values = {
                 "images": step * self.clock.total_batch,
                 "epoch": self.clock.epoch_at(step),
@@ -114,9 +124,12 @@ class Recorder:
                 "train/mfu": images_per_second * self.flops_per_image / (self.peak_flops * self.engine.size),
                 "train/data_wait_fraction": min(1.0, self._waited / seconds),
             }
-            if not math.isfinite(norm):
-                del values["train/grad_norm"]  # a step that loss scaling skipped
-            if self.clock.ends_epoch(step):
+            values = {
+                name: value for name, value in values.items() if math.isfinite(value)
+            }  # not those of a skipped step
+            if self.skips:
+                values["train/skipped_steps"] = self.skipped.total
+            if self.clock.ends_epoch(step) and self.epoch_loss.steps:
                 values["train/epoch_loss"] = self.epoch_loss.take()
             if extra and step == self._results[-1][0]:
                 values |= extra
@@ -125,3 +138,23 @@ class Recorder:
         self.line.show(self._results[-1][0], values)
         self.forecast.add(count, seconds)
         self._results, self._since, self._waited = [], now, 0.0
+
+    def _judge(self, step: int, loss: float, norm: float) -> None:
+        """Count a step that was skipped; end the run at one that has spoiled the weights."""
+        if self.skips:
+            self.skipped.add(math.isfinite(norm))
+        spoiled = not (math.isfinite(norm) or self.loss_is_scaled)
+        if self.skips and not math.isfinite(norm) and self.skipped.in_a_row < _MOST_IN_A_ROW:
+            if self.engine.is_main:
+                log.warning("Step %d is skipped: its gradient is not finite (%d so far).", step, self.skipped.total)
+        elif spoiled or not math.isfinite(loss):
+            self._results = []
+            what = f"The loss became {loss}" if not math.isfinite(loss) else f"The gradient's norm became {norm}"
+            in_a_row = f", the last of {_MOST_IN_A_ROW} skipped in a row" if self.skips else ""
+            also = "" if self.skips else ", or go on with --non_finite skip if it happens once in a while"
+            raise UserError(
+                f"{what} at step {step}{in_a_row}.",
+                "The learning rate may be too high, or the data holds broken values. Nothing was saved after it.",
+                "Start a new run (--run_name, and --init_from this one) with a lower --learning_rate, a longer "
+                f"--warmup_steps or --max_grad_norm 1{also}.",
+            )

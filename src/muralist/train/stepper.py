@@ -78,6 +78,7 @@ class Stepper:
     autocast: torch.dtype | None
     compiled: bool
     max_grad_norm: float | None
+    skip_non_finite: bool
     half_lives: tuple[float, float]
     micro: int = 0
     loss_module: LossModule = field(init=False)
@@ -108,7 +109,9 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         loss = self._gradients(parts)
-        grad_norm = self.strategy.update(self.network, self.optimizer, self.scaler, self.max_grad_norm)
+        grad_norm = self.strategy.update(
+            self.network, self.optimizer, self.scaler, self.max_grad_norm, self.skip_non_finite
+        )
         trained = self.strategy.trained(self.network)
         for average in self.averages:
             average.update(trained, images, self.plan.total)

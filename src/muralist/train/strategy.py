@@ -69,14 +69,27 @@ class Replicated:
         loss.backward()
 
     def update(
-        self, network: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, most: float | None
+        self,
+        network: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        most: float | None,
+        skip: bool = False,
     ) -> Tensor:
-        """Clip the gradients at norm `most`, change the weights, forget the gradients; returns the norm there was."""
+        """Clip the gradients at norm `most`, change the weights, forget the gradients; returns the norm there was.
+
+        With `skip`, gradients that are not finite change nothing. The norm is that of all processes, so they agree.
+        """
         scaler.unscale_(optimizer)
         parameters = [parameter for parameter in network.parameters() if parameter.grad is not None]
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], foreach=True)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
+        if (
+            skip and not scaler.is_enabled() and not torch.isfinite(norm)
+        ):  # waits for the device, so only where asked for
+            optimizer.zero_grad(set_to_none=True)
+            return norm
         if most is not None:
             clip_grads_with_norm_(parameters, most, norm, foreach=True)
         scaler.step(optimizer)

@@ -67,9 +67,14 @@ class Zero(Replicated):
         self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def update(
-        self, network: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, most: float | None
+        self,
+        network: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        most: float | None,
+        skip: bool = False,
     ) -> Tensor:
-        """Let DeepSpeed clip and step."""
+        """Let DeepSpeed clip and step; the loop has refused to skip steps here."""
         self.deepspeed.optimizer.clip_grad = most or 0.0
         self.deepspeed.step()
         return torch.as_tensor(self.deepspeed.get_global_grad_norm(), device=self.engine.device)

@@ -1,0 +1,165 @@
+"""The long haul: `python -m tests.faults.soak --minutes 30`: training, then generation, with a kill every minute.
+
+Memory and open files of every process are looked at each second: they must not grow. In the end the result must equal that
+of an undisturbed job to the bit; that takes about as long again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from tests.faults.jobs import train_words
+from tests.faults.play import workshop
+from tests.faults.schedule import SEED, Training
+from tests.support.generating import pictures
+from tests.support.runs import assert_same_state, last_checkpoint, metrics
+from tests.support.workshop import Workshop
+from tests.support.zygote import Started
+
+_SETTLING = 15  # seconds in which a process may still grow
+_MOST_GROWTH = 16  # MB from then on
+_MOST_MORE_FILES = 4
+_ENDLESS = 10_000_000
+
+
+@dataclass
+class Watch:
+    """Memory in MB and open files of processes, by number, second by second."""
+
+    memory: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    files: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def look(self, processes: list[int]) -> None:
+        """Take one sample of each process."""
+        for process in processes:
+            with suppress(OSError, IndexError):  # it may be gone
+                status = Path(f"/proc/{process}/status").read_text()
+                count = len(list(Path(f"/proc/{process}/fd").iterdir()))
+                self.memory[process].append(int(status.partition("VmRSS:")[2].split()[0]) / 1024)
+                self.files[process].append(count)
+
+    def check(self, what: str) -> str:
+        """Nothing grows once it has settled; returns what was seen."""
+        growth, more, longest = [0.0], [0], 0
+        for process, memory in self.memory.items():
+            files = self.files[process]
+            longest = max(longest, len(memory))
+            if len(memory) < 2 * _SETTLING:
+                continue
+            half = (len(memory) + _SETTLING) // 2
+            growth.append(statistics.median(memory[half:]) - statistics.median(memory[_SETTLING:half]))
+            more.append(max(files[half:]) - max(files[_SETTLING:half]))
+        told = (
+            f"{what}: {len(self.memory)} processes, the longest lived {longest} s; memory grew by at most "
+            f"{max(growth):.1f} MB, open files by at most {max(more)}"
+        )
+        assert max(growth) < _MOST_GROWTH and max(more) <= _MOST_MORE_FILES, told
+        return told
+
+
+def main() -> int:
+    """Soak for some minutes, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0, help="half of them training, half generation")
+    parser.add_argument("--every", type=float, default=60.0, help="seconds between kills")
+    parser.add_argument("--folder", type=Path, default=Path("results/soak"))
+    given = parser.parse_args()
+    folder = given.folder.absolute() / time.strftime("%Y%m%d-%H%M%S")
+    with workshop(folder) as shop:
+        for job in (_soak_training, _soak_generation):
+            print(job(shop, folder, 30 * given.minutes, given.every), flush=True)
+    return 0
+
+
+def _disturbed(
+    shop: Workshop, words: list[object], log: Path, seconds: float, every: float, watch: Watch
+) -> tuple[Started, int, int]:
+    """Run a command for some time with kills, starting it again when it ends; returns it, kills and starts."""
+    dice, kills, starts = Random(SEED), 0, 1
+    end = time.monotonic() + seconds
+    strike = time.monotonic() + every
+    with log.open("ab") as output:
+        command = shop.zygote.start(words, output)
+        while time.monotonic() < end:
+            time.sleep(1)
+            others = [process for process in _forked(shop) if process != command.pid]
+            watch.look([*others, command.pid])
+            if command.poll() is not None:
+                command, starts = shop.zygote.start(words, output), starts + 1
+            elif time.monotonic() > strike and others:
+                os.kill(dice.choice(others), signal.SIGKILL)
+                strike, kills = strike + every, kills + 1
+    return command, kills, starts
+
+
+def _forked(shop: Workshop) -> list[int]:
+    zygote = shop.zygote.process.pid
+    return [int(word) for word in Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()]
+
+
+def _stop(shop: Workshop, command: Started) -> None:
+    command.terminate()
+    assert command.poll(120) in (0, 130), "it did not stop when asked to"
+
+
+def _soak_training(shop: Workshop, folder: Path, seconds: float, every: float) -> str:
+    case = Training(ranks=(2,), strategy="ddp", steps=_ENDLESS, every=200, samples=0, loaders=1)
+    watch = Watch()
+
+    def words(results: Path, steps: int) -> list[object]:
+        return [*train_words(shop, case, 2, results, steps, case.every), "--epochs", _ENDLESS, "--log_every", 100]
+
+    command, kills, starts = _disturbed(
+        shop, words(folder / "disturbed", _ENDLESS), folder / "training.log", seconds, every, watch
+    )
+    _stop(shop, command)
+    disturbed = last_checkpoint(folder / "disturbed" / "run")
+    steps = int(disturbed.name.removeprefix("step_"))
+    with (folder / "undisturbed.log").open("wb") as output:
+        assert shop.zygote.start(words(folder / "undisturbed", steps), output).poll(3 * seconds + 120) == 0
+    undisturbed = last_checkpoint(folder / "undisturbed" / "run")
+    assert_same_state(undisturbed, disturbed)
+    lines = [metrics(run.parent.parent) for run in (undisturbed, disturbed)]
+    assert [line["train/loss"] for line in lines[0]] == [line["train/loss"] for line in lines[1]]
+    assert len(lines[0]) == steps
+    return watch.check(f"training: {steps:,} steps, {kills} kills, {starts} starts, exact")
+
+
+def _soak_generation(shop: Workshop, folder: Path, seconds: float, every: float) -> str:
+    watch = Watch()
+
+    def words(output: Path, rows: int) -> list[object]:
+        return ["generate", "--prompts_csv", shop.table(_rows(seconds)), "--model_path", shop.model / "run",
+                "--output_dir", output, "--num_inference_steps", 8, "--dtype", "fp32", "--batch_size", 3,
+                "--gpu_ids", 0, 1, "--num_samples", rows]  # fmt: skip
+
+    output, rows = folder / "pictures", _rows(seconds)
+    command, kills, starts = _disturbed(shop, words(output, rows), folder / "generation.log", seconds, every, watch)
+    _stop(shop, command)
+    made = pictures(output)
+    last = max(int(name.partition("_")[0]) for name in made)
+    reference = folder / "pictures_undisturbed"
+    with (folder / "generation_undisturbed.log").open("wb") as log:
+        assert shop.zygote.start(words(reference, last + 1), log).poll(3 * seconds + 120) == 0
+    expected = pictures(reference)
+    assert made and made.items() <= expected.items(), "pictures differ"
+    return watch.check(f"generation: {len(made):,} pictures, {kills} kills, {starts} starts, exact")
+
+
+def _rows(seconds: float) -> int:
+    """More than can be made in this time."""
+    return int(1000 * seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
