@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muralist.data.sources import open_held_out, open_source, read_batch
+from muralist.data.sources import open_held_out, open_source
 from muralist.data.tars import expand_ranges
 from muralist.errors import UserError
 from tests.data.driving_files import write_arrow, write_captioned_folder, write_index, write_waymo

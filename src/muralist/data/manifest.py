@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
@@ -112,18 +112,16 @@ class EncodedManifest(Manifest):
     captions_per_batch: PositiveInt
     model: str
     frozen_parts: dict[str, str]  # a fingerprint of each
-    dtype: Literal[
-        "float32", "bfloat16", "float16"
-    ]  # as torch names it: what the frozen parts computed in, and what is stored
+    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # what is computed in, and stored
     mirrored: bool  # whether each picture's mirror image is there too
-    shapes: dict[Literal["latents", "bert", "t5"], list[PositiveInt]]  # of a row of each
+    shapes: dict[str, Annotated[list[PositiveInt], Field(min_length=1)]]  # of a row of latents, bert and t5
 
     def __post_init__(self) -> None:
-        if missing := {"latents", "bert", "t5"} - self.shapes.keys():
-            raise ValueError(f"the shape of {min(missing)} is missing")
+        if self.shapes.keys() != {"latents", "bert", "t5"}:
+            raise ValueError("the shapes of latents, bert and t5 are not all that is there")
 
-    def row_bytes(self, name: Literal["latents", "bert", "t5"]) -> int:
-        """What a row of one of them takes."""
+    def row_bytes(self, name: str) -> int:
+        """What a row of latents, bert or t5 takes."""
         return math.prod(self.shapes[name]) * (4 if self.dtype == "float32" else 2)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,12 +58,16 @@ def read_statistics(path: Path) -> Statistics:
     try:
         with np.load(path, allow_pickle=False) as file:
             held = {name: file[name] for name in ("mu", "sigma", "features", "number") if name in file.files}
+            if missing := [name for name in ("mu", "sigma") if name not in held]:
+                raise UserError(
+                    f"{path} holds no {missing[0]}.",
+                    "Reference statistics are an .npz file with mu and sigma.",
+                    _STATS_FIX,
+                )
             mean, covariance = held["mu"].astype(np.float64), held["sigma"].astype(np.float64)
-    except KeyError as error:
-        raise UserError(
-            f"{path} holds no {error}.", "Reference statistics are an .npz file with mu and sigma.", _STATS_FIX
-        ) from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # what damaged bytes make NumPy, zipfile and zlib raise has no end
         said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise UserError(
             f"{path} cannot be read as reference statistics.", f"The reader said: {said}", _STATS_FIX
@@ -77,8 +80,11 @@ def read_statistics(path: Path) -> Statistics:
         )
     if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
         raise UserError(f"{path} holds numbers that are not finite.", fix=_STATS_FIX)
-    count = int(held["number"]) if "number" in held else None
-    return Statistics(Moments(mean, covariance), held.get("features"), count)
+    features, number = held.get("features"), held.get("number")
+    fit = features is None or (features.ndim == 2 and features.shape[1] == FEATURES and features.dtype.kind == "f")
+    if not fit or (number is not None and (number.ndim or number.dtype.kind not in "iu" or number < 0)):
+        raise UserError(f"{path} holds features or a number that `muralist stats` did not write.", fix=_STATS_FIX)
+    return Statistics(Moments(mean, covariance), features, None if number is None else int(number))
 
 
 _STATS_FIX = "`muralist stats DIR -o stats.npz` writes such a file."

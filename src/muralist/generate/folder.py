@@ -77,8 +77,8 @@ class OutputFolder:
         for path in ledgers:
             for line in ledger_lines.read_lines(path):
                 # A name out of a file is not trusted to stay in the folder, nor to be one of a file.
-                with suppress(OSError):
-                    (self.root / Path(str(line["file"])).name).unlink()
+                with suppress(OSError, ValueError):
+                    (self.root / Path(line["file"]).name).unlink()
         for path in (*self.root.glob(f"{_FAILURES}*.txt"), *ledgers):
             path.unlink(missing_ok=True)
 
@@ -199,7 +199,7 @@ class Lock:
             if error.errno not in _NO_LOCKS:
                 raise self._refusal() from None
             owner = self._owner()  # a disk without locks: what the file says must do
-            if owner.get("host") != socket.gethostname() and time.time() - owner.get("heartbeat", 0) < _FRESH:
+            if owner and owner["host"] != socket.gethostname() and time.time() - owner["heartbeat"] < _FRESH:
                 raise self._refusal() from None
         self.beat()
 
@@ -231,11 +231,14 @@ class Lock:
             raise cannot_write(error, self.path) from None
 
     def _owner(self) -> dict[str, Any]:
+        """Host, process, job and last sign of life; nothing where the file does not tell all of it."""
         try:
             self.file.seek(0)
-            return dict(json.loads(self.file.read()))
-        except (OSError, ValueError, TypeError):
+            said = json.loads(self.file.read())
+            known = isinstance(said["host"], str) and isinstance(said["pid"], int) and said["heartbeat"] < 2.0**62
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return {}
+        return said if known else {}
 
     def _refusal(self) -> UserError:
         owner = self._owner()

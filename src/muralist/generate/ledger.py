@@ -54,10 +54,16 @@ class Header:
         content = json.loads(line)
         try:
             if content.pop("format") == _FORMAT and content.pop("version") == _VERSION:
-                return cls(**content)
+                header = cls(**content)
+                if header._is_plausible():
+                    return header
         except (KeyError, TypeError, AttributeError):
             pass
         raise ValueError("not a ledger's first line")
+
+    def _is_plausible(self) -> bool:
+        counts = type(self.batch_size) is int and self.batch_size > 0 and isinstance(self.one_at_a_time, bool)
+        return counts and isinstance(self.settings, dict) and isinstance(self.made_with, dict)
 
     @classmethod
     def read(cls, path: Path) -> Header | None:
@@ -67,7 +73,7 @@ class Header:
                 return cls.parse(file.readline())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             raise UserError(
                 f"{path} is not a ledger that this muralist can read.",
                 "Its first line is damaged, or another version wrote it.",
