@@ -22,7 +22,7 @@ from muralist.errors import UserError
 from muralist.generate import ledger
 from muralist.generate.ledger import Header
 from muralist.generate.plan import Plan
-from muralist.runfolder import is_full, write_atomically
+from muralist.runfolder import is_full, open_own, write_atomically
 
 _FRESH = 60.0  # seconds for which the lock of another machine, where the disk knows no locks, is believed
 _BEAT = 10.0
@@ -57,6 +57,8 @@ class OutputFolder:
 
     def create(self) -> None:
         """Make the folder, or say why it cannot be made."""
+        if self.work.is_symlink():  # files in it are removed
+            raise UserError(f"{self.work} is a link, which nothing here made.", fix="Remove it.")
         try:
             self.work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -153,7 +155,7 @@ class OutputFolder:
             held = False
             while not held:
                 try:
-                    file = stack.enter_context(path.open("a+"))
+                    file = stack.enter_context(open_own(path, "a+"))
                 except OSError as error:
                     raise cannot_write(error, path) from None
                 lock = Lock(file, path, job)

@@ -20,7 +20,7 @@ from typing import Any
 from muralist.data.ledger_lines import DONE, FAILED, read_lines
 from muralist.errors import UserError
 from muralist.generate.plan import Sample
-from muralist.runfolder import write_atomically
+from muralist.runfolder import open_own, write_atomically
 
 _FORMAT = "muralist ledger"
 _VERSION = 1
@@ -90,7 +90,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         os.write(self._file, b"\n")  # ends a line that a killed worker may have left torn
 
     def done(
@@ -150,7 +150,7 @@ def merge(path: Path, shards: Path) -> None:
     """Move the workers' lines to the end of the ledger; cut off, it is done again: a line may well be there twice."""
     files = sorted(shards.glob("*.jsonl"))
     if any(True for file in files for _ in read_lines(file)):
-        with path.open("ab") as ledger:
+        with open_own(path, "ab") as ledger:
             if not _ends_whole(path):  # this was cut off once
                 ledger.write(b"\n")
             for file in files:

@@ -22,6 +22,7 @@ from muralist.errors import UserError
 _CLASSES = (
     contents.Metadata,
     contents.TensorStorageMetadata,
+    contents.BytesStorageMetadata,
     contents.TensorProperties,
     contents.ChunkStorageMetadata,
     contents.MetadataIndex,
