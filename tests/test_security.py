@@ -214,9 +214,7 @@ def test_ids_that_look_alike_never_share_a_file(tmp_path: Path) -> None:
         write_atomically(tmp_path / "images" / name, name.encode())
     assert {path.name: path.read_bytes() for path in (tmp_path / "images").iterdir()} == {n: n.encode() for n in names}
     assert len(set(names)) == len(alike)
-    (tmp_path / "t.jsonl").write_text(
-        "".join(json.dumps({"id": id, "prompt": "x", "seed": 1}) + "\n" for id in ("a/b", "a_b"))
-    )
+    (tmp_path / "t.csv").write_text("id,prompt,seed\na/b,x,1\na_b,x,1\n")
     with pytest.raises(UserError, match="would be written to one file"):
         Plan(open_table(str(tmp_path / "t.csv")), 1, 0, "", (8, 8), "png").check()
 

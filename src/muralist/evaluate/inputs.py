@@ -90,6 +90,10 @@ def read_statistics(path: Path) -> Statistics:
 _STATS_FIX = "`muralist stats DIR -o stats.npz` writes such a file."
 
 
+_OF_DONE = ("file", "prompt", "gpu", "seconds")
+_OF_FAILED = ("id", "seed", "prompt", "error", "gpu")
+
+
 @dataclass
 class Told:
     """What a ledger tells of a folder of pictures."""
@@ -103,17 +107,20 @@ def read_ledger(folder: Path) -> Told:
     """Prompts, failures and speed; nothing where there is no ledger. The last line about a sample counts."""
     last: dict[tuple[int, int], dict[str, Any]] = {}
     for line in ledger_lines.read_lines(folder / LEDGER):
-        last[line["index"], line["copy"]] = line
+        names = _OF_DONE if line["status"] == ledger_lines.DONE else _OF_FAILED
+        last[line["index"], line["copy"]] = {
+            name: line[name] for name in names if name in line
+        }  # the rest fills memory
     told = Told()
     seconds: dict[str, float] = defaultdict(float)
     made: dict[str, int] = defaultdict(int)
-    for _, line in sorted(last.items()):
-        if line["status"] == ledger_lines.DONE:
-            told.prompts[line["file"]] = line["prompt"]
-            made[str(line["gpu"])] += 1
-            seconds[str(line["gpu"])] += float(line.get("seconds", 0))
+    for _, line in sorted(last.items(), key=lambda item: item[0]):
+        if "error" in line:
+            told.failures.append(line)
         else:
-            told.failures.append({name: line[name] for name in ("id", "seed", "prompt", "error", "gpu")})
+            told.prompts[line["file"]] = line["prompt"]
+            made[line["gpu"]] += 1
+            seconds[line["gpu"]] += line.get("seconds", 0)
     for gpu, images in sorted(made.items()):
         rate = images / seconds[gpu] if seconds[gpu] else 0.0
         told.speed[gpu] = {"images": images, "images_per_second": round(rate, 4)}
