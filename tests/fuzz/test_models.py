@@ -52,7 +52,7 @@ def _generate(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "pth"])
-@examples(60)
+@examples(33)
 @given(data=st.data())
 def test_damaged_weights_are_read_or_refused(kind: str, data: st.DataObject, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.getbasetemp() / f"weights.{kind}"
@@ -97,7 +97,7 @@ def test_safetensors_with_a_lying_header(header: Any, length: int | None, tmp_pa
     _generate(tmp_path / "a.safetensors")
 
 
-@examples(60)
+@examples(33)
 @given(data=st.data())
 def test_tensors_of_other_shapes_make_no_network(data: st.DataObject, state: dict[str, torch.Tensor]) -> None:
     names = ["x_embedder.proj1.weight", "blocks.0.attn.q_norm.weight", "pos_embed", "y_embedder.embedding_table.weight"]
@@ -116,7 +116,7 @@ def export(state: dict[str, torch.Tensor], tmp_path_factory: Any) -> Path:
     return folder
 
 
-@examples(80)
+@examples(44)
 @given(data=st.data())
 def test_damaged_exports_are_read_or_refused(export: Path, data: st.DataObject) -> None:
     copy = export.parent / "copy"
@@ -153,7 +153,7 @@ def _use(run: Path) -> None:
         _generate(run)
 
 
-@examples(80)
+@examples(44)
 @given(data=st.data())
 def test_damaged_checkpoint_manifests_are_read_or_refused(run: Path, data: st.DataObject) -> None:
     copy = _copied(run)
@@ -162,7 +162,7 @@ def test_damaged_checkpoint_manifests_are_read_or_refused(run: Path, data: st.Da
     _use(copy)
 
 
-@examples(80)
+@examples(44)
 @given(data=st.data())
 def test_sealed_manifests_of_nonsense_are_read_or_refused(run: Path, data: st.DataObject) -> None:
     """The seal tells damage, not malice: anybody can compute one."""
@@ -177,7 +177,7 @@ def test_sealed_manifests_of_nonsense_are_read_or_refused(run: Path, data: st.Da
     _use(copy)
 
 
-@examples(30)
+@examples(16)
 @given(data=damaged(b"step_0000003\n"))
 def test_damaged_names_of_the_latest_checkpoint(run: Path, data: bytes) -> None:
     copy = _copied(run)
@@ -185,7 +185,7 @@ def test_damaged_names_of_the_latest_checkpoint(run: Path, data: bytes) -> None:
     _use(copy)
 
 
-@examples(80)
+@examples(44)
 @given(data=st.data())
 def test_a_damaged_state_is_read_or_refused(run: Path, data: st.DataObject) -> None:
     copy = _copied(run) / "checkpoints" / "step_0000003"
@@ -210,7 +210,7 @@ INDEX = {
 
 
 @pytest.mark.parametrize("file", ["model_index.json", "vae/config.json", "transformer/config.json"])
-@examples(50)
+@examples(27)
 @given(data=st.data())
 def test_damaged_pipelines_are_read_or_refused(file: str, data: st.DataObject, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("pipeline")
@@ -234,7 +234,7 @@ def test_adapters_of_nonsense_are_refused(text: str) -> None:
     assert isinstance(found, UserError) or found[0].path.exists()
 
 
-@examples(50)
+@examples(27)
 @given(data=damaged_json({"r": 2, "lora_alpha": 2, "use_rslora": False}))
 def test_damaged_adapters_are_read_or_refused(data: bytes, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("adapter")

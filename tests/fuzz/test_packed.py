@@ -96,7 +96,7 @@ def _copy(folder: Path, parent: Path) -> Path:
     return Path(shutil.copytree(folder, copy))
 
 
-@examples(150)
+@examples(82)
 @given(data=st.data())
 def test_damaged_manifests_are_read_or_refused(folder: Path, data: st.DataObject) -> None:
     copy = _copy(folder, folder.parent)
@@ -106,7 +106,7 @@ def test_damaged_manifests_are_read_or_refused(folder: Path, data: st.DataObject
         read_all(copy)
 
 
-@examples(80)
+@examples(44)
 @given(data=st.data())
 def test_damaged_rows_are_read_or_refused(folder: Path, data: st.DataObject) -> None:
     """A file of another length is refused by its length; here the manifest is told the new one, as if nothing had been."""
@@ -137,7 +137,7 @@ _COLUMNS: list[Callable[[], pyarrow.Array]] = [
 ]
 
 
-@examples(80)
+@examples(44)
 @given(data=st.data())
 def test_rows_of_other_columns_are_read_or_refused(data: st.DataObject, folder: Path) -> None:
     copy = _copy(folder, folder.parent)

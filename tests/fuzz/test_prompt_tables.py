@@ -73,14 +73,14 @@ def _check(table: PromptTable) -> None:
 
 
 @pytest.mark.parametrize("kind", _TAGS)
-@examples(60)
+@examples(33)
 @given(data=st.data())
 def test_damaged_tables_are_read_or_refused(kind: str, data: st.DataObject, tmp_path_factory: Any) -> None:
     _read(tmp_path_factory.mktemp("table"), kind, data.draw(damaged(VALID[kind])))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-@examples(60)
+@examples(33)
 @given(rows=nonsense(ROWS))
 def test_rows_of_nonsense_are_read_or_refused(kind: str, rows: Any, tmp_path_factory: Any) -> None:
     rows = rows if isinstance(rows, list) else [rows]
@@ -98,7 +98,7 @@ def test_rows_of_nonsense_are_read_or_refused(kind: str, rows: Any, tmp_path_fac
     _read(tmp_path_factory.mktemp("table"), kind, data)
 
 
-@examples(40)
+@examples(22)
 @given(data=damaged_json({"annotations": [{"image_id": 5, "id": 1, "caption": "a car"}, {"caption": "b"}]}))
 def test_captions_of_nonsense_are_read_or_refused(data: bytes, tmp_path_factory: Any) -> None:
     _read(tmp_path_factory.mktemp("table"), "json", data)
@@ -119,7 +119,7 @@ _text = st.text(st.characters(codec="utf-8"), max_size=30)
 
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-@examples(25)
+@examples(13)
 @given(rows=st.lists(st.tuples(_text, _text.filter(str.strip), st.integers(0, 2**62 - 1)), min_size=1, max_size=6))
 @example(rows=[('"', '""', 0), ("\r", "\n\r", 1), ("\u2028", "\x85\x1c", 2)])
 @example(rows=[("", "\ufeff", 0)])

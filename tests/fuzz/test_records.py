@@ -67,14 +67,14 @@ def _use(root: Path, plan: Plan, lines: bytes, header: bytes | None = None) -> N
     assert (root / "bystander.txt").read_text() == "keep me"
 
 
-@examples(80)
+@examples(44)
 @given(data=st.data())
 def test_damaged_ledgers_are_used_or_refused(plan: Plan, data: st.DataObject, tmp_path_factory: Any) -> None:
     lines = b"".join(json_bytes(line) + b"\n" for line in (DONE, FAILED))
     _use(tmp_path_factory.mktemp("ledger"), plan, data.draw(damaged(lines)))
 
 
-@examples(120)
+@examples(66)
 @given(lines=nonsense([DONE, FAILED, DONE]))
 def test_ledger_lines_of_nonsense_are_used_or_passed_over(plan: Plan, lines: Any, tmp_path_factory: Any) -> None:
     lines = lines if isinstance(lines, list) else [lines]
@@ -86,7 +86,7 @@ def test_every_field_of_a_line_may_hold_anything(plan: Plan, tmp_path: Path) -> 
     _use(tmp_path, plan, b"".join(json_bytes(line) + b"\n" for line in lines))
 
 
-@examples(60)
+@examples(33)
 @given(data=damaged_json({"format": "muralist ledger", "version": 1, **asdict(Header(SETTINGS, 2, {"torch": "2"}))}))
 def test_damaged_first_lines_are_refused(plan: Plan, data: bytes, tmp_path_factory: Any) -> None:
     _use(tmp_path_factory.mktemp("ledger"), plan, json_bytes(DONE) + b"\n", data.replace(b"\n", b" ") + b"\n")
@@ -95,7 +95,7 @@ def test_damaged_first_lines_are_refused(plan: Plan, data: bytes, tmp_path_facto
 _facts = st.text(st.characters(codec="utf-8"), max_size=20)
 
 
-@examples(30)
+@examples(16)
 @given(prompt=_facts, reason=_facts, seed=st.integers(0, 2**62))
 def test_what_a_worker_wrote_is_what_is_read(
     plan: Plan, prompt: str, reason: str, seed: int, tmp_path_factory: Any
@@ -115,7 +115,7 @@ def test_what_a_worker_wrote_is_what_is_read(
     assert failed["error"] == reason and ledger.is_whole(picture, done)
 
 
-@examples(30)
+@examples(16)
 @given(data=damaged_json({"host": "other", "pid": 5, "job": "", "heartbeat": 1e12}))
 def test_damaged_locks_still_name_an_owner(data: bytes, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "lock"
@@ -134,7 +134,7 @@ RECORD = {
 }  # fmt: skip
 
 
-@examples(60)
+@examples(33)
 @given(data=damaged_json(RECORD))
 def test_damaged_signs_of_life_are_read_or_passed_over(data: bytes, tmp_path_factory: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: None)
@@ -154,7 +154,7 @@ def _statistics() -> bytes:
     return buffer.getvalue()
 
 
-@examples(80)
+@examples(44)
 @given(data=damaged(_statistics()))
 def test_damaged_statistics_are_refused(data: bytes, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "stats.npz"
@@ -206,7 +206,7 @@ REPORT = {
 }
 
 
-@examples(60)
+@examples(33)
 @given(data=damaged_json(REPORT))
 def test_damaged_reports_are_read_or_refused(data: bytes, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("evaluation")
@@ -216,7 +216,7 @@ def test_damaged_reports_are_read_or_refused(data: bytes, tmp_path_factory: Any)
             runs[0].path(index), runs[0].key(index)
 
 
-@examples(12, 300)
+@examples(10, 300)
 @given(document=nonsense(REPORT))
 def test_pages_of_nonsense_are_written_or_refused(document: Any, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("evaluation")
@@ -224,7 +224,7 @@ def test_pages_of_nonsense_are_written_or_refused(document: Any, tmp_path_factor
     refused_or(lambda: write_report([folder], folder / "page"))
 
 
-@examples(40)
+@examples(22)
 @given(data=st.data())
 def test_remembered_shapes_that_are_damaged_are_forgotten(data: st.DataObject, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "shapes.npz"

@@ -44,7 +44,7 @@ def _settle(path: Path) -> TrainSettings | UserError:
     return settings
 
 
-@examples(50)
+@examples(27)
 @given(data=st.data())
 def test_damaged_yaml_is_read_or_refused(data: st.DataObject, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.yaml"
@@ -52,7 +52,7 @@ def test_damaged_yaml_is_read_or_refused(data: st.DataObject, tmp_path_factory: 
     _settle(path)
 
 
-@examples(80)
+@examples(44)
 @given(tree=nonsense(WHOLE))
 def test_settings_of_nonsense_are_taken_or_refused(tree: Any, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "nonsense.yaml"
@@ -125,7 +125,7 @@ _VALUES = [str(value) for value in NONSENSE if "\0" not in str(value)] + [
 
 
 @pytest.mark.parametrize("model", [TrainSettings, GenerateSettings, EvaluateSettings, PackSettings, LaunchSettings])
-@examples(60)
+@examples(33)
 @given(data=st.data())
 def test_flags_of_nonsense_are_taken_or_refused(model: Any, data: st.DataObject) -> None:
     own = [f"--{name}" for name in model.model_fields]
@@ -135,7 +135,7 @@ def test_flags_of_nonsense_are_taken_or_refused(model: Any, data: st.DataObject)
     refused_or(lambda: load(model, words, names, positional))
 
 
-@examples(60)
+@examples(33)
 @given(
     words=st.lists(
         st.sampled_from([*_VALUES, "--ckpt-every", "--lr", "--image-size", "--multireso", "--rank", "--results-dir"]),
@@ -146,7 +146,7 @@ def test_official_flags_of_nonsense_are_taken_or_refused(words: list[str]) -> No
     refused_or(lambda: train_words(words))
 
 
-@examples(200)
+@examples(110)
 @given(names=st.text("abgpu0123456789[],-", max_size=30) | st.text(max_size=10))
 @example(names="gpu[07-09,12]")
 @example(names="[" * 30)

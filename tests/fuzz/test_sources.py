@@ -74,7 +74,7 @@ def valid(request: Any, tmp_path_factory: Any) -> Path:
     return path
 
 
-@examples(60)
+@examples(33)
 @given(data=st.data())
 def test_damaged_files_are_read_or_refused(valid: Path, data: st.DataObject) -> None:
     broken = valid.with_name(f"broken{valid.suffix}")
@@ -94,7 +94,7 @@ def test_files_that_are_something_else_are_refused(kind: str, tmp_path: Path) ->
         path.unlink()
 
 
-@examples(60)
+@examples(33)
 @given(data=st.data())
 def test_rows_of_nonsense_in_tables(data: st.DataObject, tmp_path_factory: Any) -> None:
     path = write_jsonl(tmp_path_factory.mktemp("set") / "set.jsonl", CHOSEN)
@@ -132,7 +132,7 @@ _HUB = (b"", b"{", b"[]", b"null", b'{"info": 5}', b'{"info": {"features": []}}'
 
 
 @pytest.mark.parametrize("kind", ["arrow", "parquet"])
-@examples(150)
+@examples(82)
 @given(data=st.data())
 def test_columns_of_all_types_and_names(kind: str, data: st.DataObject, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.mktemp("set") / f"set.{kind}"
@@ -163,7 +163,7 @@ BESIDE = INDEX | {"indices": [], "indices_file": "rows.npz"}
 
 
 @pytest.mark.parametrize("index", [INDEX, SHAPED, BESIDE], ids=["plain", "of shapes", "with rows beside"])
-@examples(120)
+@examples(66)
 @given(data=st.data())
 def test_damaged_indices_are_read_or_refused(index: dict[str, Any], data: st.DataObject, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.getbasetemp() / "indices"
@@ -186,7 +186,7 @@ def test_an_index_as_the_official_tool_writes_it_is_read(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("table", ["metadata.csv", "metadata.jsonl"])
-@examples(60)
+@examples(33)
 @given(data=st.data())
 def test_damaged_captions_of_folders(table: str, data: st.DataObject, tmp_path_factory: Any) -> None:
     folder = write_captioned_folder(tmp_path_factory.mktemp("set") / "train", CHOSEN, metadata=True)
@@ -197,7 +197,7 @@ def test_damaged_captions_of_folders(table: str, data: st.DataObject, tmp_path_f
     read_all(folder)
 
 
-@examples(30)
+@examples(16)
 @given(data=st.data())
 def test_damaged_text_files_beside_pictures(data: st.DataObject, tmp_path_factory: Any) -> None:
     folder = write_captioned_folder(tmp_path_factory.mktemp("set") / "train", CHOSEN, metadata=False)

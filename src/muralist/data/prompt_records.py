@@ -87,7 +87,8 @@ class TextRecords:
         """Return the rows that begin at some offsets."""
         found: list[Cells] = []
         with self.path.open("rb") as file:
-            lines, rows = None, iter(())
+            lines: _Lines | None = None
+            rows: Iterator[NumberedRow] = iter(())
             for place in places:
                 if (
                     lines is None or lines.place != place
