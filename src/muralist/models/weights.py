@@ -91,8 +91,8 @@ class _Description(BaseModel):
     model_config = ConfigDict(strict=True)
 
     family: Literal["jit", "hunyuandit"] = "jit"
-    model: str = ""
-    img_size: _Side | Annotated[list[_Side], Field(min_length=2, max_length=2)] = 1
+    model: str
+    img_size: _Side | Annotated[list[_Side], Field(min_length=2, max_length=2)]
     label_names: list[str] = []
     objective: dict[str, str | int | float] = {}
     folder: str = ""
