@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo weights test test-slow faults soak lint docs format clean
+.PHONY: setup demo weights test test-slow faults soak fuzz audit lint docs format clean
 
 setup: .venv/.ready
 
@@ -44,6 +44,16 @@ soak: setup
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 -m 'slow and not alone'
 	$(BIN)/python -m pytest -m 'slow and alone'
+
+# Damage of all kinds for every reader, new every time; then each parser of ours for FUZZ_SECONDS, guided by coverage.
+FUZZ_SECONDS ?= 180
+PARSERS := table ledger config index hosts manifest
+fuzz: setup
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 tests/fuzz
+	for parser in $(PARSERS); do $(BIN)/python -m tests.fuzz.coverage_guided $$parser $(FUZZ_SECONDS) || exit 1; done
+
+audit: setup
+	$(BIN)/python scripts/audit_dependencies.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -20,7 +20,8 @@ from PIL import Image
 # A busy machine is not a failure: how long an example takes is not what these tests are about. And on a build machine the
 # examples are the same every time: chance finds new bugs where somebody can mend them.
 hypothesis.settings.register_profile("muralist", deadline=None, derandomize=bool(os.environ.get("CI")))
-hypothesis.settings.load_profile("muralist")
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=3000)  # tests/fuzz, by `make fuzz`
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "muralist"))
 
 REPOSITORY = Path(__file__).parent.parent
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import reprlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from muralist.settings import Section, TrainSettings
 from muralist.settings.section import ApartMark
 
 S = TypeVar("S", bound=Section)
+_MOST_BITS = 1000  # of a whole number; no larger one can be a float
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "none"}
 
@@ -160,6 +162,8 @@ def _read_yaml(names: Names, path: Path) -> dict[str, Given]:
         raise UserError(f"Cannot read the config file {path}: {_reason(error)}.", guess) from None
     try:
         tree = yaml.safe_load(text)
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply to be settings.") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
@@ -197,6 +201,8 @@ def _validate(model: type[S], names: Names, given: Mapping[str, Given]) -> S:
             branch = branch.setdefault(parent, {})
         if isinstance(item.value, bool) and not _is_bool(names.fields[path]):
             raise _refused(item, names.fields[path])  # pydantic would take true for 1
+        if isinstance(item.value, int) and item.value.bit_length() > _MOST_BITS:
+            raise _refused(item, names.fields[path])
         branch[last] = _from_text(names.fields[path], item.value)
     try:
         return model.model_validate(tree)
@@ -210,7 +216,15 @@ def _validate(model: type[S], names: Names, given: Mapping[str, Given]) -> S:
 
 
 def _refused(item: Given, field: FieldInfo) -> UserError:
-    return UserError(f"{item.origin} is {item.value!r}: expected {describe(field)}.")
+    return UserError(f"{item.origin} is {_shown(item.value)}: expected {describe(field)}.")
+
+
+def _shown(value: Any) -> str:
+    """A value for people, cut short: a few lines of YAML that refer to each other can stand for a billion."""
+    try:
+        return f"{value!r:.200}" if isinstance(value, str) else reprlib.repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of thousands of digits"
 
 
 def _longest_known(names: Names, location: Sequence[str]) -> str:

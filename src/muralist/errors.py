@@ -9,12 +9,15 @@ STATUS_LOST_OTHERS = 75
 """Exit status of a process that ended because another one is missing (EX_TEMPFAIL: the same command again goes on)."""
 
 
+_LONGEST = 2000  # characters of what happened, of why, and of what to do
+
+
 class UserError(Exception):
     """Something the user can put right; shown without a traceback, and the program exits with a non-zero status."""
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         super().__init__(what)
-        self.what, self.why, self.fix = what, why, fix
+        self.what, self.why, self.fix = map(_one_screen, (what, why, fix))
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.what, self.why, self.fix) if part)
@@ -22,6 +25,11 @@ class UserError(Exception):
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
         # Data loader workers send exceptions to the main process by pickle; the default would drop why and fix.
         return type(self), (self.what, self.why, self.fix)
+
+
+def _one_screen(text: str) -> str:
+    """A sentence may quote what a damaged file holds, and that may be megabytes without a space."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

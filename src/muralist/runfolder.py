@@ -24,7 +24,8 @@ def write_atomically(path: Path, data: bytes | str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("wb") as file:
+        aside.unlink(missing_ok=True)
+        with aside.open("xb") as file:  # a new file: a link that somebody left under this name is not followed
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
@@ -34,6 +35,15 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         raise
     finally:
         aside.unlink(missing_ok=True)
+
+
+def open_own(path: Path, mode: str, encoding: str | None = None, buffering: int = -1) -> IO[Any]:
+    """Open a file that goes on growing where it lies; a link under its name, in a folder from elsewhere, is refused."""
+    return open(path, mode, buffering, encoding=encoding, opener=_without_links)
+
+
+def _without_links(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -161,7 +171,11 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run: a second trainer on the same folder is refused; the lock dies with its process."""
-        with (self.root / "lock").open("a+") as file:
+        try:
+            file = open_own(self.root / "lock", "a+")
+        except OSError as error:
+            raise no_space(error, self.root / "lock") from None
+        with file:
             _hold(file, self.root)
             yield
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,8 +79,9 @@ class ArraySource:
 
     def fingerprint(self) -> str:
         """Hash the checksums that the archive keeps of its arrays."""
-        with zipfile.ZipFile(self.path) as archive:
-            members = [f"{member.filename} {member.file_size} {member.CRC}" for member in archive.infolist()]
+        with open_archive(self.path) as archive:
+            infos = archive.zip.infolist()  # type: ignore[union-attr]  # it is open
+            members = [f"{member.filename} {member.file_size} {member.CRC}" for member in infos]
         return short_hash("array", self._key, *members, *self._caption.hashed)
 
     def _images(self) -> np.ndarray:
@@ -97,6 +96,8 @@ class ArraySource:
             )
         if images.ndim != 4 or 3 not in (images.shape[1], images.shape[3]):
             raise UserError(f"{where} has the shape {images.shape}.", fix="Store images as [count, height, width, 3].")
+        if 0 in images.shape[1:]:
+            raise UserError(f"{where} has the shape {images.shape}: its images have no pixels.")
         if images.shape[1] == images.shape[3]:
             raise UserError(f"{where} has the shape {images.shape}, in which either axis of 3 could be the colours.")
         return np.ascontiguousarray(images if images.shape[3] == 3 else images.transpose(0, 2, 3, 1))
@@ -108,7 +109,9 @@ def open_archive(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             yield archive
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except UserError:
+        raise
+    except Exception as error:  # what damaged bytes make NumPy, zipfile and zlib raise has no end
         raise UserError(f"The file {path} could not be read as an .npz archive: {error}.") from error
 
 

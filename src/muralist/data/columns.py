@@ -53,6 +53,10 @@ class ColumnSource:
         self.paths, self.img_size, self._rows = paths, img_size, rows
         self._files: Recent[Reader] = Recent(_MOST_OPEN_FILES)
         names = self._file(0).schema.names
+        if double := next((name for name in names if names.count(name) > 1), None):
+            raise UserError(
+                f"{paths[0]} has {names.count(double)} columns called {double!r}.", fix="Rename all but one."
+            )
         self._places: list[tuple[int, int, int]] = []  # of each group: its file, its number there, its first row there
         sizes: list[int] = []
         groups_kept: list[int] = []
@@ -128,7 +132,10 @@ class ColumnSource:
         """Decode the image of row `index`."""
         number, place, row, where = self._find(index)
         group = self._groups.get(place, self._read_group)
-        cells = {name: group[name][row].as_py() for name in self._columns}
+        try:
+            cells = {name: group[name][row].as_py() for name in self._columns}
+        except (ValueError, OverflowError) as error:  # a date beyond the calendar, say
+            raise UserError(f"{where[0].upper()}{where[1:]} is damaged: {error}.") from error
         data = _image_bytes(cells[self._image_field], where)
         label = 0 if self._labels is None else int(self._labels[number])
         if self.label_names:
@@ -172,7 +179,7 @@ class ColumnSource:
         path = self.paths[number]
         try:
             return self.reader(path)
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: names that are no text
             raise UserError(f"The {self.kind} file {path} could not be read: {error}.") from error
 
     def _read_group(self, place: int) -> Any:
@@ -187,8 +194,10 @@ class ColumnSource:
         import pyarrow
 
         try:
-            return self._file(number).read_group(group, columns)
-        except (OSError, pyarrow.ArrowException) as error:
+            rows = self._file(number).read_group(group, columns)
+            rows.validate(full=True)  # a damaged offset would make Arrow read beyond the file, which ends the process
+            return rows
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UserError(f"The {self.kind} file {self.paths[number]} is damaged: {error}.") from error
 
     def _column(self, number: int, field: str) -> np.ndarray:
@@ -206,7 +215,7 @@ def _image_field(kind: str, path: Path, schema: Any) -> str:
 
     def holds_bytes(kind: Any) -> bool:
         if types.is_struct(kind):
-            return kind.get_field_index("bytes") >= 0
+            return (place := kind.get_field_index("bytes")) >= 0 and holds_bytes(kind.field(place).type)
         return types.is_binary(kind) or types.is_large_binary(kind)
 
     if waymo.is_waymo(schema.names):
@@ -226,6 +235,8 @@ def _image_bytes(cell: Any, where: str) -> bytes:
     data = cell["bytes"] if isinstance(cell, dict) else cell
     if data is None:
         raise BrokenImage(where, "the row holds no bytes")
+    if not isinstance(data, bytes):
+        raise BrokenImage(where, f"the row holds {type(data).__name__} instead of bytes")
     return data
 
 
@@ -245,6 +256,10 @@ def _is_plain(kind: Any) -> bool:
 
 def _hub_class_names(schema: Any, label_field: str, numbers: list[str]) -> list[str]:
     """Return the class names that the hub keeps beside the columns, or the numbers where it keeps none."""
-    features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-    names = features.get(label_field, {}).get("names", [])
-    return names if isinstance(names, list) and len(names) >= len(numbers) else numbers
+    try:
+        said = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+        names = said["info"]["features"][label_field]["names"]
+    except (ValueError, KeyError, TypeError, RecursionError):  # names are a courtesy: without them, numbers do
+        return numbers
+    are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return names if are_names and len(names) >= len(numbers) else numbers

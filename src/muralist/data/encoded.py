@@ -16,7 +16,7 @@ from muralist.data.fields import short_hash
 from muralist.data.images import Size
 from muralist.data.item import Item
 from muralist.data.manifest import EncodedManifest, is_encoded
-from muralist.data.packed_rows import RowReader
+from muralist.data.packed_rows import Column, RowReader
 from muralist.data.packed_source import PackedSource, check_size
 from muralist.errors import UserError
 
@@ -47,8 +47,24 @@ class EncodedSource:
                 fix="Leave --caption out, or give it to `muralist pack ... --encode`.",
             )
         manifest = self.manifest
-        self._rows = RowReader(folder, manifest.files, manifest.rows_per_batch)
-        self._texts = RowReader(folder, manifest.caption_files, manifest.captions_per_batch)
+        self._texts = RowReader(
+            folder,
+            manifest.caption_files,
+            manifest.captions_per_batch,
+            {
+                "bert": Column(bytes=manifest.row_bytes("bert")),
+                "bert_mask": Column(bytes=manifest.shapes["bert"][0]),
+                "t5": Column(bytes=manifest.row_bytes("t5")),
+                "t5_mask": Column(bytes=manifest.shapes["t5"][0]),
+                "text": Column(),
+            },
+        )
+        columns = {
+            "latents": Column(bytes=manifest.row_bytes("latents")),
+            "label": Column(below=max(1, len(manifest.label_names))),
+            "caption": Column(below=len(self._texts)),
+        }
+        self._rows = RowReader(folder, manifest.files, manifest.rows_per_batch, columns)
         self.label_names = manifest.label_names
 
     def __len__(self) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 from muralist.data.arrays import open_archive
 from muralist.data.arrow import ArrowSource
 from muralist.data.images import Size
-from muralist.data.paths import start_of_paths
+from muralist.data.paths import is_file, start_of_paths
 from muralist.errors import UserError
 
 _MAKE_AGAIN = "Make the index again with `idk`."
@@ -70,7 +70,7 @@ def open_index(path: Path, img_size: Size, known: list[str] | None = None, capti
 def _read(path: Path) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"The index {path} could not be read: {error}.") from error
     wanted = ("arrow_files", "cum_length", "indices")
     fields = index if isinstance(index, dict) else {}
@@ -88,7 +88,7 @@ def _arrow_files(path: Path, names: Any) -> list[Path]:
         raise UserError(f"The index {path} names no Arrow files.", fix=_MAKE_AGAIN)
     start = start_of_paths(path, names[0])
     files = [start / name for name in names]
-    if missing := [file for file in files if not file.is_file()]:
+    if missing := [file for file in files if not is_file(file)]:
         raise UserError(
             f"The index {path} names {missing[0]}, but there is no such file.",
             f"{len(missing):,} of its {len(files):,} Arrow files are missing.",
@@ -102,7 +102,7 @@ def _groups(path: Path, index: dict[str, Any]) -> list[tuple[tuple[int, int] | N
     indices = index["indices"]
     if name := index.get("indices_file"):
         beside = path.parent / str(name)
-        if not beside.is_file():
+        if not is_file(beside):
             raise UserError(
                 f"The index {path} keeps its rows in {name}, which is missing.", fix=f"Put it into {path.parent}."
             )
@@ -122,7 +122,7 @@ def _groups(path: Path, index: dict[str, Any]) -> list[tuple[tuple[int, int] | N
 def _shape(group: str, path: Path) -> tuple[int, int]:
     try:
         height, width = map(int, group.split("x"))
-        if min(height, width) < 1:
+        if min(height, width) < 1 or max(height, width) >= 2**31:
             raise ValueError(group)
         return height, width
     except ValueError as error:

@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 DONE, FAILED = "done", "failed"
-_ABOUT = {"status", "index", "copy", "id", "seed", "prompt", "file", "gpu", "key"}
-_NEEDED = {True: _ABOUT | {"bytes", "changed", "sha256"}, False: _ABOUT | {"error"}}
+_ABOUT = {"index": int, "copy": int, "id": str, "seed": int, "prompt": str, "file": str, "gpu": str, "key": str}
+_NEEDED: dict[str, list[tuple[str, type]]] = {
+    DONE: list({**_ABOUT, "bytes": int, "changed": int, "sha256": str}.items()),
+    FAILED: list({**_ABOUT, "error": str}.items()),
+}
+_LONGEST_LABEL = 100
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -38,9 +42,17 @@ def lines_at(path: Path, places: Iterable[int]) -> Iterator[dict[str, Any]]:
 
 
 def parsed(raw: bytes) -> dict[str, Any] | None:
-    """A line about a sample; None for the header and for what a kill or a full disk has torn."""
+    """A line about a sample; None for the header, for what a kill or a full disk has torn, and for what nobody wrote so."""
     try:
         line = json.loads(raw)
-    except (ValueError, RecursionError):
+        for name, kind in _NEEDED[line["status"]]:
+            if type(line[name]) is not kind:
+                return None
+    except (ValueError, RecursionError, KeyError, TypeError):
         return None
-    return line if isinstance(line, dict) and line.keys() >= _NEEDED[line.get("status") == DONE] else None
+    return line if _is_label(line["gpu"]) and isinstance(line.get("seconds", 0), int | float) else None
+
+
+def _is_label(gpu: str) -> bool:
+    """A label becomes part of a file's name: one out of a ledger that came from elsewhere must stay in the folder."""
+    return gpu.isprintable() and "/" not in gpu and len(gpu) <= _LONGEST_LABEL

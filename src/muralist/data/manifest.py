@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from muralist.data.images import Size
 from muralist.errors import UserError
@@ -18,13 +21,19 @@ _VERSION = 1
 _ROW_COLUMNS = ("image", "latents")
 
 
+_AS_WRITTEN = ConfigDict(strict=True, extra="forbid")
+_Count = Annotated[int, Field(ge=1, lt=2**62)]
+
+
 @dataclass(frozen=True)
 class PackedFile:
     """One Arrow file of a packed folder."""
 
-    name: str
-    rows: int
-    bytes: int
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9-]+\.arrow$")]  # in the folder itself, wherever that came from
+    rows: _Count
+    bytes: _Count
     sha256: str
 
 
@@ -32,14 +41,15 @@ class PackedFile:
 class Manifest:
     """What a packed folder says about itself; written last, so that only a finished pack has one."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_WRITTEN
     format: ClassVar[str] = "muralist packed images"
     file_lists: ClassVar[tuple[str, ...]] = ("files",)
 
     img_size: Size
-    rows_per_batch: int  # of every record batch but the last, so that the place of a row is arithmetic
+    rows_per_batch: PositiveInt  # of every record batch but the last, so that the place of a row is arithmetic
     label_names: list[str]
-    files: list[PackedFile]
-    broken: int
+    files: Annotated[list[PackedFile], Field(min_length=1)]
+    broken: NonNegativeInt
     source: str
     source_fingerprint: str
 
@@ -50,23 +60,23 @@ class Manifest:
             content = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             version = content.pop("version")
             if content.pop("format") == cls.format and version == _VERSION:
-                for name in cls.file_lists:
-                    content[name] = [PackedFile(**file) for file in content[name]]
-                if isinstance(content["img_size"], list):
-                    content["img_size"] = tuple(content["img_size"])
-                return cls(**content)
+                return TypeAdapter(cls).validate_json(json.dumps(content))
         except FileNotFoundError as error:
             raise UserError(
                 f"{folder} holds Arrow files but no {_MANIFEST}.",
                 "Its copy is incomplete, or `muralist pack` did not write it.",
                 PACK_AGAIN,
             ) from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValidationError as error:
+            first = error.errors()[0]
+            said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise UserError(f"The manifest of the packed folder {folder} is damaged: {said}.", fix=PACK_AGAIN) from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"The manifest of the packed folder {folder} is damaged: {error}.", fix=PACK_AGAIN
             ) from error
         raise UserError(
-            f"The packed folder {folder} has format version {version}, and this muralist reads version {_VERSION}.",
+            f"The packed folder {folder} has format version {version!s:.20}, and this muralist reads version {_VERSION}.",
             fix=PACK_AGAIN,
         )
 
@@ -98,13 +108,21 @@ class EncodedManifest(Manifest):
     format: ClassVar[str] = "muralist encoded images"
     file_lists: ClassVar[tuple[str, ...]] = ("files", "caption_files")
 
-    caption_files: list[PackedFile]
-    captions_per_batch: int
+    caption_files: Annotated[list[PackedFile], Field(min_length=1)]
+    captions_per_batch: PositiveInt
     model: str
     frozen_parts: dict[str, str]  # a fingerprint of each
-    dtype: str  # as torch names it: what the frozen parts computed in, and what is stored
+    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # what is computed in, and stored
     mirrored: bool  # whether each picture's mirror image is there too
-    shapes: dict[str, list[int]]  # of a row of latents, bert and t5
+    shapes: dict[str, Annotated[list[PositiveInt], Field(min_length=1)]]  # of a row of latents, bert and t5
+
+    def __post_init__(self) -> None:
+        if self.shapes.keys() != {"latents", "bert", "t5"}:
+            raise ValueError("the shapes of latents, bert and t5 are not all that is there")
+
+    def row_bytes(self, name: str) -> int:
+        """What a row of latents, bert or t5 takes."""
+        return math.prod(self.shapes[name]) * (4 if self.dtype == "float32" else 2)
 
     @property
     def captions(self) -> int:
@@ -118,7 +136,7 @@ def is_packed(folder: Path) -> bool:
         return format_of(folder) in (Manifest.format, EncodedManifest.format)
     except FileNotFoundError:
         return any(map(_holds_rows, sorted(folder.glob("[0-9]*.arrow"))[:1]))  # a packed folder that lost its manifest
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return bool(list(folder.glob("[0-9]*.arrow")))  # a damaged manifest is not "a folder without images"
 
 
@@ -126,7 +144,7 @@ def is_encoded(folder: Path) -> bool:
     """Say whether a packed folder holds latents instead of pixels."""
     try:
         return format_of(folder) == EncodedManifest.format
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,11 +102,20 @@ class RowWriter:
         return self._folder / f"{self._prefix}{len(self._files):05}.arrow"
 
 
+class Column(NamedTuple):
+    """What a column must hold: so many bytes per row, or whole numbers from 0 up to a bound; else text."""
+
+    bytes: int | None = None
+    below: int | None = None
+
+
 class RowReader:
     """The rows of such files, as views of mapped memory."""
 
-    def __init__(self, folder: Path, files: list[PackedFile], rows_per_batch: int) -> None:
-        self.folder, self.files, self.rows_per_batch = folder, files, rows_per_batch
+    def __init__(
+        self, folder: Path, files: list[PackedFile], rows_per_batch: int, columns: Mapping[str, Column]
+    ) -> None:
+        self.folder, self.files, self.rows_per_batch, self.columns = folder, files, rows_per_batch, columns
         for file in files:
             path = folder / file.name
             size = path.stat().st_size if path.is_file() else None
@@ -142,21 +151,45 @@ class RowReader:
         try:
             # Closing the file at once saves its descriptor; the memory stays mapped as long as a view of it lives.
             with pyarrow.memory_map(str(path)) as memory, pyarrow.ipc.open_file(memory) as reader:
-                return [_columns(reader.get_batch(index)) for index in range(reader.num_record_batches)]
+                batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+                self._check_lengths([batch.num_rows for batch in batches], self.files[number].rows)
+                return [_columns(batch, self.columns) for batch in batches]
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UserError(f"The packed file {path} is damaged: {error}.", fix=PACK_AGAIN) from error
 
+    def _check_lengths(self, found: list[int], rows: int) -> None:
+        """The place of a row is arithmetic, so batches must have the lengths that were written."""
+        full, rest = divmod(rows, self.rows_per_batch)
+        if found != [self.rows_per_batch] * full + [rest] * bool(rest):
+            raise ValueError(f"its {sum(found):,} rows in {len(found):,} batches are not those of the manifest")
 
-def _columns(batch: Any) -> dict[str, Any]:
+
+def _columns(batch: Any, wanted: Mapping[str, Column]) -> dict[str, Any]:
     """Views of a record batch: bytes as uint8 [rows, bytes], numbers as they are, texts as Arrow keeps them."""
-    import pyarrow
+    return {name: _view(batch, name, column) for name, column in wanted.items()}
 
-    views: dict[str, Any] = {}
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        if pyarrow.types.is_fixed_size_binary(field.type):
-            size = batch.num_rows * field.type.byte_width
-            flat = np.frombuffer(column.buffers()[1], dtype=np.uint8, count=size)
-            views[field.name] = flat.reshape(batch.num_rows, field.type.byte_width)
-        else:
-            views[field.name] = column if pyarrow.types.is_string(field.type) else column.to_numpy()
-    return views
+
+def _view(batch: Any, name: str, wanted: Column) -> Any:
+    from pyarrow import types
+
+    if batch.schema.names.count(name) != 1:
+        raise ValueError(f"it has {batch.schema.names.count(name)} columns called {name}")
+    column = batch.column(name)
+    column.validate(full=True)  # a damaged offset would make Arrow read beyond the file, which ends the process
+    if column.null_count or column.offset:
+        raise ValueError(f"rows of its column {name} are empty")
+    if wanted.bytes is not None:
+        if not types.is_fixed_size_binary(column.type) or column.type.byte_width != wanted.bytes:
+            raise ValueError(f"its column {name} is {column.type}, not {wanted.bytes:,} bytes per row")
+        flat = np.frombuffer(column.buffers()[1], dtype=np.uint8, count=len(column) * wanted.bytes)
+        return flat.reshape(len(column), wanted.bytes)
+    if wanted.below is None:
+        if not types.is_string(column.type):
+            raise ValueError(f"its column {name} is {column.type}, not text")
+        return column
+    if not types.is_integer(column.type):
+        raise ValueError(f"its column {name} is {column.type}, not whole numbers")
+    numbers = column.to_numpy()
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < wanted.below:
+        raise ValueError(f"its column {name} holds numbers that are not from 0 to {wanted.below - 1:,}")
+    return numbers

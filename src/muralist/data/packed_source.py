@@ -6,6 +6,7 @@ where images had to be left out, and `held_out/`, packed alike, where the data s
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from muralist.data.fields import short_hash
 from muralist.data.images import Size, height_width, size_words
 from muralist.data.item import Item
 from muralist.data.manifest import Manifest
-from muralist.data.packed_rows import RowReader
+from muralist.data.packed_rows import Column, RowReader
 from muralist.errors import UserError
 
 
@@ -27,8 +28,13 @@ class PackedSource:
         self.manifest = Manifest.read(folder)
         self._shape = (*height_width(img_size), 3)
         check_size(folder, self.manifest, img_size)
-        self._rows = RowReader(folder, self.manifest.files, self.manifest.rows_per_batch)
         self.label_names = self.manifest.label_names
+        columns = {
+            "image": Column(bytes=math.prod(self._shape)),
+            "label": Column(below=max(1, len(self.label_names))),
+            "caption": Column(),
+        }
+        self._rows = RowReader(folder, self.manifest.files, self.manifest.rows_per_batch, columns)
         self._caption = Caption.settle_own(caption, self.label_names, str(folder))
 
     def __len__(self) -> int:

@@ -19,6 +19,7 @@ class _ParquetReader:
 
         self._file = pyarrow.parquet.ParquetFile(path, memory_map=True)
         self.schema = self._file.schema_arrow
+        _ = self.schema.names  # raises where they are no text
         groups = [self._file.metadata.row_group(group) for group in range(self._file.num_row_groups)]
         self.group_rows = [group.num_rows for group in groups]
         largest = max((group.total_byte_size for group in groups), default=0)

@@ -85,8 +85,18 @@ class TextRecords:
 
     def read(self, places: Iterable[int]) -> list[Cells]:
         """Return the rows that begin at some offsets."""
+        found: list[Cells] = []
         with self.path.open("rb") as file:
-            return [next(self._rows(self.path, chain(self._header, self._lines(file, place))))[1] for place in places]
+            lines: _Lines | None = None
+            rows: Iterator[NumberedRow] = iter(())
+            for place in places:
+                if (
+                    lines is None or lines.place != place
+                ):  # rows that follow each other are read on, which takes half the time
+                    lines = self._lines(file, place)
+                    rows = self._rows(self.path, chain(self._header, lines))
+                found.append(next(rows)[1])
+        return found
 
     def _lines(self, file: BinaryIO, place: int) -> _Lines:
         return _Lines(self.path, file, self._encoding, place)
@@ -108,7 +118,7 @@ class ParquetRecords:
         self.path = path
         self._files: Recent[Any] = Recent(1)
         self._blocks: Recent[Any] = Recent(_BLOCKS_KEPT)
-        names = self._file().schema_arrow.names
+        names = self._names_of(self._file())
         self.columns = [name.strip().lower() for name in names]
         wanted = set(wanted)
         self._names = [name for name, column in zip(names, self.columns, strict=True) if column in wanted]
@@ -124,7 +134,7 @@ class ParquetRecords:
                     self._parts.append((group, number))
                     self._starts.append(row + block.num_rows)
                 for start in range(0, block.num_rows, _ROWS_AT_ONCE):
-                    for cells in block.slice(start, _ROWS_AT_ONCE).to_pylist():
+                    for cells in self._cells(block.slice(start, _ROWS_AT_ONCE)):
                         yield Record(row, row + 1, _folded(cells))
                         row += 1
 
@@ -134,7 +144,7 @@ class ParquetRecords:
         for place in places:
             part = bisect_right(self._starts, place) - 1
             block = self._blocks.get(part, self._block)
-            found.append(_folded(block.slice(place - self._starts[part], 1).to_pylist()[0]))
+            found.append(_folded(self._cells(block.slice(place - self._starts[part], 1))[0]))
         return found
 
     def _block(self, part: int) -> Any:
@@ -150,8 +160,20 @@ class ParquetRecords:
         except (OSError, pyarrow.ArrowException) as error:
             raise UserError(f"The Parquet file {self.path} is damaged: {error}.") from error
 
+    def _cells(self, block: Any) -> list[Cells]:
+        try:
+            return block.to_pylist()
+        except (ValueError, OverflowError) as error:  # a text that is none, a date beyond the calendar
+            raise UserError(f"The Parquet file {self.path} is damaged: {error}.") from error
+
     def _file(self) -> Any:
         return self._files.get(0, self._open)
+
+    def _names_of(self, file: Any) -> list[str]:
+        try:
+            return file.schema_arrow.names
+        except (ValueError, OSError) as error:  # ValueError: names that are no text; an ArrowException may be one
+            raise UserError(f"The Parquet file {self.path} is damaged: {error}.") from error
 
     def _open(self, _: int) -> Any:
         import pyarrow.parquet

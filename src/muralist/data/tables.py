@@ -12,7 +12,7 @@ from muralist.data.captions import Caption
 from muralist.data.fields import LABEL_FIELDS, label_number, pick, sample_files, settle_labels, short_hash
 from muralist.data.images import Size, read_cropped, stored_shape
 from muralist.data.item import Item
-from muralist.data.paths import start_of_paths
+from muralist.data.paths import is_file, start_of_paths
 from muralist.data.rows import table_rows
 from muralist.errors import UserError
 
@@ -100,7 +100,7 @@ def _check_files(table: Path, start: Path, images: list[str], lines: list[int]) 
     for folder, rows in rows_of_folder.items():
         where = start / folder
         if len(rows) < _LIST_FOLDER_FROM or not where.is_dir():
-            missing += [row for row in rows if not (start / images[row]).is_file()]
+            missing += [row for row in rows if not is_file(start / images[row])]
         else:
             present = set(os.listdir(where))  # noqa: PTH208  (names are wanted, not Path objects)
             missing += [row for row in rows if images[row].rpartition("/")[2] not in present]

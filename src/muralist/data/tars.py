@@ -31,22 +31,31 @@ from muralist.errors import UserError
 
 _MOST_OPEN_FILES = 64
 _HEADER_BYTES = 1 << 16  # enough of nearly every image file to tell its size
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_RANGE = re.compile(r"\{([0-9]{1,18})\.\.([0-9]{1,18})\}")
+_MOST_FILES = 1_000_000  # more than any folder of archives holds
 
 
 def expand_ranges(pattern: str) -> list[Path]:
     """Write out the ranges of numbers in a pattern such as `data-{0000..0012}.tar`, keeping their leading zeros."""
+    return [Path(name) for name in _expanded(pattern)]
+
+
+def _expanded(pattern: str) -> list[str]:
     match = _RANGE.search(pattern)
     if match is None:
-        return [Path(pattern)]
+        return [pattern]
     first, last = match.groups()
     if int(first) > int(last):
         raise UserError(f"The range {match.group()} in {pattern} is empty.", fix="Put the smaller number first.")
-    names = (
-        f"{pattern[: match.start()]}{number:0{len(first)}}{pattern[match.end() :]}"
-        for number in range(int(first), int(last) + 1)
-    )
-    return [path for name in names for path in expand_ranges(name)]
+    count = int(last) + 1 - int(first)
+    rest = _expanded(pattern[match.end() :]) if count <= _MOST_FILES else []
+    if count * len(rest) > _MOST_FILES or not rest:
+        raise UserError(
+            f"The range {match.group()} in {pattern} stands for more than {_MOST_FILES:,} files.",
+            fix="Give the range of numbers that the files have.",
+        )
+    start, numbers = pattern[: match.start()], range(int(first), int(last) + 1)
+    return [f"{start}{number:0{len(first)}}{end}" for number in numbers for end in rest]
 
 
 class TarSource:
@@ -140,11 +149,15 @@ def _samples(path: Path) -> Iterator[_Sample]:
     samples: dict[str, _Sample] = {}
     try:
         with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            length = os.fstat(file.fileno()).st_size
             while (member := archive.next()) is not None:
                 archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep a kilobyte for every member
-                if member.isfile():
+                if member.isfile() or member.size < 0:  # the archive would be read again from there, for ever
+                    if not 0 <= member.size <= length - member.offset_data:
+                        raise tarfile.ReadError(f"{member.name!r:.80} is said to have {member.size:,} bytes")
                     _add_member(samples, member, file.fileno(), path)
-    except (OSError, tarfile.TarError) as error:
+    # The last three: on damaged headers, tarfile lets numbers and texts raise what they like.
+    except (OSError, tarfile.TarError, ValueError, OverflowError, IndexError) as error:
         raise UserError(
             f"The tar file {path} could not be read: {error}.",
             fix="If it is compressed, unpack it to a plain .tar; if it is cut short, fetch it again.",
@@ -170,7 +183,7 @@ def _add_member(samples: dict[str, _Sample], member: tarfile.TarInfo, descriptor
     try:
         text = os.pread(descriptor, member.size, member.offset_data).decode()
         fields = json.loads(text) if kind == ".json" else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not valid text: {error}.") from error
     if kind == ".cls":
         sample.label = label_number(text.strip(), where)

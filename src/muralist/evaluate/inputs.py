@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,12 +67,16 @@ def read_statistics(path: Path) -> Statistics:
     try:
         with np.load(path, allow_pickle=False) as file:
             held = {name: file[name] for name in _KEYS if name in file.files}
+            if missing := [name for name in ("mu", "sigma") if name not in held]:
+                raise UserError(
+                    f"{path} holds no {missing[0]}.",
+                    "Reference statistics are an .npz file with mu and sigma.",
+                    _STATS_FIX,
+                )
             mean, covariance = held["mu"].astype(np.float64), held["sigma"].astype(np.float64)
-    except KeyError as error:
-        raise UserError(
-            f"{path} holds no {error}.", "Reference statistics are an .npz file with mu and sigma.", _STATS_FIX
-        ) from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # what damaged bytes make NumPy, zipfile and zlib raise has no end
         said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise UserError(
             f"{path} cannot be read as reference statistics.", f"The reader said: {said}", _STATS_FIX
@@ -86,15 +89,32 @@ def read_statistics(path: Path) -> Statistics:
         )
     if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
         raise UserError(f"{path} holds numbers that are not finite.", fix=_STATS_FIX)
-    count = int(held["number"]) if "number" in held else None
+    features, number = held.get("features"), held.get("number")
+    if not _fit(features, FEATURES) or (
+        number is not None and (number.ndim or number.dtype.kind not in "iu" or number < 0)
+    ):
+        raise UserError(f"{path} holds features or a number that `muralist stats` did not write.", fix=_STATS_FIX)
     dinov2 = None
     if "dinov2_features" in held and "dinov2_sha256" in held:
+        if not _fit(held["dinov2_features"]) or held["dinov2_sha256"].dtype.kind != "U":
+            raise UserError(f"{path} holds DINOv2 features that `muralist stats` did not write.", fix=_STATS_FIX)
         dinov2 = Dinov2Statistics(held["dinov2_features"], str(held["dinov2_sha256"]))
-    return Statistics(Moments(mean, covariance), held.get("features"), count, dinov2)
+    return Statistics(Moments(mean, covariance), features, None if number is None else int(number), dinov2)
+
+
+def _fit(features: np.ndarray | None, width: int | None = None) -> bool:
+    """Whether these are rows of features; none at all are fine too."""
+    if features is None:
+        return True
+    return features.ndim == 2 and features.dtype.kind == "f" and width in (None, features.shape[1])
 
 
 _KEYS = ("mu", "sigma", "features", "number", "dinov2_features", "dinov2_sha256")
 _STATS_FIX = "`muralist stats DIR -o stats.npz` writes such a file."
+
+
+_OF_DONE = ("file", "prompt", "gpu", "seconds")
+_OF_FAILED = ("id", "seed", "prompt", "error", "gpu")
 
 
 @dataclass
@@ -110,17 +130,20 @@ def read_ledger(folder: Path) -> Told:
     """Prompts, failures and speed; nothing where there is no ledger. The last line about a sample counts."""
     last: dict[tuple[int, int], dict[str, Any]] = {}
     for line in ledger_lines.read_lines(folder / LEDGER):
-        last[line["index"], line["copy"]] = line
+        names = _OF_DONE if line["status"] == ledger_lines.DONE else _OF_FAILED
+        last[line["index"], line["copy"]] = {
+            name: line[name] for name in names if name in line
+        }  # the rest fills memory
     told = Told()
     seconds: dict[str, float] = defaultdict(float)
     made: dict[str, int] = defaultdict(int)
-    for _, line in sorted(last.items()):
-        if line["status"] == ledger_lines.DONE:
-            told.prompts[line["file"]] = line["prompt"]
-            made[str(line["gpu"])] += 1
-            seconds[str(line["gpu"])] += float(line.get("seconds", 0))
+    for _, line in sorted(last.items(), key=lambda item: item[0]):
+        if "error" in line:
+            told.failures.append(line)
         else:
-            told.failures.append({name: line[name] for name in ("id", "seed", "prompt", "error", "gpu")})
+            told.prompts[line["file"]] = line["prompt"]
+            made[line["gpu"]] += 1
+            seconds[line["gpu"]] += line.get("seconds", 0)
     for gpu, images in sorted(made.items()):
         rate = images / seconds[gpu] if seconds[gpu] else 0.0
         told.speed[gpu] = {"images": images, "images_per_second": round(rate, 4)}

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
+from muralist.data.paths import exists
 from muralist.errors import UserError
 
 REPORT = "report.json"
@@ -132,7 +133,7 @@ class Run:
         """Where a picture is; its folder is as seen from where evaluate ran, or from the evaluation itself."""
         folder = Path(self.results.images.folder or ".")
         near = self.folder / folder / self.files[index]
-        return near if near.exists() else folder / self.files[index]
+        return near if exists(near) else folder / self.files[index]
 
     def key(self, index: int) -> tuple[str, str]:
         """What a picture shares with those of other runs that were asked for the same: its prompt and seed."""
@@ -155,6 +156,8 @@ def _read(folder: Path) -> Results:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"There is no {REPORT} in {folder}.", fix=again) from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.", fix=again) from None
     except (ValueError, RecursionError) as error:
         reason = f"It is not JSON: {error}."
         raise UserError(f"{path} is damaged.", reason, "Run the evaluation again.") from error

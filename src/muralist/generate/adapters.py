@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from muralist.data.paths import exists
 from muralist.errors import UserError, nearest
 
 PEFT_CONFIG = "adapter_config.json"
@@ -28,7 +30,7 @@ def parse_adapter(text: str) -> Adapter:
     """A path, with a number after a colon as its weight."""
     head, colon, tail = text.rpartition(":")
     try:
-        weight = float(tail) if colon and not Path(text).exists() else None
+        weight = float(tail) if colon and not exists(Path(text)) else None
     except ValueError:
         weight = None
     return Adapter(Path(text), 1.0) if weight is None else Adapter(Path(head), weight)
@@ -38,7 +40,9 @@ def check_adapters(texts: Sequence[str]) -> list[Adapter]:
     """Those that are asked for; one that is not there is refused."""
     adapters = [parse_adapter(text) for text in texts]
     for adapter in adapters:
-        if not adapter.path.exists():
+        if not math.isfinite(adapter.weight):
+            raise UserError(f"The LoRA at {adapter.path} cannot count {adapter.weight} times.")
+        if not exists(adapter.path):
             parent = adapter.path.parent
             names = [other.name for other in parent.iterdir()] if parent.is_dir() else []
             fix = nearest(adapter.path.name, names) or "Give a folder or a .safetensors file on this machine."

@@ -62,7 +62,9 @@ class DiffusersPainter:
             library.disable_progress_bar()
             library.set_verbosity_error()  # or every long prompt of ten thousand would be announced as cut short
         try:
-            pipe: Any = DiffusionPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True, **(parts or {}))
+            pipe: Any = DiffusionPipeline.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(parts or {})
+            )
         except (OSError, ValueError, AttributeError, ImportError, RuntimeError, SafetensorError) as error:
             said = " ".join(str(error).split())[:300]
             raise UserError(

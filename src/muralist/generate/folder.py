@@ -22,7 +22,7 @@ from muralist.errors import UserError
 from muralist.generate import ledger
 from muralist.generate.ledger import Header
 from muralist.generate.plan import Plan
-from muralist.runfolder import is_full, write_atomically
+from muralist.runfolder import is_full, open_own, write_atomically
 
 _FRESH = 60.0  # seconds for which the lock of another machine, where the disk knows no locks, is believed
 _BEAT = 10.0
@@ -62,6 +62,8 @@ class OutputFolder:
 
     def create(self) -> None:
         """Make the folder, or say why it cannot be made."""
+        if self.work.is_symlink():  # files in it are removed
+            raise UserError(f"{self.work} is a link, which nothing here made.", fix="Remove it.")
         try:
             self.work.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -82,8 +84,8 @@ class OutputFolder:
         for path in ledgers:
             for line in ledger_lines.read_lines(path):
                 # A name out of a file is not trusted to stay in the folder, nor to be one of a file.
-                with suppress(OSError):
-                    (self.root / Path(str(line["file"])).name).unlink()
+                with suppress(OSError, ValueError):
+                    (self.root / Path(line["file"]).name).unlink()
         for path in (*self.root.glob(f"{_FAILURES}*.txt"), *ledgers):
             path.unlink(missing_ok=True)
 
@@ -159,7 +161,7 @@ class OutputFolder:
             held = False
             while not held:
                 try:
-                    file = stack.enter_context(path.open("a+"))
+                    file = stack.enter_context(open_own(path, "a+"))
                 except OSError as error:
                     raise cannot_write(error, path) from None
                 lock = Lock(file, path, job)
@@ -205,7 +207,7 @@ class Lock:
             if error.errno not in _NO_LOCKS:
                 raise self._refusal() from None
             owner = self._owner()  # a disk without locks: what the file says must do
-            if owner.get("host") != socket.gethostname() and time.time() - owner.get("heartbeat", 0) < _FRESH:
+            if owner and owner["host"] != socket.gethostname() and time.time() - owner["heartbeat"] < _FRESH:
                 raise self._refusal() from None
         self.beat()
 
@@ -244,11 +246,14 @@ class Lock:
             raise cannot_write(error, self.path) from None
 
     def _owner(self) -> dict[str, Any]:
+        """Host, process, job and last sign of life; nothing where the file does not tell all of it."""
         try:
             self.file.seek(0)
-            return dict(json.loads(self.file.read()))
-        except (OSError, ValueError, TypeError):
+            said = json.loads(self.file.read())
+            known = isinstance(said["host"], str) and isinstance(said["pid"], int) and said["heartbeat"] < 2.0**62
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return {}
+        return said if known else {}
 
     def _refusal(self) -> UserError:
         owner = self._owner()

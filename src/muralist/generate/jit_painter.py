@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from muralist.diffusion.solvers import time_grid
@@ -42,8 +43,15 @@ def read_family(path: Path, description: Mapping[str, Any], which: Which) -> JiT
 def _family(name: str, img_size: int, facts: Mapping[str, Any], classes: int) -> JiTFamily:
     numbers = [str(number) for number in range(classes)] if classes > 1 else []
     given = facts.get("objective")
-    objective = Objective(**given) if given else Objective.from_settings(ObjectiveSettings(), img_size)
-    return JiTFamily(name, img_size, list(facts.get("label_names", numbers)), objective)
+    names = facts.get("label_names", numbers)
+    try:
+        objective = TypeAdapter(Objective).validate_python(given) if given else None
+        names = TypeAdapter(list[str]).validate_python(names)
+    except ValidationError as error:
+        first = error.errors()[0]
+        said = f"{'.'.join(map(str, first['loc'])) or 'label_names'}: {first['msg']}"
+        raise UserError("What the model's files say of its classes and its objective is damaged.", f"{said}.") from None
+    return JiTFamily(name, img_size, names, objective or Objective.from_settings(ObjectiveSettings(), img_size))
 
 
 class JiTPainter:

@@ -20,7 +20,7 @@ from typing import Any
 from muralist.data.ledger_lines import DONE, FAILED, read_lines
 from muralist.errors import UserError
 from muralist.generate.plan import Sample
-from muralist.runfolder import write_atomically
+from muralist.runfolder import open_own, write_atomically
 
 _FORMAT = "muralist ledger"
 _VERSION = 1
@@ -54,10 +54,16 @@ class Header:
         content = json.loads(line)
         try:
             if content.pop("format") == _FORMAT and content.pop("version") == _VERSION:
-                return cls(**content)
+                header = cls(**content)
+                if header._is_plausible():
+                    return header
         except (KeyError, TypeError, AttributeError):
             pass
         raise ValueError("not a ledger's first line")
+
+    def _is_plausible(self) -> bool:
+        counts = type(self.batch_size) is int and self.batch_size > 0 and isinstance(self.one_at_a_time, bool)
+        return counts and isinstance(self.settings, dict) and isinstance(self.made_with, dict)
 
     @classmethod
     def read(cls, path: Path) -> Header | None:
@@ -67,7 +73,7 @@ class Header:
                 return cls.parse(file.readline())
         except FileNotFoundError:
             return None
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             raise UserError(
                 f"{path} is not a ledger that this muralist can read.",
                 "Its first line is damaged, or another version wrote it.",
@@ -84,7 +90,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         os.write(self._file, b"\n")  # ends a line that a killed worker may have left torn
 
     def done(
@@ -149,7 +155,7 @@ def merge(path: Path, shards: Path) -> None:
     """Move the workers' lines to the end of the ledger; cut off, it is done again: a line may well be there twice."""
     files = sorted(shards.glob("*.jsonl"))
     if any(True for file in files for _ in read_lines(file)):
-        with path.open("ab") as ledger:
+        with open_own(path, "ab") as ledger:
             if not _ends_whole(path):  # this was cut off once
                 ledger.write(b"\n")
             for file in files:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ log = logging.getLogger("muralist")
 INDEX_FILE = "model_index.json"
 _PIPELINE_SIZE = (480, 832)
 _PIPELINE_GUIDANCE, _JIT_GUIDANCE = 7.5, 2.9
+_LIBRARIES = ("diffusers", "transformers")
 _WEIGHTS = (".pth", ".pt", ".safetensors")
 
 
@@ -92,6 +94,8 @@ def _index(folder: Path) -> tuple[str, list[str]]:
     if not isinstance(name, str):
         raise UserError(f"{folder / INDEX_FILE} is damaged: it names no pipeline.", fix="Copy the model anew.")
     parts = [part for part, origin in index.items() if isinstance(origin, list) and origin[:1] not in ([], [None])]
+    for part in parts:
+        _check_library(folder, part, index[part][0])
     missing = [part for part in parts if not (folder / part).is_dir()]
     if missing:
         raise UserError(
@@ -107,6 +111,20 @@ def pipeline_parts(settings: GenerateSettings, model: CheckedModel) -> tuple[Pat
     """The folder in diffusers layout that a model is, or was trained from, and its parts."""
     folder = Path(model.description["folder"] if model.kind == "hunyuandit" else settings.model_path)
     return folder, _index(folder)[1]
+
+
+def _check_library(folder: Path, part: str, library: Any) -> None:
+    """Refuse parts that are not the field's own libraries': to load one, diffusers imports whatever is named there."""
+    diffusers = importlib.util.find_spec("diffusers")
+    assert diffusers and diffusers.origin  # a dependency
+    pipelines = Path(diffusers.origin).parent / "pipelines"
+    own = isinstance(library, str) and library.isidentifier() and (pipelines / library).is_dir()
+    if (library not in _LIBRARIES and not own) or Path(part).name != part:
+        raise UserError(
+            f"The pipeline in {folder} was not read, because its part {part!r:.60} asks to run {library!r:.60}.",
+            f"Parts may come from {' and '.join(_LIBRARIES)}; anything else could run foreign code.",
+            "Give a model without code of its own.",
+        )
 
 
 def _trained_hunyuan(path: Path, description: dict[str, Any], settings: GenerateSettings) -> CheckedModel:
@@ -214,7 +232,9 @@ def _frames(folder: Path, settings: GenerateSettings) -> int:
     """How many frames come out: a number that the video's autoencoder can make."""
     frames = _asked_frames(settings)
     vae = _read(folder / "vae" / "config.json")
-    every = int(vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 1)
+    every = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 1
+    if type(every) is not int or every < 1:
+        raise UserError(f"{folder / 'vae' / 'config.json'} is damaged: {every!r:.60} frames cannot become one.")
     if frames == 1 or every == 1 or frames % every == 1:
         return frames
     possible = frames // every * every + 1  # as diffusers rounds
@@ -240,6 +260,6 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {error}.", fix="Copy the model anew.") from None
     return content if isinstance(content, dict) else {}

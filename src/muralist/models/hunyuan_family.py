@@ -89,7 +89,7 @@ class FrozenParts:
         for part in (vae, bert, t5):
             part.eval().requires_grad_(False)
         tokenizers = [
-            AutoTokenizer.from_pretrained(folder, subfolder=name, local_files_only=True)
+            AutoTokenizer.from_pretrained(folder, subfolder=name, local_files_only=True, trust_remote_code=False)
             for name in ("tokenizer", "tokenizer_2")
         ]
         return cls(vae, bert, tokenizers[0], t5, tokenizers[1])

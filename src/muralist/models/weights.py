@@ -17,9 +17,10 @@ import shutil
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -39,6 +40,11 @@ WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 OFFICIAL_FILE = "checkpoint-last.pth"
 _OFFICIAL_NAMES = {"model": "model", "ema1": "model_ema1", "ema2": "model_ema2"}
 _OFFICIAL_PREFIX = "net."
+_MOST_PIXELS = (
+    1 << 16
+)  # along one side; of nothing is there more than this, so that a lie in a file does not fill the memory
+_MOST_TOKENS, _MOST_BLOCKS = 1024, 1000  # tokens along one side
+_Side = Annotated[int, Field(ge=1, le=_MOST_PIXELS)]
 _JIT_ARGUMENTS = tuple(inspect.signature(JiT).parameters)
 
 
@@ -66,15 +72,58 @@ def read_description(source: Path) -> dict[str, Any]:
     """What a checkpoint, or a run's latest one, says of its model in its manifest; nothing for weights made elsewhere."""
     manifest = latest_checkpoint(source) / "manifest.json"
     try:
-        return dict(json.loads(manifest.read_text())["model"]) if manifest.is_file() else {}
-    except (ValueError, KeyError, TypeError):
+        description = dict(json.loads(manifest.read_text())["model"]) if manifest.is_file() else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{manifest} is damaged: it is not a checkpoint manifest.") from None
+    if description:
+        try:
+            _Description.model_validate(description)
+        except ValidationError as error:
+            first = error.errors()[0]
+            said = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise UserError(f"{manifest} is damaged: its model is not described as it should be ({said}).") from None
+    return description
+
+
+class _Description(BaseModel):
+    """What other commands rely on in a description; the families write more."""
+
+    model_config = ConfigDict(strict=True)
+
+    family: Literal["jit", "hunyuandit"] = "jit"
+    model: str
+    img_size: _Side | Annotated[list[_Side], Field(min_length=2, max_length=2)]
+    label_names: list[str] = []
+    objective: dict[str, str | int | float] = {}
+    folder: str = ""
+    lora: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> _Description:
+        if self.family == "hunyuandit" and not self.folder:
+            raise ValueError("the folder of the model that was fine-tuned is missing")
+        if self.family == "jit" and not isinstance(self.img_size, int):
+            raise ValueError("JiT makes square pictures")
+        return self
+
+
+def _latest(run: Path) -> Path | None:
+    """The checkpoint that a run names as its latest; None for a folder that is no run."""
+    file = run / "checkpoints" / "latest"
+    if not file.is_file():
+        return None
+    try:
+        name = file.read_text().strip()
+    except (OSError, ValueError):
+        name = ""
+    if not re.fullmatch(r"step_[0-9]{7,20}", name):  # not a path that leads elsewhere
+        raise UserError(f"{file} is damaged: it does not name a checkpoint.", fix="Give the checkpoint's own folder.")
+    return file.parent / name
 
 
 def latest_checkpoint(path: Path) -> Path:
     """The newest checkpoint of a run; any other path is what it is."""
-    latest = path / "checkpoints" / "latest"
-    return latest.parent / latest.read_text().strip() if latest.is_file() else path
+    return _latest(path) or path
 
 
 def holds_one_set(path: Path) -> bool:
@@ -86,9 +135,8 @@ def weights_file(path: Path, which: Which) -> Path:
     """The file inside a folder that holds the wanted weights."""
     if not path.is_dir():
         return path
-    checkpoint = latest_checkpoint(path)
-    if checkpoint != path:
-        return checkpoint / f"{which}.safetensors"
+    if latest := _latest(path):
+        return latest / f"{which}.safetensors"
     names = (f"{which}.safetensors", WEIGHTS_FILE, OFFICIAL_FILE, ADAPTER_FILE)
     found = [path / name for name in names if (path / name).is_file()]
     if not found:
@@ -112,14 +160,16 @@ def _damaged(file: Path, error: Exception) -> UserError:
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
-    except (SafetensorError, OSError) as error:
+    except Exception as error:  # what a foreign file can make a reader raise has no end
         raise _damaged(file, error) from None
 
 
 def _read_adapter(file: Path) -> dict[str, Tensor]:
     try:
         return read_adapter(file.parent)
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # as above
         raise _damaged(file, error) from None
 
 
@@ -168,7 +218,8 @@ def infer_jit_config(state: Mapping[str, Tensor], in_context_start: int | None =
         (head_dim,) = state["blocks.0.attn.q_norm.weight"].shape
         _, tokens, hidden = state["pos_embed"].shape
         rows, _ = state["y_embedder.embedding_table.weight"].shape
-    except (KeyError, ValueError) as error:
+        heads = hidden // head_dim
+    except (KeyError, ValueError, ZeroDivisionError) as error:
         raise UserError(
             "These are not the weights of a JiT network.", f"Missing or of another shape: {error}."
         ) from None
@@ -182,7 +233,7 @@ def infer_jit_config(state: Mapping[str, Tensor], in_context_start: int | None =
         "in_channels": channels,
         "hidden_size": hidden,
         "depth": depth,
-        "num_heads": hidden // head_dim,
+        "num_heads": heads,
         "mlp_ratio": MLP_RATIO,
         "attn_drop": 0.0,
         "proj_drop": 0.0,
@@ -209,6 +260,7 @@ def _known_start(hidden: int, depth: int) -> int:
 def _require_fit(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
     """Refuse weights that a network of these arguments could not load."""
     try:
+        _require_sizes(config)
         with torch.device("meta"):
             network = JiT(**jit_arguments(config))
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
@@ -219,6 +271,18 @@ def _require_fit(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> None
         if expected.get(name) != given.get(name):
             want, have = expected.get(name, "nothing"), given.get(name, "nothing")
             raise UserError("The weights do not fit the network.", f"For {name} it takes {want} and they hold {have}.")
+
+
+def _require_sizes(config: Mapping[str, Any]) -> None:
+    """Refuse what is no size before anything of that size is made."""
+    for name, value in jit_arguments(config).items():
+        largest = 1e6 if name == "num_classes" else _MOST_PIXELS
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= largest:
+            raise ValueError(f"{name} is {value!r:.60}")
+    if config["input_size"] // max(1, config["patch_size"]) > _MOST_TOKENS or config["depth"] > _MOST_BLOCKS:
+        raise ValueError(
+            f"{config['input_size']} pixels in patches of {config['patch_size']}, {config['depth']} blocks"
+        )
 
 
 def jit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,7 +338,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except FileNotFoundError:
         raise UserError(f"{folder} is not an exported model: it has no {CONFIG_FILE}.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(file, error) from None
     if not isinstance(config, dict) or config.get("_class_name") != CLASS_NAME:
         raise UserError(f"{file} does not describe a JiT network.", f"Its _class_name is not {CLASS_NAME}.")

@@ -37,8 +37,10 @@ from muralist.errors import UserError
 from muralist.models.family import Family
 from muralist.models.weights import Which, read_weights
 from muralist.runfolder import disk_error, flush_folder, no_space, write_atomically, write_json
+from muralist.train.state_reader import StateReader
 
 FORMAT = 1
+_LONGEST_NAME = 200
 log = logging.getLogger("muralist")
 
 
@@ -197,11 +199,13 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
         version, seal = manifest["format"], manifest.pop("sha256", None)
     except FileNotFoundError:
         raise UserError(f"{checkpoint} is not a whole checkpoint: it has no manifest.json.") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise UserError(f"{path} is damaged: it is not a checkpoint manifest.") from None
     if version != FORMAT:
         raise UserError(f"{path} has format {version}, this version of muralist reads format {FORMAT}.")
-    if seal != _seal(manifest):
+    if seal != _seal(manifest) or not _is_plausible(manifest):
         raise UserError(f"{path} is damaged: it is not what was written.")
     for name, expected in manifest["files"].items():
         file = checkpoint / name
@@ -210,6 +214,28 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
         if file.stat().st_size != expected["bytes"] or _digest(file) != expected["sha256"]:
             raise UserError(f"The checkpoint {checkpoint} is damaged: {name} is not what was written.")
     return manifest
+
+
+def _is_plausible(manifest: Mapping[str, Any]) -> bool:
+    """Whether what every manifest says is of the kind it should be; a seal is no lock, and anybody can write one."""
+    files, step = manifest.get("files"), manifest.get("step")
+    return (
+        isinstance(manifest.get("model"), dict)
+        and type(step) is int
+        and step >= 0
+        and isinstance(files, dict)
+        and all(
+            _is_inside(name) and isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys()
+            for name, facts in files.items()
+        )
+    )
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a file of a checkpoint lies in it: what it does not name there is not read."""
+    return (
+        not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name and len(name) < _LONGEST_NAME
+    )
 
 
 def _list_known(folder: Path) -> str:
@@ -272,8 +298,16 @@ def read_stored(checkpoint: Path, which: Which, network: nn.Module, family: Fami
 
 def read_state(checkpoint: Path, state: dict[str, Any], together: bool = False) -> None:
     """Fill the given tensors from a checkpoint's `state/`, in place; `together` where they lie in parts on all processes."""
-    with _alone():
-        dcp.load(state, checkpoint_id=checkpoint / "state", no_dist=not together)
+    reader = StateReader(checkpoint / "state")
+    try:
+        with _alone():
+            dcp.load(state, storage_reader=reader, no_dist=not together)
+    except CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise UserError(
+            f"The state of {checkpoint} does not fit this model: {str(first).splitlines()[0] if str(first) else first!r}.",
+            fix="Resume with the settings it was trained with, or start from its weights with --init_from.",
+        ) from error
 
 
 @contextmanager

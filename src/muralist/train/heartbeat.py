@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -119,13 +119,21 @@ class Record:
         return self.doing if self.step is None else f"{self.doing}, step {self.step}"
 
 
+_KINDS = {
+    field.name: {"int": (int,), "str": (str,)}.get(str(field.type), (int, type(None))) for field in fields(Record)
+}
+
+
 def _read(path: Path) -> Record | None:
     """A process's record; None when it is torn, even on another try."""
     for _ in range(3):
         try:
-            return Record(**json.loads(path.read_bytes()))
-        except (ValueError, TypeError):
-            time.sleep(0.02)
+            record = Record(**json.loads(path.read_bytes()))
+            if all(isinstance(getattr(record, name), kinds) for name, kinds in _KINDS.items()):
+                return record
+        except (ValueError, TypeError, RecursionError):
+            pass
+        time.sleep(0.02)
     return None
 
 
@@ -422,7 +430,7 @@ class Heartbeat:
 
 
 def _overwrite(path: Path, data: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags, 0o666)
     except FileNotFoundError:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.text import Text
 
 from muralist.errors import UserError
-from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
+from muralist.runfolder import RunFolder, is_full, no_space, open_own, write_atomically
 from muralist.settings import LogSettings
 from muralist.words import duration
 
@@ -58,7 +58,7 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
         _cut_back(path, first_step)
-        self.file = path.open("a", encoding="utf-8", buffering=1)  # whole lines, so that one can watch them come
+        self.file = open_own(path, "a", encoding="utf-8", buffering=1)  # whole lines, so that one can watch them come
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Append one line."""

@@ -1,0 +1,150 @@
+"""Tables of prompts: what was written is what is read, and nonsense is refused in words, in every format."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from muralist.data.prompts import PromptTable, open_table
+from muralist.errors import UserError
+from tests.fuzz.damage import BAD_JSON, NONSENSE, damaged, damaged_json, examples, nonsense, refused_or, untouched
+
+ROWS: list[dict[str, Any]] = [
+    {"image_id": "a1", "prompt": "a red car, parked", "seed": 7, "height": 64, "width": 32},
+    {"image_id": "b/2", "prompt": 'a sign that says "STOP"', "seed": 8, "height": 64, "width": 64},
+    {"image_id": "c", "prompt": "two\nlines, and a café", "seed": 9, "height": 32, "width": 64},
+]
+_HEADER = ["image_id", "prompt", "seed", "height", "width"]
+
+
+def _separated(rows: list[dict[str, Any]], separator: str) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _HEADER, delimiter=separator)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
+def _parquet(table: pa.Table) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+VALID = {
+    "csv": _separated(ROWS, ","),
+    "tsv": _separated(ROWS, "\t"),
+    "jsonl": b"".join(json.dumps(row).encode() + b"\n" for row in ROWS),
+    "txt": b"a red car\n\ntwo dogs\r\nsnow",
+    "json": json.dumps({"annotations": [{"image_id": 5, "id": 1, "caption": "a car"}]}).encode(),
+    "parquet": _parquet(pa.Table.from_pylist(ROWS)),
+}
+_TAGS = tuple(VALID)
+
+
+def _read(folder: Path, kind: str, data: bytes) -> PromptTable | UserError:
+    path = folder / f"table.{kind}"
+    path.write_bytes(data)
+    with untouched(folder):
+        table = refused_or(lambda: open_table(str(path)))
+        if isinstance(table, PromptTable):
+            _check(table)
+    return table
+
+
+def _check(table: PromptTable) -> None:
+    """A table that was taken can be read again by row, in any order, and its ids never leave a folder."""
+    rows = table.rows(range(len(table)))
+    assert table.rows(range(len(table))[::-1]) == rows[::-1]
+    for number, row in enumerate(rows):
+        assert row.index == number
+        assert row.id and not set(row.id) & set("/\\\0") and not row.id.startswith(".") and len(row.id.encode()) <= 150
+        assert row.seed is None or 0 <= row.seed < 2**62
+        row.prompt.encode()
+
+
+@pytest.mark.parametrize("kind", _TAGS)
+@examples(33)
+@given(data=st.data())
+def test_damaged_tables_are_read_or_refused(kind: str, data: st.DataObject, tmp_path_factory: Any) -> None:
+    _read(tmp_path_factory.mktemp("table"), kind, data.draw(damaged(VALID[kind])))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@examples(33)
+@given(rows=nonsense(ROWS))
+def test_rows_of_nonsense_are_read_or_refused(kind: str, rows: Any, tmp_path_factory: Any) -> None:
+    rows = rows if isinstance(rows, list) else [rows]
+    if kind == "jsonl":
+        data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    elif kind == "csv":
+        text = io.StringIO()
+        csv.writer(text).writerows([_HEADER, *(row.values() if isinstance(row, dict) else [row] for row in rows)])
+        data = text.getvalue().encode(errors="surrogatepass")
+    else:
+        try:
+            data = _parquet(pa.Table.from_pylist([row for row in rows if isinstance(row, dict)]))
+        except (pa.ArrowException, OverflowError, ValueError, TypeError):
+            return  # no Parquet file can hold this
+    _read(tmp_path_factory.mktemp("table"), kind, data)
+
+
+@examples(22)
+@given(data=damaged_json({"annotations": [{"image_id": 5, "id": 1, "caption": "a car"}, {"caption": "b"}]}))
+def test_captions_of_nonsense_are_read_or_refused(data: bytes, tmp_path_factory: Any) -> None:
+    _read(tmp_path_factory.mktemp("table"), "json", data)
+
+
+@pytest.mark.parametrize("kind", _TAGS)
+@pytest.mark.parametrize(
+    "data", [*BAD_JSON, VALID["csv"].split(b"\n")[0], b"prompt\n", b"prompt", b'prompt\n"', b"\r" * 9]
+)
+def test_files_that_are_no_table_are_read_or_refused(kind: str, data: bytes, tmp_path: Path) -> None:
+    found = _read(tmp_path, kind, data)
+    if kind in ("json", "parquet"):
+        assert isinstance(found, UserError)
+
+
+_text = st.text(st.characters(codec="utf-8"), max_size=30)
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@examples(13)
+@given(rows=st.lists(st.tuples(_text, _text.filter(str.strip), st.integers(0, 2**62 - 1)), min_size=1, max_size=6))
+@example(rows=[('"', '""', 0), ("\r", "\n\r", 1), ("\u2028", "\x85\x1c", 2)])
+@example(rows=[("", "\ufeff", 0)])
+def test_what_was_written_is_what_is_read(kind: str, encoding: str, rows: Any, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.mktemp("table") / f"table.{kind}"
+    documents = [{"id": id, "prompt": prompt, "seed": seed} for id, prompt, seed in rows]
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in documents), encoding, newline="")
+    elif kind == "parquet":
+        path.write_bytes(_parquet(pa.Table.from_pylist(documents)))
+    else:
+        with path.open("w", encoding=encoding, newline="") as file:
+            writer = csv.DictWriter(
+                file, ["id", "prompt", "seed"], delimiter="," if kind == "csv" else "\t", quoting=csv.QUOTE_ALL
+            )
+            writer.writeheader()
+            writer.writerows(documents)
+    table = open_table(str(path))
+    _check(table)
+    assert [(row.prompt, row.seed) for row in table.rows(range(len(table)))] == [
+        (p.strip(), seed) for _, p, seed in rows
+    ]
+
+
+def test_every_kind_of_nonsense_in_every_field(tmp_path: Path) -> None:
+    for field in ROWS[0]:
+        for value in NONSENSE:
+            _read(tmp_path, "jsonl", json.dumps(ROWS[0] | {field: value}).encode())

@@ -1,0 +1,173 @@
+"""Large inputs: time and memory stay within bounds that a laptop has, and what was measured is printed (`pytest -s`).
+
+Each measurement is a process of its own, whose processor time counts, not the clock: a busy machine is not a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from muralist.launch import launch
+from tests.support.crews import Atelier
+from tests.support.pictures import encoded, noise
+from tests.support.runs import environment
+
+ROWS = 1_000_000
+LINES_OF_A_ROW = 10
+FILES = 100_000
+PROCESSES = 64
+
+_MEASURED = r"""
+import json, re, sys, time
+from pathlib import Path
+folder = Path(sys.argv[1])
+{prepare}
+began = time.process_time()
+answer = {work}
+peak = int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+print(json.dumps({{"answer": answer, "seconds": time.process_time() - began, "megabytes": peak}}))
+"""
+
+
+def measure(folder: Path, what: str, prepare: str, work: str) -> tuple[Any, float, float]:
+    """The answer of some work, the seconds it computed, and the most memory its process had."""
+    script = _MEASURED.format(prepare=prepare, work=work)
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(folder)], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    print(f"{what}: {found['seconds']:.1f} s, {found['megabytes']:.0f} MB")
+    return found["answer"], found["seconds"], found["megabytes"]
+
+
+_PLAN = """
+from muralist.data.prompts import open_table
+from muralist.generate.plan import Plan
+def planned():
+    plan = Plan(open_table(str(folder / "table.csv")), 1, 0, "", (8, 8), "png")
+    plan.check()
+    return plan
+"""
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a table of a million rows."""
+    folder = tmp_path_factory.mktemp("load")
+    with (folder / "table.csv").open("w") as file:
+        file.write("image_id,prompt,seed\n")
+        file.writelines(f"img{row:07d},a photo of scene number {row} at noon,{row}\n" for row in range(ROWS))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_plan_of_a_million_rows(table: Path) -> None:
+    answer, seconds, megabytes = measure(table, "a plan of a million rows", _PLAN, "len(planned())")
+    assert answer == ROWS
+    assert seconds < 60  # 10 on one core of a small server
+    assert megabytes < 400  # 114 there
+
+
+_LEDGER = """
+import numpy as np
+from muralist.generate.folder import OutputFolder
+from muralist.generate.ledger import Header
+plan, output = planned(), OutputFolder(folder / "images")
+output.create()
+with output.ledger.open("w") as file:
+    file.write(Header({{}}, 1).line())
+    for sample in plan.samples(np.arange({rows})):
+        line = {{"status": "done", "index": sample.row, "copy": 0, "id": sample.id, "seed": sample.seed,
+                "prompt": sample.prompt, "file": sample.file, "gpu": "0", "key": sample.key,
+                "bytes": 3, "sha256": "x", "changed": 1}}
+        file.write((json.dumps(line) + "\\n") * {times})
+"""
+
+
+@pytest.mark.slow
+def test_a_resume_of_a_ledger_of_a_million_lines(table: Path) -> None:
+    prepare = _PLAN + _LEDGER.format(rows=ROWS // LINES_OF_A_ROW, times=LINES_OF_A_ROW)
+    answer, seconds, megabytes = measure(
+        table, "a resume of a ledger of a million lines", prepare, "int(output.finished(plan).sum())"
+    )
+    assert answer == 0  # the pictures themselves are not there
+    assert seconds < 90  # 8
+    assert megabytes < 500  # 130
+
+
+@pytest.mark.slow
+def test_a_folder_of_a_hundred_thousand_pictures(tmp_path: Path) -> None:
+    first = tmp_path / "000000.png"
+    first.write_bytes(encoded(noise(1, 2, 2)))
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(FILES):
+        if number % 20_000 == 0:  # a file has so many names at most, on some disks
+            first = folder / f"source{number}.png"
+            first.write_bytes(encoded(noise(number, 2, 2)))
+        os.link(first, folder / f"{number:06d}_seed{number}.png")
+    prepare = "from muralist.evaluate.inputs import find_images"
+    answer, seconds, megabytes = measure(
+        tmp_path, "a list of a hundred thousand pictures", prepare, 'len(find_images(folder / "images", "--images"))'
+    )
+    assert answer == FILES + FILES // 20_000
+    assert seconds < 40  # 3
+    assert megabytes < 1500  # 500, of which PyTorch takes nearly all
+
+
+_RANK = """
+import os, sys, time
+from pathlib import Path
+from muralist.generate.plan import Sample
+from muralist.generate.ledger import Shard
+from muralist.train.heartbeat import Heartbeat, Pace
+folder, rank, size = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+sample = Sample(rank, rank, 0, str(rank), rank, "a car", "", 8, 8, "x.png")
+with Heartbeat(folder / "heartbeats", rank, size, 600, Pace(beat=0.5)) as heartbeat:
+    shard = Shard(folder / "shards" / f"gpu{rank}.jsonl", "x")
+    for number in range(20):
+        heartbeat.report("working", number)
+        shard.failed(sample, "tried", str(rank), 0.1)
+        time.sleep(0.05)
+    shard.close()
+"""
+
+
+@pytest.mark.slow
+def test_sixty_four_processes_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All write their lines and signs of life into one folder and watch each other; nothing is lost, nothing is left."""
+    from muralist.data.ledger_lines import read_lines
+    from muralist.generate.ledger import Header, merge, start
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
+    assert launch([sys.executable, "-c", _RANK, str(tmp_path)], PROCESSES) == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"{PROCESSES} processes: {time.monotonic() - began:.1f} s, computing {computed:.1f} s")
+    start(tmp_path / "ledger.jsonl", Header({}, 1))
+    merge(tmp_path / "ledger.jsonl", tmp_path / "shards")
+    lines = list(read_lines(tmp_path / "ledger.jsonl"))
+    assert len(lines) == 20 * PROCESSES and {line["gpu"] for line in lines} == {str(rank) for rank in range(PROCESSES)}
+    assert not list((tmp_path / "heartbeats").glob("*")) if (tmp_path / "heartbeats").exists() else True
+    assert computed < 120  # 15
+
+
+def test_sixty_four_workers_share_a_table(tmp_path: Path) -> None:
+    atelier = Atelier(tmp_path, ["car", "tree"] * PROCESSES, shape=1)
+    began = time.process_time()
+    assert atelier.run([str(label) for label in range(PROCESSES)]) == (2 * PROCESSES, 0)
+    assert {line["gpu"] for line in atelier.lines().values()} == {str(label) for label in range(PROCESSES)}
+    print(f"{PROCESSES} workers: {time.process_time() - began:.1f} s")
+    assert time.process_time() - began < 60
