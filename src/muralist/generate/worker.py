@@ -190,12 +190,13 @@ class Worker:
             return
         try:
             shard.check_there()
-            write_atomically(path, data)
             try:
+                write_atomically(path, data)
                 shard.check_there()
                 shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, batch_size)
             except FileNotFoundError:
                 path.unlink(missing_ok=True)  # alone in a new folder, it would stand in the way of the next command
+                shard.check_there()  # which says it better
                 raise
         except OSError as error:
             raise cannot_write(error, self.job.folder) from None

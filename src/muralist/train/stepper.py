@@ -78,9 +78,9 @@ class Stepper:
     autocast: torch.dtype | None
     compiled: bool
     max_grad_norm: float | None
-    skip_non_finite: bool
     half_lives: tuple[float, float]
     micro: int = 0
+    skip_non_finite: bool = False
     loss_module: LossModule = field(init=False)
     module: nn.Module = field(init=False)
     scaler: torch.amp.GradScaler = field(init=False)
