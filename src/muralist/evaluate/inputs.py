@@ -69,7 +69,7 @@ def read_statistics(path: Path) -> Statistics:
             held = {name: file[name] for name in _KEYS if name in file.files}
             if missing := [name for name in ("mu", "sigma") if name not in held]:
                 raise UserError(
-                    f"{path} holds no {missing[0]}.",
+                    f"{path} holds no {missing[0]!r}.",
                     "Reference statistics are an .npz file with mu and sigma.",
                     _STATS_FIX,
                 )
