@@ -17,7 +17,7 @@ from muralist.train.writer import CheckpointWriter
 
 
 def submit(writer: CheckpointWriter, step: int, tensor: torch.Tensor) -> None:
-    writer.submit(step, {"model": {"w": tensor}}, {"w.exp_avg": tensor}, {"images": step})
+    writer.submit(step, {"model": {"w": tensor}}, {"w.exp_avg": tensor}, {"images": step, "model": {}})
 
 
 def test_training_goes_on_while_the_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
