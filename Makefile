@@ -11,7 +11,7 @@ setup: .venv/.ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "muralist needs Python 3.11 or newer; set PYTHON=python3.12, say.")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,deepspeed,lora,ray,video,board,docs,fuzz,audit,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,deepspeed,lora,ray,video,board,docs,test]'
 	touch $@
 
 demo: setup
@@ -49,10 +49,12 @@ test-slow: setup
 FUZZ_SECONDS ?= 180
 PARSERS := table ledger config index hosts manifest
 fuzz: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 tests/fuzz
 	for parser in $(PARSERS); do $(BIN)/python -m tests.fuzz.coverage_guided $$parser $(FUZZ_SECONDS) || exit 1; done
 
 audit: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
 	$(BIN)/python scripts/audit_dependencies.py
 
 lint: setup

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -319,6 +320,9 @@ def guarded(run: Callable[[], int], debug: bool = False) -> int:
         for part in (f"muralist: {error.what}", error.why, error.fix):
             if part:
                 print(part, file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader of our output has left, as `| head` does: nobody is there to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         if debug:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from muralist.errors import STATUS_LOST_OTHERS, UserError
+from muralist.settings import Strategy
 
 _GRACE = 30.0  # seconds the others have to save and leave once one has failed
 
@@ -108,3 +109,10 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def configured_strategy() -> Strategy:
+    """What `accelerate config` asked for, which `accelerate launch` passes on in the environment."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        return "zero3" if os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3" else "zero2"
+    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"

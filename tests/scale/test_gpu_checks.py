@@ -6,15 +6,20 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from muralist.cli import main
 from muralist.config import load
+from muralist.errors import UserError
+from muralist.models.complete import check_whole, stored_parameters
+from muralist.scale.checks import room
 from muralist.scale.checks.check import Circumstances, Status, examine
 from muralist.scale.checks.hardware import CHECKS, ask_devices, match_versions
 from muralist.scale.checks.room import fits_training
 from muralist.scale.gpus import Gpu, Gpus, Process, ask_driver
-from muralist.scale.memory import CONTEXT, Need
-from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, TrainSettings
+from muralist.scale.memory import CONTEXT, Need, need_of
+from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, ModelSettings, TrainSettings
 from tests.support.runs import TINY
 
 GIGABYTE = 1024
@@ -50,7 +55,7 @@ def program(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 def finding(name: str, around: Circumstances):
-    (check,) = [check for check in CHECKS if check.name == name]
+    (check,) = [check for check in (*CHECKS, *room.CHECKS) if check.name == name]
     return examine(check, around).finding
 
 
@@ -86,8 +91,10 @@ def test_gpus_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,7")
     found = finding("GPUs", Circumstances())
     assert found.status is Status.FAILED and "only 1 of its entries are GPUs of this machine" in found.seen
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "None of 2 GPUs can be seen" in finding("GPUs", Circumstances()).seen
+    for hidden in ("", "-1", "NoDevFiles", "MIG-1234"):  # a job for the CPU, or parts of GPUs: nothing to refuse
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert finding("GPUs", Circumstances()).status is Status.SKIPPED
+        assert finding("memory", Circumstances(train=TrainSettings())).status is Status.SKIPPED
 
 
 def test_a_driver_in_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,5 +165,33 @@ def test_train_makes_the_quick_checks_itself(
     install_driver(tmp_path, monkeypatch, used=(80, 0))
     assert main(words) == 1
     said = capfd.readouterr()
-    assert "A GPU has 0.00 GB free, and weights, gradients, optimizer and averages take 0.05 GB" in said.err
-    assert "--strategy fsdp2" in said.err and "no data" not in said.err
+    assert "A GPU has 0.00 GB free, and weights, gradients, optimizer and averages take 0.05 GB" in said.out
+    assert "--strategy fsdp2" in said.out and "no data" in said.err  # an estimate refuses nothing
+    program(tmp_path, monkeypatch, "echo 'No devices were found'; exit 9")
+    assert main(words) == 1
+    said = capfd.readouterr()
+    assert "Nvidia-smi ended with status 9" in said.out and "no data" in said.err
+
+
+def test_what_accelerate_was_configured_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = TrainSettings(model=ModelSettings(name="JiT-G/16", img_size=256))
+    whole = need_of(settings, 8, compiled=True).state
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert need_of(settings, 8, compiled=True).state == pytest.approx(whole / 8)
+
+
+def test_weights_in_two_precisions_are_counted_once(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(10, 4)}, tmp_path / "model.safetensors")
+    save_file({"w": torch.zeros(10, 4).half()}, tmp_path / "model.fp16.safetensors")
+    save_file({"a": torch.zeros(5)}, tmp_path / "other-00001-of-00002.safetensors")
+    save_file({"b": torch.zeros(6)}, tmp_path / "other-00002-of-00002.safetensors")
+    assert stored_parameters(tmp_path) == 40
+
+
+def test_a_tokenizer_with_a_configuration_needs_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="tokenizer lacks its weights"):
+        check_whole(tmp_path, ["tokenizer"])
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    check_whole(tmp_path, ["tokenizer"])

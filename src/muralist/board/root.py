@@ -54,10 +54,11 @@ class Root:
         return path
 
     def file(self, relative: str, kinds: dict[str, str]) -> tuple[Path, str]:
-        """A file under the root with one of these endings, and what it is."""
+        """A file under the root with one of these endings, and what it is; hidden ones are not for show."""
         path = self.inside(relative)
         kind = kinds.get(path.suffix.lower())
-        if kind is None or not path.is_file():
+        hidden = any(part.startswith(".") for part in path.relative_to(self.path).parts)
+        if kind is None or hidden or not path.is_file():
             raise NotHere
         return path, kind
 

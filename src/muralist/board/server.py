@@ -29,7 +29,7 @@ def board(settings: BoardSettings) -> int:
     shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(settings.host, settings.host)
     address = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
     taken = f" (port {settings.port} is taken)" if settings.port not in (0, port) else ""
-    print(f"{address} shows {root}{taken}. Ctrl+C ends it.", flush=True)
+    print(f"{address} shows {root.resolve()}{taken}. Ctrl+C ends it.", flush=True)
 
     import uvicorn
 

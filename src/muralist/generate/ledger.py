@@ -109,7 +109,11 @@ class Shard:
 
     def check_there(self) -> None:
         """An error if the file was deleted: lines would go nowhere, and pictures would have nobody to vouch for them."""
-        if not os.fstat(self._file).st_nlink:
+        try:
+            there = os.path.samestat(os.fstat(self._file), self.path.stat())
+        except FileNotFoundError:
+            there = False
+        if not there:
             raise OSError(errno.ENOENT, "it was deleted while pictures were being made", str(self.path.parent.parent))
 
     def _append(self, status: str, sample: Sample, gpu: str, seconds: float, facts: dict[str, Any]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 from muralist.errors import UserError
 
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\..+)")
+_PART = re.compile(r"-\d{5}-of-\d{5}")
+_WITHOUT_WEIGHTS = ("tokenizer_config.json", "scheduler_config.json", "preprocessor_config.json")
 _LONGEST_HEADER = 100_000_000  # as the safetensors library has it
 _COPY = "Copy the model anew."
 
@@ -21,7 +23,7 @@ def check_whole(folder: Path, parts: Sequence[str]) -> None:
     """Refuse a model of which a weights file is missing or cut short; `parts` are its folders."""
     for part in parts:
         place = folder / part
-        if not (place / "config.json").is_file():
+        if not (place / "config.json").is_file() or any((place / name).is_file() for name in _WITHOUT_WEIGHTS):
             continue  # a tokenizer or a scheduler has no weights
         if missing := _missing(place):
             raise UserError(
@@ -36,8 +38,11 @@ def check_whole(folder: Path, parts: Sequence[str]) -> None:
 
 def stored_parameters(folder: Path) -> int:
     """How many numbers the weights in a folder hold."""
-    headers = [_header(file) for file in sorted(folder.glob("*.safetensors"))]
-    return sum(math.prod(tensor["shape"]) for header in headers for tensor in header.values())
+    sets: dict[str, int] = {}  # the same weights may lie there in several precisions, each in one file or in parts
+    for file in sorted(folder.glob("*.safetensors")):
+        name = _PART.sub("", file.name)
+        sets[name] = sets.get(name, 0) + sum(math.prod(tensor["shape"]) for tensor in _header(file).values())
+    return max(sets.values(), default=0)
 
 
 def weight_bytes(folder: Path, parts: Sequence[str], bytes_per_number: int) -> dict[str, int]:

@@ -53,15 +53,15 @@ def doctor(settings: DoctorSettings, around: Circumstances) -> int:
 
 
 def refuse_trouble(around: Circumstances) -> None:
-    """The quick part, for train and generate themselves: failures are errors, warnings a line each."""
+    """The quick part, for train and generate themselves: what cannot work is an error, anything else a line."""
     for check in CHECKS:
         mine = around.local_rank == 0 if check.on_every_machine else around.rank == 0
         if not check.quick or not mine or around.job not in check.jobs:
             continue
         examined = examine(check, around)
-        if examined.finding.status is Status.FAILED:
+        if examined.finding.status is Status.FAILED and check.certain:
             raise examined.sentence
-        if examined.finding.status is Status.WARNING:
+        if examined.finding.status in (Status.FAILED, Status.WARNING):
             log.warning("%s", examined.sentence)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 _FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
 _MEGABYTE = 2**20
-PATIENCE = 10.0  # seconds; a driver that takes longer is in trouble
+PATIENCE = 30.0  # seconds; a driver that nobody keeps awake takes several
 
 
 @dataclass(frozen=True)

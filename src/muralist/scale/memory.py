@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from muralist.launch import configured_strategy
 from muralist.models import variants
 from muralist.settings import ModelSettings, Strategy, TrainSettings
 
@@ -85,7 +86,7 @@ def need_of(settings: TrainSettings, ranks: int, compiled: bool) -> Need:
     model = settings.model
     count = parameters(model)
     strategy: Strategy = settings.distributed.strategy
-    strategy = "ddp" if strategy == "auto" or ranks == 1 else strategy
+    strategy = "ddp" if ranks == 1 else configured_strategy() if strategy == "auto" else strategy
     lora = model.training_parts == "lora"
     state = state_bytes(strategy, 0 if lora else count, count if lora else 0, ranks)
     per_image = None

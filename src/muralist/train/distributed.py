@@ -19,6 +19,7 @@ from accelerate.utils import (
 from torch import Tensor
 
 from muralist.errors import UserError
+from muralist.launch import configured_strategy
 from muralist.settings import Strategy
 from muralist.train.build_lock import clear_stale_locks
 from muralist.train.heartbeat import WAITING, Heartbeat
@@ -31,7 +32,7 @@ class Engine:
         self.heartbeat = heartbeat
         self.timeout = timedelta(seconds=timeout + 60)  # later than the heartbeat, which can name what is missing
         alone = "LOCAL_RANK" not in os.environ
-        self.strategy: Strategy = "ddp" if alone else _configured() if strategy == "auto" else strategy
+        self.strategy: Strategy = "ddp" if alone else configured_strategy() if strategy == "auto" else strategy
         # Gradients live in the buckets that are exchanged: no copy.
         handlers: list[KwargsHandler] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
         gpus, zero = torch.cuda.is_available(), self.strategy in ("zero2", "zero3")
@@ -120,13 +121,6 @@ class Engine:
 def lost_contact(error: RuntimeError) -> bool:
     """Whether a collective failed because another process is gone; gloo says so only in its text."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "closed by peer" in str(error).lower()
-
-
-def _configured() -> Strategy:
-    """What `accelerate config` asked for, which `accelerate launch` passes on in the environment."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        return "zero3" if os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3" else "zero2"
-    return "fsdp2" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "ddp"
 
 
 def _deepspeed_plugin(stage: int) -> DeepSpeedPlugin:

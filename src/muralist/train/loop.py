@@ -50,10 +50,14 @@ def train(settings: TrainSettings, name: str) -> int:
     adopt_ranks(os.environ)
     rank, size = rank_and_size()
     start_log(None, rank)  # to the terminal alone until the run's folder is ours
-    refuse_trouble(Circumstances(train=settings, run=run.root, starting=True))
+    around = Circumstances(train=settings, run=run.root, starting=True)
+    if size == 1:
+        refuse_trouble(around)
     data = open_data(settings)  # before anything is written: a mistyped path leaves no empty run behind
     with Heartbeat(run.heartbeats, rank, size, settings.distributed.dist_timeout) as heartbeat:
         try:
+            if size > 1:
+                _refuse_aloud(around, heartbeat)
             _train_together(settings, data, run, heartbeat)
         except OSError as error:
             raise _told(heartbeat, no_space(error, run.root) if is_full(error) else error) from None
@@ -96,6 +100,14 @@ def _train_together(settings: TrainSettings, data: Data, run: RunFolder, heartbe
         raise
     finally:
         engine.end()
+
+
+def _refuse_aloud(around: Circumstances, heartbeat: Heartbeat) -> None:
+    """Refuse what cannot work where the other processes hear of it, or they would wait for this one."""
+    try:
+        refuse_trouble(around)
+    except UserError as error:
+        raise _told(heartbeat, error) from None
 
 
 def _told(heartbeat: Heartbeat, error: Exception) -> Exception:
@@ -206,6 +218,8 @@ def _train(
     )
     if engine.size > 1 or device.type == "cuda":
         heartbeat.report("compiling" if compiled else "warming up")
+        if compiled:
+            log.info("Compiling the training step: about a minute, once for each start.")
         first_images = np.arange(plan.part)
         same = np.full_like(first_images, data.largest)
         stepper.warm_up(next(held_out_batches(data.source, same, first_images, plan.part)))

@@ -152,6 +152,8 @@ class Check:
     """Whether train and generate look at it themselves, before anything is loaded."""
     on_every_machine: bool = False
     """Whether each machine of a run has its own answer."""
+    certain: bool = True
+    """Whether a job that fails it cannot work; else train and generate warn of it and go on."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def examine(check: Check, circumstances: Circumstances) -> Examined:
     except UserError as error:
         finding = failed(error.what, error.why, error.fix)
     except Exception as error:  # a driver, a file system, a foreign file: what they can raise has no end
-        finding = failed(f"The check itself ended with {type(error).__name__}: {error}")
+        finding = warning(f"The check itself ended with {type(error).__name__}: {error}")
     return Examined(check, complete(check, finding), time.perf_counter() - began)
 
 

@@ -15,6 +15,7 @@ from muralist.words import gigabytes, listed
 
 _TAKEN = 0.1  # a GPU of which others hold more than this part is not free
 _BF16 = 8.0  # compute capability
+_HIDDEN = ("", "-1", "NoDevFiles")  # the last is what SLURM sets for jobs without GPUs
 ANSWER_WITHIN = 60.0  # seconds; the first CUDA context of a machine may take a while
 _QUESTION = (
     "import sys, torch\n"
@@ -37,6 +38,11 @@ def look_for_gpus(around: Circumstances) -> Finding:
     if not gpus.listed:
         choose_devices(ids)  # names a GPU twice
         return skipped("no GPU: this machine has none that nvidia-smi knows, CPU processes stand in")
+    entries = [entry.strip() for entry in (visible or "").split(",")]
+    if visible is not None and entries[0] in _HIDDEN:
+        return skipped(f"the GPUs are hidden (CUDA_VISIBLE_DEVICES is {visible!r}), CPU processes stand in")
+    if any(entry.startswith("MIG-") for entry in entries):
+        return skipped(f"parts of GPUs (CUDA_VISIBLE_DEVICES is {visible!r}), of which nvidia-smi tells too little")
     seen = gpus.visible(around.environment)
     said = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
     if not seen:
@@ -164,6 +170,7 @@ CHECKS = [
         look=look_for_gpus,
         quick=True,
         on_every_machine=True,
+        certain=False,  # the driver's program may be slow, or there without a driver; CUDA itself decides
     ),
     Check(
         name="driver",

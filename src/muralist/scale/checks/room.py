@@ -101,6 +101,8 @@ def look_at_space(around: Circumstances) -> Finding:
 
 
 def _space_of_training(settings: TrainSettings, run: Path) -> Finding:
+    if not shutil.disk_usage(_existing(run)).total:
+        return skipped(f"the file system that holds {run} does not tell")
     one, free = need_of(settings, 1, compiled=False).checkpoint, _free(run)
     # One more than stay: the oldest goes when the newest is whole. Those that are there already take no more room.
     there = len(list((run / "checkpoints").glob("step_*"))) if run.is_dir() else 0
@@ -130,6 +132,8 @@ def _space_of_generation(settings: GenerateSettings, around: Circumstances) -> F
 
 def space_for_pictures(folder: Path, pictures: int, pixels: int) -> Finding:
     """Whether so many more pictures fit onto the disk of a folder."""
+    if not shutil.disk_usage(_existing(folder)).total:
+        return skipped(f"the file system that holds {folder} does not tell")
     there = sum(1 for _ in folder.glob("*_seed*.*")) if folder.is_dir() else 0
     one, free = BYTES_PER_PIXEL * pixels, _free(folder)
     needed = max(0, pictures - there) * one
@@ -188,6 +192,7 @@ CHECKS = [
         jobs=_JOBS,
         quick=True,
         on_every_machine=True,
+        certain=False,  # it is an estimate
     ),
     Check(
         name="disk space",
