@@ -52,10 +52,10 @@ class Visit:
         self.page.wait_for_selector("#live.on", state="attached")
 
     def names(self) -> list[str]:
-        return self.page.locator("#list .name").all_inner_texts()
+        return self.page.locator("#list .name").all_text_contents()  # drawn yet or not
 
     def looked_at(self) -> str:
-        return self.page.locator("#list [aria-selected=true] .name").inner_text()
+        return self.page.locator("#list [aria-selected=true] .name").text_content()
 
     def traces(self, metric: str) -> list[dict[str, Any]]:
         """The lines of a chart that have a name, as plotly holds them."""
