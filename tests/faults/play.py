@@ -146,6 +146,9 @@ class _Play:
         told = log.read_text(errors="replace")
         if any(fault.what == "deleted" and self.plan.mark(fault).exists() for fault in self.schedule.faults):
             return  # the folder of the first is gone: the second has one of its own
+        killed = any(fault.what == "kill" and self.plan.mark(fault).exists() for fault in self.schedule.faults)
+        if status == 0 and killed:
+            return  # the first was killed meanwhile, and its lock with it: the second went on in its place
         assert status and self.job.refusal in told, f"a second command was not refused, status {status}:\n{told}"
 
     def _look_for_progress(self, begun: float) -> None:
