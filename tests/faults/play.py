@@ -25,6 +25,7 @@ MOST_STARTS = 12
 LONGEST_START = 120.0
 """Seconds after which a start that has not ended hangs, on a machine with other things to do too."""
 _PAUSE = 0.3
+_AT_ONCE = 1.0  # seconds between processes that reach the same step
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)
 
 
@@ -135,10 +136,10 @@ class _Play:
                 time.sleep(_PAUSE)
                 os.kill(said["process"], signal.SIGCONT)
             elif fault.what == "second":
-                self._try_beside(start)
+                self._try_beside(start, said["time"])
                 mark.with_suffix(".done").touch()
 
-    def _try_beside(self, start: int) -> None:
+    def _try_beside(self, start: int, asked: float) -> None:
         log = self.folder / "second.log"
         with log.open("wb") as output:
             second = self.shop.zygote.start(self.job.words(start), output, **self.job.environment(start))
@@ -146,9 +147,11 @@ class _Play:
         told = log.read_text(errors="replace")
         if any(fault.what == "deleted" and self.plan.mark(fault).exists() for fault in self.schedule.faults):
             return  # the folder of the first is gone: the second has one of its own
-        killed = any(fault.what == "kill" and self.plan.mark(fault).exists() for fault in self.schedule.faults)
+        marks = [self.plan.mark(fault) for fault in self.schedule.faults if fault.what == "kill"]
+        # A kill of an earlier start excuses nothing: only one at this very step, with which the first's lock went.
+        killed = any(mark.exists() and mark.stat().st_mtime >= asked - _AT_ONCE for mark in marks)
         if status == 0 and killed:
-            return  # the first was killed meanwhile, and its lock with it: the second went on in its place
+            return  # the second went on in its place, and is compared as any other start
         assert status and self.job.refusal in told, f"a second command was not refused, status {status}:\n{told}"
 
     def _look_for_progress(self, begun: float) -> None:
