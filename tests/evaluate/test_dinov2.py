@@ -24,11 +24,6 @@ from tests.support.evaluating import (
 )
 
 
-@pytest.fixture(scope="module")
-def dinov2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_dinov2(tmp_path_factory.mktemp("dinov2"))
-
-
 @pytest.fixture(autouse=True)
 def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("MURALIST_INCEPTION", "NPROC", "CUDA_VISIBLE_DEVICES"):

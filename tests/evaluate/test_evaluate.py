@@ -76,6 +76,7 @@ def test_without_inception_the_rest_goes_on(
     assert found["fid"] is None and found["kid"] is None
     assert found["images"]["count"] == 5
     assert found["images"]["unreadable"][0].startswith("torn.png: ")
+    assert sum("cannot be read: torn.png: " in line for line in said) == 1
     assert found["per_image"]["file"] == [f"{index:06d}.png" for index in range(5)]
     assert found["per_image"]["prompt"] == ["prompt 0", "prompt 1", "prompt 2", "prompt 3", None]
     scores = found["per_image"]["clip_score"]

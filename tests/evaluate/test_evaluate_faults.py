@@ -16,15 +16,10 @@ import pytest
 from muralist.errors import UserError
 from muralist.evaluate.features import compute, hash_files
 from tests.support.colours import Colours
-from tests.support.evaluating import evaluate, report, scenes, small_dinov2, write_pictures
+from tests.support.evaluating import evaluate, report, scenes, write_pictures
 
 ALONE = {"0": "cpu"}
 RECORD = 32 + 4 * 6 + 4  # bytes: hash, features of the small DINOv2, checksum
-
-
-@pytest.fixture(scope="module")
-def dinov2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_dinov2(tmp_path_factory.mktemp("dinov2"))
 
 
 @pytest.fixture(autouse=True)

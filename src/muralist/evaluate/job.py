@@ -29,12 +29,18 @@ from muralist.runfolder import no_space, write_atomically, write_json
 from muralist.settings import EvaluateSettings, StatsSettings
 
 log = logging.getLogger("muralist")
+_NAMED = 5  # unreadable images on the terminal; the report has all
 
 
 def evaluate(settings: EvaluateSettings) -> int:
     """Compute every metric that can be computed, write report.json and its page, and say what came out."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     report, page = measure(settings)
+    unreadable = report["images"]["unreadable"]
+    for line in unreadable[:_NAMED]:
+        log.warning("Left out, because it cannot be read: %s", line)
+    if len(unreadable) > _NAMED:
+        log.warning("%d more cannot be read; %s names them.", len(unreadable) - _NAMED, REPORT)
     for warning in report["warnings"]:
         log.warning("%s", warning)
     reasons: dict[str, list[str]] = {}
