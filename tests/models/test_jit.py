@@ -16,7 +16,7 @@ from muralist import keyed_random
 from muralist.diffusion import flow, solvers
 from muralist.errors import UserError
 from muralist.keyed_random import Purpose, SampleKeys
-from muralist.models import jit
+from muralist.models import jit, jit_ops
 from muralist.models.jit import JiT
 from muralist.models.variants import VARIANTS
 
@@ -107,7 +107,7 @@ def test_position_table_by_definition():
 def test_rotation_keeps_lengths_and_depends_on_the_offset_only():
     q, k = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
     cos, sin = jit.rotation_table(6, 16, 2, torch.device("cpu"))
-    turned_q, turned_k = (jit._rotate(v.expand(1, 1, 38, 16), (cos, sin))[0, 0] for v in (q, k))
+    turned_q, turned_k = (jit_ops.rotate(v.expand(1, 1, 38, 16), (cos, sin))[0, 0] for v in (q, k))
     torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(38))
     assert torch.equal(turned_q[:2], q.expand(2, 16))
     grid_q, grid_k = turned_q[2:].unflatten(0, (6, 6)), turned_k[2:].unflatten(0, (6, 6))
@@ -188,7 +188,7 @@ def test_autocast_is_near_and_keeps_bfloat16_throughout():
     net = with_formula_weights(JiT(16, 4, **SMALL, in_context_len=3, in_context_start=1))
     types = []
     for block in net.blocks:
-        block.register_forward_hook(lambda _, __, output: types.append(output.dtype))
+        block.register_forward_hook(lambda _, __, output: types.append(output.settled().dtype))
     with torch.autocast("cpu", torch.bfloat16):
         half = net(*batch(net))
     assert types == [torch.bfloat16] * 4

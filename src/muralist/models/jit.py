@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,16 @@ from torch import Tensor, nn
 
 from muralist import keyed_random
 from muralist.keyed_random import Purpose, SampleKeys
+from muralist.models.jit_ops import (
+    Rotation,
+    gated_linear_unit,
+    gated_norm,
+    gated_sum,
+    modulated,
+    projected_norm,
+    rms_norm,
+    rotated_heads,
+)
 from muralist.models.variants import (
     IMAGE_CHANNELS,
     MLP_RATIO,
@@ -31,7 +42,29 @@ _PERIOD = 10000.0
 _NARROW = 0.02  # standard deviation of the embeddings' initial weights
 _SITES_PER_BLOCK = 3  # attention weights, attention output, hidden layer of the MLP
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin, [tokens, head_dim / 2] each
+
+class Stream(NamedTuple):
+    """The residual stream: tokens, and the branch of the layer before that is still to be added to them."""
+
+    tokens: Tensor  # [B, tokens, width]
+    branch: Tensor | None = None
+    gate: Tensor | None = None  # [B, width]
+
+    def settled(self) -> Tensor:
+        """The tokens with the branch added."""
+        if self.branch is None or self.gate is None:
+            return self.tokens
+        return gated_sum(self.tokens, self.branch, self.gate)
+
+    def without_first(self, count: int) -> Stream:
+        """The same without its first tokens."""
+        return Stream(self.tokens[:, count:], None if self.branch is None else self.branch[:, count:], self.gate)
+
+    def modulated(self, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens with the branch added, and those normalised, scaled and shifted."""
+        if self.branch is None or self.gate is None:
+            return self.tokens, modulated(self.tokens, weight, shift, scale)
+        return gated_norm(self.tokens, self.branch, self.gate, weight, shift, scale)
 
 
 def build(name: str, img_size: int, num_classes: int, attn_drop: float = 0.0, proj_drop: float = 0.0) -> JiT:
@@ -66,17 +99,6 @@ def rotation_table(grid: int, head_dim: int, context: int, device: torch.device)
     return angle.cos(), angle.sin()
 
 
-def _rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn neighbouring channels (2i, 2i + 1) of [B, heads, tokens, head_dim] as points of a plane, in float32."""
-    cos, sin = rotation
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-
-
-def _modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
-
-
 def _drop(x: Tensor, probability: float, keys: SampleKeys | None, site: int) -> Tensor:
     """Dropout whose mask is a function of the sample's key and the site in the network; no keys, no dropout."""
     if keys is None or probability == 0:
@@ -94,7 +116,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), eps=1e-6).to(x.dtype)
+        return rms_norm(x, self.weight)
 
 
 class PatchEmbedder(nn.Module):
@@ -106,8 +128,11 @@ class PatchEmbedder(nn.Module):
         self.proj2 = nn.Conv2d(bottleneck, width, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Embed a batch of images."""
-        return self.proj2(self.proj1(x)).flatten(2).transpose(1, 2)
+        """Embed a batch of images; patches do not overlap, so both convolutions are products with a matrix."""
+        patch = self.proj1.kernel_size[0]
+        grid = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, C, rows, patch, columns, patch]
+        patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return F.linear(F.linear(patches, self.proj1.weight.flatten(1)), self.proj2.weight.flatten(1), self.proj2.bias)
 
 
 class TimeEmbedder(nn.Module):
@@ -149,18 +174,15 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Tensor:
-        """Attend among all tokens of each sample, [B, tokens, width]."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        q = _rotate(self.q_norm(q), rotation).to(v.dtype)
-        k = _rotate(self.k_norm(k), rotation).to(v.dtype)
+        """Attend among all tokens of each sample, [B, tokens, width]; `proj` is left to be applied."""
+        q, k, v = rotated_heads(self.qkv, x, self.q_norm.weight, self.k_norm.weight, rotation, self.heads)
         if keys is not None and self.attn_drop > 0:
             # The fused kernel draws its own masks, so keyed ones need the weights in the open.
             scores = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])
             out = _drop(scores.softmax(dim=-1), self.attn_drop, keys, self.site).to(v.dtype) @ v
         else:
             out = F.scaled_dot_product_attention(q, k, v)
-        out = self.proj(out.transpose(1, 2).flatten(2))
-        return _drop(out, self.proj_drop, keys, self.site + 1)
+        return out.transpose(1, 2).flatten(2)
 
 
 class SwiGLU(nn.Module):
@@ -174,8 +196,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, keys: SampleKeys | None) -> Tensor:
         """Transform each token on its own."""
-        gate, value = self.w12(x).chunk(2, dim=-1)
-        return self.w3(_drop(F.silu(gate) * value, self.drop, keys, self.site))
+        return self.w3(_drop(gated_linear_unit(self.w12, x), self.drop, keys, self.site))
 
 
 class Block(nn.Module):
@@ -191,11 +212,17 @@ class Block(nn.Module):
         self.mlp = SwiGLU(width, mlp_width(width, mlp_ratio), proj_drop, first_site + 2)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
-    def forward(self, x: Tensor, condition: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Tensor:
-        """One layer, [B, tokens, width] to the same."""
+    def forward(self, stream: Stream, condition: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Stream:
+        """One layer; its feed-forward branch is left to be added by the next."""
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(condition).chunk(6, dim=-1)
-        x = x + gate1.unsqueeze(1) * self.attn(_modulate(self.norm1(x), shift1, scale1), rotation, keys)
-        return x + gate2.unsqueeze(1) * self.mlp(_modulate(self.norm2(x), shift2, scale2), keys)
+        x, y = stream.modulated(self.norm1.weight, shift1, scale1)
+        heads, proj = self.attn(y, rotation, keys), self.attn.proj
+        if keys is not None and self.attn.proj_drop > 0:
+            branch = _drop(proj(heads), self.attn.proj_drop, keys, self.attn.site + 1)
+            x, y = gated_norm(x, branch, gate1, self.norm2.weight, shift2, scale2)
+        else:
+            x, y = projected_norm(x, proj, heads, gate1, self.norm2.weight, shift2, scale2)
+        return Stream(x, self.mlp(y, keys), gate2)
 
 
 class FinalLayer(nn.Module):
@@ -207,10 +234,10 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(width, patch * patch * channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+    def forward(self, stream: Stream, condition: Tensor) -> Tensor:
         """Each token's pixels, ordered (row, column, channel)."""
         shift, scale = self.adaLN_modulation(condition).chunk(2, dim=-1)
-        return self.linear(_modulate(self.norm_final(x), shift, scale))
+        return self.linear(stream.modulated(self.norm_final.weight, shift, scale)[1])
 
 
 class JiT(nn.Module):
@@ -219,7 +246,8 @@ class JiT(nn.Module):
     The weights mean nothing until `initialise` or `load_state_dict` has set them.
     """
 
-    _no_split_modules = ("Block",)  # as the field names it: what is sharded and compiled as one
+    # As the field names it: what is sharded and compiled as one.
+    _no_split_modules = ("Block", "PatchEmbedder", "FinalLayer")
 
     def __init__(
         self,
@@ -283,13 +311,14 @@ class JiT(nn.Module):
         tokens = tokens + self.pos_embed.to(tokens.dtype)
         cos, sin = rotation_table(self.grid, self.head_dim, self.in_context_len, tokens.device)
         rotation = cos[self.in_context_len :], sin[self.in_context_len :]
+        stream = Stream(tokens)
         for i, block in enumerate(self.blocks):
             if self.in_context_len and i == self.in_context_start:
                 context = label.unsqueeze(1) + self.in_context_posemb
-                tokens = torch.cat((context.to(tokens.dtype), tokens), dim=1)
+                stream = Stream(torch.cat((context.to(tokens.dtype), stream.settled()), dim=1))
                 rotation = cos, sin
-            tokens = block(tokens, condition, rotation, keys)
-        return self._to_image(self.final_layer(tokens[:, self.in_context_len :], condition))
+            stream = block(stream, condition, rotation, keys)
+        return self._to_image(self.final_layer(stream.without_first(self.in_context_len), condition))
 
     def _to_image(self, tokens: Tensor) -> Tensor:
         """Lay the patches out as an image, [B, tokens, patch * patch * C] to [B, C, H, W]."""

@@ -144,8 +144,7 @@ class FullyShard(Replicated):
         """Shard every block, then the rest; each goes to the device as it is sharded, so the whole never lies there."""
         # The loss changes no output in place, which this would be about.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        units = set(getattr(network, "_no_split_modules", None) or ())
-        for module in [module for module in network.modules() if type(module).__name__ in units]:
+        for module in units(network):
             if compiled:
                 module.compile()  # block by block: the gathering between them cannot be compiled
             fully_shard(module, mesh=self.mesh)
@@ -165,6 +164,12 @@ class FullyShard(Replicated):
         """A whole copy of the averaged weights, gathered once."""
         weights = network.state_dict() | dict(average.items())
         return gathered_network(self.engine, family, weights)
+
+
+def units(network: nn.Module) -> list[nn.Module]:
+    """The parts of a network whose weights are gathered, and which are compiled, as one."""
+    names = set(getattr(network, "_no_split_modules", None) or ())
+    return [module for module in network.modules() if type(module).__name__ in names]
 
 
 def gathered_network(engine: Engine, family: Family, weights: Mapping[str, Tensor]) -> nn.Module | None:

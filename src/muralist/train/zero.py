@@ -20,7 +20,7 @@ from muralist.models.family import Family
 from muralist.train import checkpoint
 from muralist.train.distributed import Engine
 from muralist.train.ema import WeightAverage
-from muralist.train.strategy import Replicated, Snapshot, gathered_network, whole
+from muralist.train.strategy import Replicated, Snapshot, gathered_network, units, whole
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -44,6 +44,12 @@ class Zero(Replicated):
         warnings.filterwarnings(
             "ignore", category=FutureWarning, message=".*is deprecated. Please use `torch.distributed"
         )
+        if self.in_parts:
+            from deepspeed.utils import set_z3_leaf_module
+
+            # Gathered whole: what is in them reads its neighbours' weights.
+            for unit in units(module.network):  # type: ignore[arg-type]
+                set_z3_leaf_module(unit, True)
         self.deepspeed, _ = self.engine.accelerator.prepare(module, optimizer)
         # DeepSpeed makes this state at the first step, but links only the first group of parameters to it.
         for flat in self._flat_weights():

@@ -1,0 +1,128 @@
+"""The kernels as operations that autograd and torch.compile know.
+
+Each takes the bias of the matrix product before it, which that product has already added and whose gradient it left out:
+the backward kernel has the sum in hand, and another pass over all tokens is spared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.library import triton_op
+
+from muralist.models.fused import heads as head_kernels
+from muralist.models.fused import norm, swiglu
+
+
+@triton_op("muralist::gated_norm", mutates_args={})
+def _gated_norm(
+    x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return norm.forward(x, branch, gate, weight, shift, scale)
+
+
+@triton_op("muralist::gated_norm_backward", mutates_args={})
+def _gated_norm_backward(
+    residual: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, scale: Tensor, inverse: Tensor,
+    dy: Tensor, dresidual: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return norm.backward(residual, branch, gate, weight, scale, inverse, dy, dresidual)
+
+
+def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, branch, ctx.bias, gate, weight, _, scale = inputs
+    residual, _, inverse = output
+    ctx.bias = None if ctx.bias is None else ctx.bias.dtype
+    ctx.mark_non_differentiable(inverse)
+    ctx.save_for_backward(residual, branch, gate, weight, scale, inverse)
+
+
+def _norm_gradients(ctx: Any, dresidual: Tensor, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    residual, branch, gate, weight, scale, inverse = ctx.saved_tensors
+    dx, dbranch, dgate, dshift, dscale, dweight, dbias = _gated_norm_backward(
+        residual, branch, gate, weight, scale, inverse, dy, dresidual
+    )
+    bias = None if ctx.bias is None else dbias.to(ctx.bias)
+    # Gate, shift and scale come out of layers of one type.
+    of_sample = [gradient.to(gate.dtype) for gradient in (dgate, dshift, dscale)]
+    return dx, dbranch, bias, of_sample[0], dweight.to(weight.dtype), of_sample[1], of_sample[2]
+
+
+_gated_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
+
+
+@triton_op("muralist::heads", mutates_args={})
+def _heads(
+    qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return head_kernels.forward(qkv, q_weight, k_weight, cos, sin, heads)
+
+
+@triton_op("muralist::heads_backward", mutates_args={})
+def _heads_backward(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int,
+    dq: Tensor, dk: Tensor, dv: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return head_kernels.backward(qkv, q_weight, k_weight, cos, sin, heads, dq, dk, dv)
+
+
+def _keep_heads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    qkv, bias, *tensors, ctx.heads = inputs
+    ctx.bias = bias.dtype
+    ctx.save_for_backward(qkv, *tensors)
+
+
+def _heads_gradients(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
+    dqkv, dq_weight, dk_weight, dbias = _heads_backward(qkv, q_weight, k_weight, cos, sin, ctx.heads, dq, dk, dv)
+    return dqkv, dbias.to(ctx.bias), dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype), None, None, None
+
+
+_heads.register_autograd(_heads_gradients, setup_context=_keep_heads)
+
+
+@triton_op("muralist::swiglu", mutates_args={})
+def _swiglu(h: Tensor, bias: Tensor) -> Tensor:
+    return swiglu.forward(h)
+
+
+@triton_op("muralist::swiglu_backward", mutates_args={})
+def _swiglu_backward(h: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+    return swiglu.backward(h, dout)
+
+
+def _keep_swiglu(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    h, bias = inputs
+    ctx.bias = bias.dtype
+    ctx.save_for_backward(h)
+
+
+def _swiglu_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+    (h,) = ctx.saved_tensors
+    dh, dbias = _swiglu_backward(h, dout)
+    return dh, dbias.to(ctx.bias)
+
+
+_swiglu.register_autograd(_swiglu_gradients, setup_context=_keep_swiglu)
+
+
+def gated_norm(
+    x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x + gate * branch, and that normalised and modulated."""
+    residual, y, _ = _gated_norm(x, branch, bias, gate, weight, shift, scale)
+    return residual, y
+
+
+def rotated_heads(
+    qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys normalised and rotated, and values, [B, heads, tokens, head_dim] each."""
+    q, k, v = _heads(qkv, bias, q_weight, k_weight, cos, sin, heads)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def gated_linear_unit(h: Tensor, bias: Tensor) -> Tensor:
+    """silu of the first half times the second."""
+    return _swiglu(h, bias)

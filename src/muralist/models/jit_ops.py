@@ -1,0 +1,100 @@
+"""What lies between a JiT's matrix products, in plain PyTorch; on a GPU the same comes from kernels that touch each byte once."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_EPSILON = 1e-6
+_CAPABILITY = (8, 0)  # the first cards with bf16
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin, [tokens, head_dim / 2] each
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """Root-mean-square norm of the last dimension with a learned scale, in float32 whatever the input."""
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps=_EPSILON).to(x.dtype)
+
+
+def modulated(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """Normalised tokens [B, tokens, width], scaled and shifted by what belongs to their sample [B, width]."""
+    return rms_norm(x, weight) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def gated_sum(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
+    """A branch added to the residual stream, through the sample's gate."""
+    return x + gate.unsqueeze(1) * branch
+
+
+def gated_norm(
+    x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The residual stream with a branch added, and that modulated."""
+    if fused(x):
+        from muralist.models.fused import ops
+
+        return ops.gated_norm(x, branch, None, gate, weight, shift, scale)
+    residual = gated_sum(x, branch, gate)
+    return residual, modulated(residual, weight, shift, scale)
+
+
+def projected_norm(
+    x: Tensor, layer: nn.Linear, inner: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The residual stream with a branch added that a layer makes of its inner values, and that modulated."""
+    if fused(x):
+        from muralist.models.fused import ops
+
+        return ops.gated_norm(x, _without_bias_gradient(layer, inner), layer.bias, gate, weight, shift, scale)
+    return gated_norm(x, layer(inner), gate, weight, shift, scale)
+
+
+def rotated_heads(
+    layer: nn.Linear, x: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Rotation, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys normalised and rotated, and values, [B, heads, tokens, head_dim] each."""
+    if fused(x):
+        from muralist.models.fused import ops
+
+        qkv = _without_bias_gradient(layer, x)
+        return ops.rotated_heads(qkv, layer.bias, q_weight, k_weight, *rotation, heads)
+    q, k, v = layer(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    q = rotate(rms_norm(q, q_weight), rotation).to(v.dtype)
+    k = rotate(rms_norm(k, k_weight), rotation).to(v.dtype)
+    return q, k, v
+
+
+def gated_linear_unit(layer: nn.Linear, x: Tensor) -> Tensor:
+    """silu of the first half of the layer's channels times the second."""
+    if fused(x):
+        from muralist.models.fused import ops
+
+        return ops.gated_linear_unit(_without_bias_gradient(layer, x), layer.bias)
+    gate, value = layer(x).chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn neighbouring channels (2i, 2i + 1) of [B, heads, tokens, head_dim] as points of a plane, in float32."""
+    cos, sin = rotation
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+
+
+def fused(x: Tensor) -> bool:
+    """Whether the kernels do the work: on NVIDIA cards since 2020, where Triton is."""
+    return x.is_cuda and _kernels_run()
+
+
+@cache
+def _kernels_run() -> bool:
+    return find_spec("triton") is not None and torch.cuda.get_device_capability() >= _CAPABILITY
+
+
+def _without_bias_gradient(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer's output; the kernel that follows has the bias's gradient in hand and passes it on."""
+    return F.linear(x, layer.weight, layer.bias.detach())
