@@ -81,6 +81,7 @@ class Stepper:
     half_lives: tuple[float, float]
     micro: int = 0
     skip_non_finite: bool = False
+    graphs: bool = False
     loss_module: LossModule = field(init=False)
     module: nn.Module = field(init=False)
     scaler: torch.amp.GradScaler = field(init=False)
@@ -90,7 +91,7 @@ class Stepper:
         self.micro = self.micro or self.plan.part
         self.engine = self.strategy.engine
         self.loss_module = LossModule(self.family, self.network, self.autocast)
-        self.module = self.strategy.wrap(self.loss_module, self.optimizer, self.compiled)
+        self.module = self.strategy.wrap(self.loss_module, self.optimizer, self.compiled, self.graphs)
         self.scaler = torch.amp.GradScaler(self.engine.device.type, enabled=self.autocast is torch.float16)
         trained = self.strategy.trained(self.network)
         self.averages = [WeightAverage(trained, half_life) for half_life in self.half_lives]
@@ -127,6 +128,8 @@ class Stepper:
                 piece = slice(start, start + self.micro)
                 last = number == self.plan.parts and start == pieces[-1]
                 with self.strategy.part(last=exchange and last):
+                    if self.graphs:
+                        torch.compiler.cudagraph_mark_step_begin()
                     cut = type(encoded)(*(tensor[piece] for tensor in encoded))
                     losses = self.module(cut, self.seed, batch.numbers[piece])
                     self.strategy.backward(self.scaler.scale(losses.sum() / self.plan.share))

@@ -53,10 +53,10 @@ class Replicated:
         """Bring a whole network from host memory to where it is trained."""
         network.to(self.engine.device)
 
-    def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool) -> nn.Module:
+    def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool, graphs: bool) -> nn.Module:
         """Prepare the module whose forward is the loss."""
         if compiled:
-            module.compile()
+            module.compile(mode="reduce-overhead" if graphs else None)
         self.module = self.engine.accelerator.prepare_model(module) if self.engine.size > 1 else module
         return self.module
 
@@ -150,7 +150,7 @@ class FullyShard(Replicated):
             fully_shard(module, mesh=self.mesh)
         fully_shard(network, mesh=self.mesh)
 
-    def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool) -> nn.Module:
+    def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool, graphs: bool) -> nn.Module:
         """The network has its hooks; what is around it is compiled in pieces, between them."""
         if compiled:
             module.compile()

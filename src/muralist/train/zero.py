@@ -39,7 +39,7 @@ class Zero(Replicated):
         self.mesh = init_device_mesh(engine.device.type, (engine.size,))
         self.deepspeed: Any = None
 
-    def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool) -> nn.Module:
+    def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool, graphs: bool) -> nn.Module:
         """Hand module and optimizer to DeepSpeed; it takes over from backward to step."""
         warnings.filterwarnings(
             "ignore", category=FutureWarning, message=".*is deprecated. Please use `torch.distributed"

@@ -27,7 +27,7 @@ def _turned(value, cos, sin, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl
 
 
 @triton.jit
-def _forward(
+def _heads_forward(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, tokens, heads, half,
     EPS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _heads_backward(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr, dqkv_ptr, dweight_ptr, dbias_ptr,
     tokens, heads, half, q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head,
     EPS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
@@ -118,7 +118,7 @@ def forward(
     batch, tokens, three = qkv.shape
     head_dim = three // 3 // heads
     q, k, v = (qkv.new_empty((batch, tokens, heads, head_dim)) for _ in range(3))
-    launcher(_forward)[(batch, triton.cdiv(tokens, _TOKENS), 3)](
+    launcher(_heads_forward)[(batch, triton.cdiv(tokens, _TOKENS), 3)](
         qkv, q_weight, k_weight, cos, sin, q, k, v, tokens, heads, head_dim // 2,
         EPS=EPSILON, **_blocks(heads, head_dim),
     )  # fmt: skip
@@ -128,8 +128,8 @@ def forward(
 def backward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int,
     dq: Tensor, dk: Tensor, dv: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the layer's output, of the two norms' weights and of the layer's bias; dq, dk, dv as q, k, v."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the layer's output, of the two norms' weights [2, head_dim] and of the layer's bias."""
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     batch, tokens, three = qkv.shape
     head_dim = three // 3 // heads
@@ -138,13 +138,12 @@ def backward(
     dweight = qkv.new_empty((batch * chunks, 2, head_dim), dtype=torch.float32)
     dbias = qkv.new_empty((batch * chunks, three), dtype=torch.float32)
     given = [gradient if gradient.stride(3) == 1 else gradient.contiguous() for gradient in (dq, dk, dv)]
-    launcher(_backward)[(batch, chunks, 3)](
+    launcher(_heads_backward)[(batch, chunks, 3)](
         qkv, q_weight, k_weight, cos, sin, *given, dqkv, dweight, dbias, tokens, heads, head_dim // 2,
         *(stride for gradient in given for stride in gradient.stride()[:3]),
         EPS=EPSILON, CHUNK=_CHUNK, **_blocks(heads, head_dim),
     )  # fmt: skip
-    dq_weight, dk_weight = dweight.sum(0).unbind(0)
-    return dqkv, dq_weight, dk_weight, dbias.sum(0)
+    return dqkv, dweight.sum(0), dbias.sum(0)
 
 
 def _blocks(heads: int, head_dim: int) -> dict[str, int]:

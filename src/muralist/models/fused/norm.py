@@ -24,7 +24,7 @@ _SUMS = 5  # per program: gate, shift, scale; weight, bias
 
 
 @triton.jit
-def _forward(
+def _norm_forward(
     x_ptr, branch_ptr, gate_ptr, weight_ptr, shift_ptr, scale_ptr, residual_ptr, y_ptr, inverse_ptr,
     tokens, width, x_stride, branch_stride, gate_stride, scale_stride,
     EPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -54,7 +54,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _norm_backward(
     residual_ptr, branch_ptr, gate_ptr, weight_ptr, scale_ptr, inverse_ptr, dy_ptr, dresidual_ptr,
     dx_ptr, dbranch_ptr, sums_ptr, tokens, width, branch_stride, gate_stride, scale_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -107,7 +107,7 @@ def forward(
     x, branch = _rows(x), _rows(branch)
     residual, y = x.new_empty(x.shape), x.new_empty(x.shape)
     inverse = x.new_empty((batch, tokens), dtype=torch.float32)
-    launcher(_forward)[(batch, triton.cdiv(tokens, _ROWS))](
+    launcher(_norm_forward)[(batch, triton.cdiv(tokens, _ROWS))](
         x, branch, gate, weight, shift, scale, residual, y, inverse,
         tokens, width, x.stride(0), branch.stride(0), gate.stride(0), scale.stride(0),
         EPS=EPSILON, ROWS=_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=_WARPS,
@@ -118,21 +118,19 @@ def forward(
 def backward(
     residual: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, scale: Tensor, inverse: Tensor,
     dy: Tensor, dresidual: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, branch, gate, shift, scale, weight, and of a bias that was added to the branch."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x and branch; of gate, shift and scale, [3, B, width]; of the weight and the branch's bias, [2, width]."""
     batch, tokens, width = residual.shape
     chunks = triton.cdiv(tokens, _ROWS)
     branch = _rows(branch)
     dx, dbranch = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
     sums = residual.new_empty((_SUMS, batch, chunks, width), dtype=torch.float32)
-    launcher(_backward)[(batch, chunks)](
+    launcher(_norm_backward)[(batch, chunks)](
         residual, branch, gate, weight, scale, inverse, dy.contiguous(), dresidual.contiguous(),
         dx, dbranch, sums, tokens, width, branch.stride(0), gate.stride(0), scale.stride(0),
         ROWS=_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=_WARPS,
     )  # fmt: skip
-    dgate, dshift, dscale = sums[:3].sum(2).unbind(0)
-    dweight, dbias = sums[3:].sum((1, 2)).unbind(0)
-    return dx, dbranch, dgate, dshift, dscale, dweight, dbias
+    return dx, dbranch, sums[:3].sum(2), sums[3:].sum((1, 2))
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def _gated_norm(
 def _gated_norm_backward(
     residual: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, scale: Tensor, inverse: Tensor,
     dy: Tensor, dresidual: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return norm.backward(residual, branch, gate, weight, scale, inverse, dy, dresidual)
 
 
@@ -40,13 +40,12 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 def _norm_gradients(ctx: Any, dresidual: Tensor, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     residual, branch, gate, weight, scale, inverse = ctx.saved_tensors
-    dx, dbranch, dgate, dshift, dscale, dweight, dbias = _gated_norm_backward(
+    dx, dbranch, of_sample, of_all = _gated_norm_backward(
         residual, branch, gate, weight, scale, inverse, dy, dresidual
     )
-    bias = None if ctx.bias is None else dbias.to(ctx.bias)
-    # Gate, shift and scale come out of layers of one type.
-    of_sample = [gradient.to(gate.dtype) for gradient in (dgate, dshift, dscale)]
-    return dx, dbranch, bias, of_sample[0], dweight.to(weight.dtype), of_sample[1], of_sample[2]
+    dgate, dshift, dscale = of_sample.to(gate.dtype).unbind(0)  # they come out of layers of one type
+    dbias = None if ctx.bias is None else of_all[1].to(ctx.bias)
+    return dx, dbranch, dbias, dgate, of_all[0].to(weight.dtype), dshift, dscale
 
 
 _gated_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
@@ -63,7 +62,7 @@ def _heads(
 def _heads_backward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int,
     dq: Tensor, dk: Tensor, dv: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return head_kernels.backward(qkv, q_weight, k_weight, cos, sin, heads, dq, dk, dv)
 
 
@@ -75,8 +74,8 @@ def _keep_heads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 def _heads_gradients(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
     qkv, q_weight, k_weight, cos, sin = ctx.saved_tensors
-    dqkv, dq_weight, dk_weight, dbias = _heads_backward(qkv, q_weight, k_weight, cos, sin, ctx.heads, dq, dk, dv)
-    return dqkv, dbias.to(ctx.bias), dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype), None, None, None
+    dqkv, dweight, dbias = _heads_backward(qkv, q_weight, k_weight, cos, sin, ctx.heads, dq, dk, dv)
+    return dqkv, dbias.to(ctx.bias), dweight[0].to(q_weight.dtype), dweight[1].to(k_weight.dtype), None, None, None
 
 
 _heads.register_autograd(_heads_gradients, setup_context=_keep_heads)

@@ -18,7 +18,7 @@ _WARPS = 4
 
 
 @triton.jit
-def _forward(h_ptr, out_ptr, hidden, BLOCK: tl.constexpr):
+def _swiglu_forward(h_ptr, out_ptr, hidden, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
@@ -29,7 +29,7 @@ def _forward(h_ptr, out_ptr, hidden, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(h_ptr, dout_ptr, dh_ptr, dbias_ptr, rows, hidden, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward(h_ptr, dout_ptr, dh_ptr, dbias_ptr, rows, hidden, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
@@ -61,7 +61,7 @@ def forward(h: Tensor) -> Tensor:
     out = h.new_empty((*h.shape[:-1], hidden))
     block = min(_BLOCK, triton.next_power_of_2(hidden))
     grid = (out.numel() // hidden, triton.cdiv(hidden, block))
-    launcher(_forward)[grid](h, out, hidden, BLOCK=block, num_warps=_WARPS)
+    launcher(_swiglu_forward)[grid](h, out, hidden, BLOCK=block, num_warps=_WARPS)
     return out
 
 
@@ -74,7 +74,7 @@ def backward(h: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
     chunks = triton.cdiv(rows, _ROWS)
     sums = h.new_empty((chunks, 2 * hidden), dtype=torch.float32)
     block = min(_BLOCK, triton.next_power_of_2(hidden))
-    launcher(_backward)[(chunks, triton.cdiv(hidden, block))](
+    launcher(_swiglu_backward)[(chunks, triton.cdiv(hidden, block))](
         h, dout, dh, sums, rows, hidden, ROWS=_ROWS, BLOCK=block, num_warps=_WARPS
     )
     return dh, sums.sum(0)

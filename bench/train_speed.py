@@ -1,0 +1,214 @@
+"""How fast a JiT trains on one GPU, beside the floor of its operations and beside another implementation, in one run.
+
+python bench/train_speed.py NAME [CASE ...] [--variants fused,plain] [--other STEP.py] [--profile] [--tiny]
+
+A case is MODEL@SIZExBATCH, such as JiT-B/4@64x256. Correctness first: the kernels against float64, and a step with kernels against
+one without. Then every variant takes the same steps on data that lie on the card. STEP.py has a function
+`build(model, img_size, batch, device)` that returns a callable taking one training step of another implementation.
+Writes bench/results/NAME.json as it goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.measure_training import RESULTS, hardware
+from bench.profile_kernels import time_by_kind
+from torch import Tensor
+
+from muralist import __version__
+from muralist.data.loader import Batch
+from muralist.models import jit_ops
+from muralist.models.family import build_family
+from muralist.runfolder import write_json
+from muralist.scale.flops import matmul_rate
+from muralist.settings import DataSettings, ModelSettings, OptimSettings, TrainSettings
+from muralist.train.distributed import Engine
+from muralist.train.schedule import Clock, learning_rate, plan_batch
+from muralist.train.stepper import Stepper, build_optimizer
+from muralist.train.strategy import Replicated
+
+CASES = ["JiT-B/4@64x256", "JiT-B/4@64x64"]
+CLASSES = [str(number) for number in range(1000)]
+STEPS = 30
+
+
+def our_step(model: str, img_size: int, batch: int, device: torch.device, graphs: bool) -> Callable[[], Any]:
+    """A step of `muralist train`: draws, forward, backward, AdamW, two averages."""
+    settings = TrainSettings(
+        model=ModelSettings(name=model, img_size=img_size, enable_condition=True),
+        data=DataSettings(batch_size=batch),
+        optim=OptimSettings(warmup_steps=0),
+    )
+    family = build_family(settings, CLASSES)
+    network = family.network().to(device)
+    plan = plan_batch(settings.data, settings.optim, ranks=1)
+    stepper = Stepper(
+        family=family,
+        network=network,
+        optimizer=build_optimizer(network, settings.optim),
+        strategy=Replicated(Engine()),
+        plan=plan,
+        rate=learning_rate(settings.optim, Clock(100_000, plan.total, 1)),
+        seed=0,
+        autocast=torch.bfloat16,
+        compiled=device.type == "cuda",
+        graphs=graphs,
+        max_grad_norm=None,
+        half_lives=(7e6, 2e6),
+    )
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (batch, img_size, img_size, 3), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(0, len(CLASSES), (batch,), generator=generator)
+    data = Batch(images, labels, [], torch.arange(batch)).to(device)
+    taken = 0
+
+    def step() -> Tensor:
+        nonlocal taken
+        taken += 1
+        return stepper.step([data], images=taken * batch).loss
+
+    return step
+
+
+@contextlib.contextmanager
+def variant(name: str) -> Iterator[None]:
+    """What a name such as fused, plain, fused+cudnn or plain+flash stands for."""
+    kernels, *more = name.split("+")
+    before = jit_ops._kernels_run
+    backends = torch.backends.cuda
+    states = backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.cudnn_sdp_enabled()
+    if kernels == "plain":
+        jit_ops._kernels_run = lambda: False  # type: ignore[assignment]
+    if "cudnn" in more or "flash" in more:
+        backends.enable_flash_sdp("flash" in more)
+        backends.enable_cudnn_sdp("cudnn" in more)
+        backends.enable_mem_efficient_sdp(False)
+    try:
+        yield
+    finally:
+        jit_ops._kernels_run = before
+        for enable, state in zip(
+            (backends.enable_flash_sdp, backends.enable_mem_efficient_sdp, backends.enable_cudnn_sdp),
+            states,
+            strict=True,
+        ):
+            enable(state)
+
+
+def their_step(path: Path, model: str, img_size: int, batch: int, device: torch.device) -> Callable[[], Any]:
+    """Another implementation's step."""
+    spec = importlib.util.spec_from_file_location("other_step", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build(model, img_size, batch, device)
+
+
+def timed(step: Callable[[], Any], steps: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of a step: the mean of a row of them, and of a second row: their difference is the noise."""
+    for _ in range(8):
+        step()
+    rows = []
+    for _ in range(2):
+        finish(device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        finish(device)
+        rows.append((time.perf_counter() - start) / steps)
+    return rows[0], rows[1]
+
+
+def finish(device: torch.device) -> None:
+    """Wait for the card."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(case: str, name: str, options: argparse.Namespace, device: torch.device, rate: float) -> dict[str, Any]:
+    """One row of the table."""
+    model, img_size, batch = parsed(case)
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    family = build_family(TrainSettings(model=ModelSettings(name=model, img_size=img_size)), [])
+    with variant(name) if name != "other" else contextlib.nullcontext():
+        started = time.perf_counter()
+        if name == "other":
+            step = their_step(options.other, model, img_size, batch, device)
+        else:
+            step = our_step(model, img_size, batch, device, graphs="graphs" in name)
+        step()
+        finish(device)
+        first = time.perf_counter() - started
+        seconds, again = timed(step, options.steps, device)
+        best = min(seconds, again)
+        row = {
+            "case": case,
+            "variant": name,
+            "ms a step": round(best * 1e3, 2),
+            "ms a step, the other row": round(max(seconds, again) * 1e3, 2),
+            "images/s": round(batch / best),
+            "K tokens/s": round(batch * family.tokens_per_image() / best / 1e3, 1),
+            "share of the matmul rate": round(batch * family.flops_per_image() / best / rate, 3),
+            "seconds to the first step": round(first, 1),
+        }
+        if device.type == "cuda":
+            row["peak memory, GB"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
+            if options.profile and name != "other":
+                row["ms by kind"], row["kernels"] = time_by_kind(step, 5)
+    return row
+
+
+def parsed(case: str) -> tuple[str, int, int]:
+    """Model, image size and batch of a case."""
+    found = re.fullmatch(r"(.+)@(\d+)x(\d+)", case)
+    if not found:
+        raise SystemExit(f"{case} is not MODEL@SIZExBATCH")
+    return found[1], int(found[2]), int(found[3])
+
+
+def main() -> None:
+    """Measure every case and print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("cases", nargs="*", default=CASES)
+    parser.add_argument("--variants", default="fused,plain")
+    parser.add_argument("--other", type=Path)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rate = matmul_rate(device, torch.bfloat16)
+    result: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "hardware": hardware(),
+        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "matmul rate, TFLOP/s": round(rate / 1e12, 1),
+        "rows": [],
+    }
+    names = options.variants.split(",") + (["other"] if options.other else [])
+    for case in options.cases:
+        for name in names:
+            row = measure(case, name, options, device, rate)
+            result["rows"].append(row)
+            write_json(RESULTS / f"{options.name}.json", result)
+            print({key: value for key, value in row.items() if key != "kernels"}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

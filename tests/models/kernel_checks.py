@@ -1,0 +1,132 @@
+"""The fused kernels against float64, forward and backward, on fresh random inputs and odd shapes.
+
+`python -m tests.models.kernel_checks` runs where the kernels do: on a GPU, or anywhere with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from muralist.models.fused import ops
+
+BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+def difference(ours: Tensor, reference: Tensor) -> float:
+    """Norm of the difference over the norm of the reference; infinite where anything is not a number."""
+    ours, reference = ours.detach().double().cpu(), reference.detach().double().cpu()
+    if not ours.isfinite().all():
+        return float("inf")
+    return float((ours - reference).norm() / reference.norm().clamp_min(1e-30))
+
+
+def worst(
+    ours: Callable[..., Sequence[Tensor]], plain: Callable[..., Sequence[Tensor]], inputs: list[Tensor], leaves: int
+) -> float:
+    """The largest difference of outputs and of the gradients of the first inputs, plain being computed in float64."""
+    low = [tensor.detach().clone().requires_grad_(i < leaves) for i, tensor in enumerate(inputs)]
+    high = [tensor.detach().double().requires_grad_(i < leaves) for i, tensor in enumerate(inputs)]
+    outputs, references = ours(*low), plain(*high)
+    weights = [torch.randn_like(output) for output in outputs]
+    torch.autograd.backward(list(outputs), weights)
+    torch.autograd.backward(list(references), [weight.double() for weight in weights])
+    pairs = list(zip(outputs, references, strict=True))
+    pairs += [(mine.grad, theirs.grad) for mine, theirs in zip(low[:leaves], high[:leaves], strict=True)]  # type: ignore[misc]
+    return max(difference(*pair) for pair in pairs)
+
+
+def norm(batch: int, tokens: int, width: int, dtype: torch.dtype, device: str) -> float:
+    """Gate, residual, norm and modulation; tokens are the later part of longer samples, conditions parts of one tensor."""
+    made = {"dtype": dtype, "device": device}
+    x, branch = torch.randn(batch, tokens + 3, width, **made)[:, 3:], torch.randn(batch, tokens + 2, width, **made)[:, 2:]
+    gate = torch.randn(batch, 6 * width, **made)[:, width : 2 * width]
+    shift, scale = torch.randn(batch, 2 * width, **made).chunk(2, dim=-1)
+    weight, bias = torch.randn(2, width, device=device)
+
+    def ours(x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, bias: Tensor) -> Sequence[Tensor]:
+        return ops.gated_norm(x, branch + bias.detach().to(branch.dtype), bias, gate, weight, shift, scale)
+
+    def plain(x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, bias: Tensor) -> Sequence[Tensor]:
+        residual = x + gate[:, None] * (branch + bias)
+        normed = residual * torch.rsqrt(residual.square().mean(-1, keepdim=True) + 1e-6) * weight
+        return residual, normed * (1 + scale[:, None]) + shift[:, None]
+
+    return worst(ours, plain, [x, branch, gate, weight, shift, scale, bias], leaves=7)
+
+
+def heads(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype, device: str) -> float:
+    """Norm and rotation of queries and keys."""
+    width = count * head_dim
+    qkv = torch.randn(batch, tokens, 3 * width, dtype=dtype, device=device)
+    bias = torch.randn(3 * width, device=device)
+    q_weight, k_weight = torch.randn(2, head_dim, device=device)
+    angle = torch.randn(tokens, head_dim // 2, device=device)
+
+    def ours(qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
+        return ops.rotated_heads(qkv + bias.detach().to(qkv.dtype), bias, q_weight, k_weight, cos, sin, count)
+
+    def plain(qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
+        q, k, v = (qkv + bias).unflatten(-1, (3, count, head_dim)).permute(2, 0, 3, 1, 4)
+        q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k))
+        turned = []
+        for x, weight in ((q, q_weight), (k, k_weight)):
+            even, odd = (x * weight).unflatten(-1, (-1, 2)).unbind(-1)
+            turned.append(torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2))
+        return *turned, v
+
+    return worst(ours, plain, [qkv, bias, q_weight, k_weight, angle.cos(), angle.sin()], leaves=4)
+
+
+def swiglu(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str) -> float:
+    """The gated linear unit."""
+    h, bias = torch.randn(*shape, 2 * hidden, dtype=dtype, device=device), torch.randn(2 * hidden, device=device)
+
+    def ours(h: Tensor, bias: Tensor) -> Sequence[Tensor]:
+        return (ops.gated_linear_unit(h + bias.detach().to(h.dtype), bias),)
+
+    def plain(h: Tensor, bias: Tensor) -> Sequence[Tensor]:
+        gate, value = (h + bias).chunk(2, dim=-1)
+        return (F.silu(gate) * value,)
+
+    return worst(ours, plain, [h, bias], leaves=2)
+
+
+def main() -> None:
+    """Print every check; fail where one is over its bound."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    device = "cpu" if interpreted else "cuda"
+    failures = 0
+    # The interpreter keeps no bf16 arithmetic of its own, and is slow: small shapes there.
+    for dtype in (torch.float32,) if interpreted else (torch.float32, torch.bfloat16):
+        small = [
+            ("norm 2x17x48", norm(2, 17, 48, dtype, device)),
+            ("norm 1x33x40", norm(1, 33, 40, dtype, device)),
+            ("heads 2x9x3x8", heads(2, 9, 3, 8, dtype, device)),
+            ("heads 1x35x5x20", heads(1, 35, 5, 20, dtype, device)),
+            ("swiglu 3x15x7", swiglu((3, 15), 7, dtype, device)),
+        ]
+        large = [] if interpreted else [
+            ("norm 8x288x768", norm(8, 288, 768, dtype, device)),
+            ("norm 3x257x1280", norm(3, 257, 1280, dtype, device)),
+            ("norm 2x70x1664", norm(2, 70, 1664, dtype, device)),
+            ("heads 4x288x12x64", heads(4, 288, 12, 64, dtype, device)),
+            ("heads 3x261x16x80", heads(3, 261, 16, 80, dtype, device)),
+            ("heads 2x70x16x104", heads(2, 70, 16, 104, dtype, device)),
+            ("swiglu 4x288x2048", swiglu((4, 288), 2048, dtype, device)),
+            ("swiglu 3x261x2730", swiglu((3, 261), 2730, dtype, device)),
+        ]  # fmt: skip
+        for name, value in small + large:
+            fine = value <= BOUNDS[dtype]
+            failures += not fine
+            print(f"{'ok' if fine else 'WRONG'} {name} {dtype} {value:.2e}", flush=True)
+    if failures:
+        raise SystemExit(f"{failures} kernels differ from float64")
+
+
+if __name__ == "__main__":
+    main()
