@@ -201,7 +201,7 @@ def main() -> None:
         "matmul rate, TFLOP/s": round(rate / 1e12, 1),
         "rows": [],
     }
-    names = options.variants.split(",") + (["other"] if options.other else [])
+    names = [name for name in options.variants.split(",") if name] + (["other"] if options.other else [])
     for case in options.cases:
         for name in names:
             row = measure(case, name, options, device, rate)

@@ -48,6 +48,11 @@ def batch(images: np.ndarray, labels: list[int] | None = None, first: int = 0) -
     return Batch(torch.from_numpy(images), given, [""] * len(images), numbers), SampleKeys(3, numbers)
 
 
+def pixels(built: JiTFamily, images: np.ndarray, first: int = 0) -> torch.Tensor:
+    given, keys = batch(images, first=first)
+    return built.pixels(built.encode(given, keys), keys)
+
+
 def noise_images(count: int, size: int = 16) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
 
@@ -58,23 +63,21 @@ def noise_images(count: int, size: int = 16) -> np.ndarray:
 def test_bytes_become_minus_one_to_one_exactly() -> None:
     values = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1).repeat(3, axis=-1)
     values[0, 0, 0] = (0, 255, 51)
-    encoded = family().encode(*batch(values))
-    assert encoded.images.shape == (1, 3, 16, 16)
-    assert encoded.images[0, :, 0, 0].tolist() == pytest.approx([-1.0, 1.0, -0.6], abs=1e-7)
-    assert (encoded.images.min(), encoded.images.max()) == (-1.0, 1.0)
-    assert torch.equal(
-        ((encoded.images + 1) * 127.5).round().to(torch.uint8)[0, 0], torch.from_numpy(values[0, :, :, 0])
-    )
+    images = pixels(family(), values)
+    assert images.shape == (1, 3, 16, 16)
+    assert images[0, :, 0, 0].tolist() == pytest.approx([-1.0, 1.0, -0.6], abs=1e-7)
+    assert (images.min(), images.max()) == (-1.0, 1.0)
+    assert torch.equal(((images + 1) * 127.5).round().to(torch.uint8)[0, 0], torch.from_numpy(values[0, :, :, 0]))
 
 
 def test_flips_are_keyed_and_half_of_the_time() -> None:
     images = noise_images(1).repeat(4000, axis=0)
-    whole = family(flip=True).encode(*batch(images)).images
-    straight = family().encode(*batch(images)).images
+    whole = pixels(family(flip=True), images)
+    straight = pixels(family(), images)
     mirrored = (whole != straight).flatten(1).any(dim=1)
     assert torch.equal(whole[mirrored], straight[mirrored].flip(-1))
     assert mirrored.float().mean().item() == pytest.approx(0.5, abs=5 * 0.5 / math.sqrt(4000))
-    later = family(flip=True).encode(*batch(images[:100], first=1000)).images
+    later = pixels(family(flip=True), images[:100], first=1000)
     assert torch.equal(later, whole[1000:1100])
 
 
@@ -118,10 +121,11 @@ def test_the_loss_is_the_formula(prediction: str, compared: str) -> None:
         t_eps=0.1,
         label_drop_prob=0.3,
     )
-    x = torch.from_numpy(noise_images(400, 4)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    stored = torch.from_numpy(noise_images(400, 4))
+    x = stored.permute(0, 3, 1, 2).float() / 127.5 - 1
     labels, keys = torch.arange(400) % 4, SampleKeys(11, torch.arange(1000, 1400))
     stub = Stub()
-    loss = built.loss(stub, JiTEncoded(x, labels), keys)
+    loss = built.loss(stub, JiTEncoded(stored, labels), keys)
 
     n = keys.normal(Purpose.TIME).double()
     t = (1 / (1 + torch.exp(-(0.4 + 1.7 * n)))).view(-1, 1, 1, 1)

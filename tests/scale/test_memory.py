@@ -28,7 +28,7 @@ def kept_by_autograd(name: str, side: int, bf16: bool, images: int) -> int:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    pictures = JiTEncoded(torch.zeros(images, 3, side, side), torch.zeros(images, dtype=torch.int64))
+    pictures = JiTEncoded(torch.zeros(images, side, side, 3, dtype=torch.uint8), torch.zeros(images, dtype=torch.int64))
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),

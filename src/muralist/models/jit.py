@@ -119,20 +119,27 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight)
 
 
+class TokenConvolution(nn.Conv2d):
+    """A convolution over patches that do not overlap, which is a product with a matrix: [B, tokens, in] to [B, tokens, out]."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Transform each flattened patch, ordered (channel, row, column)."""
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
 class PatchEmbedder(nn.Module):
     """Patches to tokens through a narrow layer, [B, C, H, W] to [B, tokens, width], row by row."""
 
     def __init__(self, patch: int, channels: int, bottleneck: int, width: int) -> None:
         super().__init__()
-        self.proj1 = nn.Conv2d(channels, bottleneck, kernel_size=patch, stride=patch, bias=False)
-        self.proj2 = nn.Conv2d(bottleneck, width, kernel_size=1)
+        self.patch = patch
+        self.proj1 = TokenConvolution(channels, bottleneck, kernel_size=patch, stride=patch, bias=False)
+        self.proj2 = TokenConvolution(bottleneck, width, kernel_size=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Embed a batch of images; patches do not overlap, so both convolutions are products with a matrix."""
-        patch = self.proj1.kernel_size[0]
-        grid = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, C, rows, patch, columns, patch]
-        patches = grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        return F.linear(F.linear(patches, self.proj1.weight.flatten(1)), self.proj2.weight.flatten(1), self.proj2.bias)
+        """Embed a batch of images."""
+        grid = x.unflatten(3, (-1, self.patch)).unflatten(2, (-1, self.patch))  # [B, C, rows, patch, columns, patch]
+        return self.proj2(self.proj1(grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)))
 
 
 class TimeEmbedder(nn.Module):
@@ -246,8 +253,7 @@ class JiT(nn.Module):
     The weights mean nothing until `initialise` or `load_state_dict` has set them.
     """
 
-    # As the field names it: what is sharded and compiled as one.
-    _no_split_modules = ("Block", "PatchEmbedder", "FinalLayer")
+    _no_split_modules = ("Block", "FinalLayer")  # as the field names it: what is sharded and compiled as one
 
     def __init__(
         self,

@@ -25,9 +25,9 @@ _GUIDANCE = 2.9
 
 
 class JiTEncoded(NamedTuple):
-    """Pictures and their classes."""
+    """Pictures as they are stored, and their classes."""
 
-    images: Tensor  # [B, 3, H, W]
+    images_u8: Tensor  # [B, H, W, 3]
     labels: Tensor  # [B] int64
 
 
@@ -110,13 +110,17 @@ class JiTFamily:
         """Nothing is frozen here."""
 
     def encode(self, batch: Batch, keys: SampleKeys) -> JiTEncoded:
-        """Stored bytes to [-1, 1], mirrored or not as the sample's key says."""
+        """The stored bytes: what becomes of them is part of the loss, so that it is compiled with it."""
         labels = batch.labels if self.label_names else torch.zeros_like(batch.labels)
-        return JiTEncoded(to_unit(batch.images_u8, keys if self.random_flip else None), labels)
+        return JiTEncoded(batch.images_u8, labels)
+
+    def pixels(self, encoded: JiTEncoded, keys: SampleKeys) -> Tensor:
+        """Stored bytes to [-1, 1], [B, 3, H, W], mirrored or not as the sample's key says."""
+        return to_unit(encoded.images_u8, keys if self.random_flip else None)
 
     def loss(self, network: nn.Module, encoded: JiTEncoded, keys: SampleKeys) -> Tensor:
         """The flow objective of each sample."""
-        goal, x = self.objective, encoded.images
+        goal, x = self.objective, self.pixels(encoded, keys)
         t = flow.draw_time(keys, goal.p_mean, goal.p_std)
         e = flow.draw_noise(keys, tuple(x.shape[1:]), goal.noise_scale)
         labels = flow.drop_labels(encoded.labels, keys, goal.label_drop_prob, self.null_label)

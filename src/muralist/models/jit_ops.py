@@ -90,8 +90,13 @@ def fused(x: Tensor) -> bool:
     return x.is_cuda and _kernels_run()
 
 
-@cache
+@torch.compiler.assume_constant_result
 def _kernels_run() -> bool:
+    return _have_kernels()
+
+
+@cache
+def _have_kernels() -> bool:
     return find_spec("triton") is not None and torch.cuda.get_device_capability() >= _CAPABILITY
 
 
