@@ -1,10 +1,10 @@
 """How fast a JiT trains on one GPU, beside the floor of its operations and beside another implementation, in one run.
 
-python bench/train_speed.py NAME [CASE ...] [--variants fused,plain] [--other STEP.py] [--profile] [--tiny]
+python bench/train_speed.py NAME [CASE ...] [--variants fused,plain] [--other STEP.py] [--profile]
 
-A case is MODEL@SIZExBATCH, such as JiT-B/4@64x256. Correctness first: the kernels against float64, and a step with kernels against
-one without. Then every variant takes the same steps on data that lie on the card. STEP.py has a function
-`build(model, img_size, batch, device)` that returns a callable taking one training step of another implementation.
+A case is MODEL@SIZExBATCH, such as JiT-B/4@64x256. Every variant takes the same steps on data that lie on the card. Their
+first losses are kept beside the times; `python -m tests.models.kernel_checks` compares the kernels with float64 before. STEP.py
+has a function `build(model, img_size, batch, device)` that returns a callable taking one step of another implementation.
 Writes bench/results/NAME.json as it goes.
 """
 
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -107,13 +108,13 @@ def variant(name: str) -> Iterator[None]:
             enable(state)
 
 
-def their_step(path: Path, model: str, img_size: int, batch: int, device: torch.device) -> Callable[[], Any]:
-    """Another implementation's step."""
-    spec = importlib.util.spec_from_file_location("other_step", path)
+def loaded(path: Path) -> ModuleType:
+    """Another implementation's file."""
+    spec = importlib.util.spec_from_file_location("other", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.build(model, img_size, batch, device)
+    return module
 
 
 def timed(step: Callable[[], Any], steps: int, device: torch.device) -> tuple[float, float]:
@@ -149,12 +150,12 @@ def measure(case: str, name: str, options: argparse.Namespace, device: torch.dev
     with variant(name) if name != "other" else contextlib.nullcontext():
         started = time.perf_counter()
         if name == "other":
-            step = their_step(options.other, model, img_size, batch, device)
+            step = loaded(options.other).build(model, img_size, batch, device)
         else:
             step = our_step(model, img_size, batch, device, graphs="graphs" in name)
-        step()
-        finish(device)
+        losses = [float(step())]
         first = time.perf_counter() - started
+        losses += [float(step()) for _ in range(4)]
         seconds, again = timed(step, options.steps, device)
         best = min(seconds, again)
         row = {
@@ -166,6 +167,7 @@ def measure(case: str, name: str, options: argparse.Namespace, device: torch.dev
             "K tokens/s": round(batch * family.tokens_per_image() / best / 1e3, 1),
             "share of the matmul rate": round(batch * family.flops_per_image() / best / rate, 3),
             "seconds to the first step": round(first, 1),
+            "losses of the first steps": losses,
         }
         if device.type == "cuda":
             row["peak memory, GB"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)

@@ -43,15 +43,22 @@ def worst(
 def norm(batch: int, tokens: int, width: int, dtype: torch.dtype, device: str) -> float:
     """Gate, residual, norm and modulation; tokens are the later part of longer samples, conditions parts of one tensor."""
     made = {"dtype": dtype, "device": device}
-    x, branch = torch.randn(batch, tokens + 3, width, **made)[:, 3:], torch.randn(batch, tokens + 2, width, **made)[:, 2:]
+    x, branch = (
+        torch.randn(batch, tokens + 3, width, **made)[:, 3:],
+        torch.randn(batch, tokens + 2, width, **made)[:, 2:],
+    )
     gate = torch.randn(batch, 6 * width, **made)[:, width : 2 * width]
     shift, scale = torch.randn(batch, 2 * width, **made).chunk(2, dim=-1)
     weight, bias = torch.randn(2, width, device=device)
 
-    def ours(x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, bias: Tensor) -> Sequence[Tensor]:
+    def ours(
+        x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, bias: Tensor
+    ) -> Sequence[Tensor]:
         return ops.gated_norm(x, branch + bias.detach().to(branch.dtype), bias, gate, weight, shift, scale)
 
-    def plain(x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, bias: Tensor) -> Sequence[Tensor]:
+    def plain(
+        x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, bias: Tensor
+    ) -> Sequence[Tensor]:
         residual = x + gate[:, None] * (branch + bias)
         normed = residual * torch.rsqrt(residual.square().mean(-1, keepdim=True) + 1e-6) * weight
         return residual, normed * (1 + scale[:, None]) + shift[:, None]
@@ -67,10 +74,14 @@ def heads(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype
     q_weight, k_weight = torch.randn(2, head_dim, device=device)
     angle = torch.randn(tokens, head_dim // 2, device=device)
 
-    def ours(qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
+    def ours(
+        qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+    ) -> Sequence[Tensor]:
         return ops.rotated_heads(qkv + bias.detach().to(qkv.dtype), bias, q_weight, k_weight, cos, sin, count)
 
-    def plain(qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> Sequence[Tensor]:
+    def plain(
+        qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+    ) -> Sequence[Tensor]:
         q, k, v = (qkv + bias).unflatten(-1, (3, count, head_dim)).permute(2, 0, 3, 1, 4)
         q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k))
         turned = []

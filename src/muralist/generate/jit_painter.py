@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 from muralist.diffusion.solvers import time_grid
 from muralist.errors import UserError
@@ -59,7 +59,11 @@ class JiTPainter:
 
     def __init__(self, family: JiTFamily, network: nn.Module, settings: GenerateSettings) -> None:
         self._family, self._network = family, network
-        self._dtype = settings.dtype
+        self._autocast = _AUTOCAST[settings.dtype]
+        if self._autocast is not None:
+            _convert_products(network, self._autocast)
+        if next(network.parameters()).is_cuda:
+            network.compile(dynamic=False)
         self._sampling = _sampling(settings)
 
     @classmethod
@@ -96,15 +100,29 @@ class JiTPainter:
             )
         sampling = self._sampling if steps is None else self._sampling.model_copy(update={"steps": steps})
         device = next(self._network.parameters()).device
-        autocast = _AUTOCAST[self._dtype]
         prompts, seeds = [order.prompt for order in orders], [order.seed for order in orders]
-        hook = self._network.register_forward_hook(lambda *_: beat())
-        try:
-            with torch.autocast(device.type, autocast, enabled=autocast is not None):
-                images = self._family.sample(self._network, prompts, seeds, sampling)
-        finally:
-            hook.remove()
+        with torch.autocast(device.type, self._autocast, enabled=self._autocast is not None):
+            images = self._family.sample(_Beating(self._network, beat), prompts, seeds, sampling)
         return list(to_u8(images))
+
+
+class _Beating(nn.Module):
+    """A network that gives a sign of life at every call, outside what is compiled."""
+
+    def __init__(self, network: nn.Module, beat: Beat) -> None:
+        super().__init__()
+        self.network, self.beat = network, beat
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        self.beat()
+        return self.network(*inputs)
+
+
+def _convert_products(network: nn.Module, dtype: torch.dtype) -> None:
+    """Weights of matrix products in the type that autocast would convert them to at every call: the same pictures."""
+    for module in network.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            module.to(dtype)
 
 
 def _sampling(settings: GenerateSettings) -> SampleSettings:

@@ -120,7 +120,7 @@ class RMSNorm(nn.Module):
 
 
 class TokenConvolution(nn.Conv2d):
-    """A convolution over patches that do not overlap, which is a product with a matrix: [B, tokens, in] to [B, tokens, out]."""
+    """A convolution over patches that do not overlap, so a product with a matrix: [B, tokens, in] to [B, tokens, out]."""
 
     def forward(self, patches: Tensor) -> Tensor:
         """Transform each flattened patch, ordered (channel, row, column)."""

@@ -1,4 +1,4 @@
-"""What lies between a JiT's matrix products, in plain PyTorch; on a GPU the same comes from kernels that touch each byte once."""
+"""What lies between a JiT's matrix products, in plain PyTorch; on a GPU it comes from kernels that touch each byte once."""
 
 from __future__ import annotations
 

@@ -185,6 +185,7 @@ def _train(
         compiled=compiled,
         max_grad_norm=settings.optim.max_grad_norm,
         skip_non_finite=skip,
+        graphs=compiled and device.type == "cuda" and engine.size == 1 and not data.buckets,
         half_lives=(settings.optim.ema1_half_life, settings.optim.ema2_half_life),
         micro=0 if settings.data.micro_batch_size == "auto" else settings.data.micro_batch_size,
     )

@@ -81,7 +81,7 @@ class Stepper:
     half_lives: tuple[float, float]
     micro: int = 0
     skip_non_finite: bool = False
-    graphs: bool = False
+    graphs: bool = False  # whether the compiled step is recorded once and replayed: nothing waits for the host
     loss_module: LossModule = field(init=False)
     module: nn.Module = field(init=False)
     scaler: torch.amp.GradScaler = field(init=False)
@@ -89,6 +89,7 @@ class Stepper:
 
     def __post_init__(self) -> None:
         self.micro = self.micro or self.plan.part
+        self.graphs &= self.plan.parts == 1 and self.micro >= self.plan.part
         self.engine = self.strategy.engine
         self.loss_module = LossModule(self.family, self.network, self.autocast)
         self.module = self.strategy.wrap(self.loss_module, self.optimizer, self.compiled, self.graphs)
@@ -144,6 +145,12 @@ class Stepper:
         forward = self.module if self.strategy.in_parts else self.loss_module.forward
         return forward(encoded, seed, batch.numbers)
 
+    def _without_graphs(self) -> None:
+        """Gradients that add up over several pieces may not lie where the next replay would write."""
+        if self.graphs:
+            self.graphs = False
+            self.module = self.strategy.wrap(self.loss_module, self.optimizer, self.compiled, graphs=False)
+
     def warm_up(self, batch: Batch) -> None:
         """One throw-away backward: finds a micro batch that fits, and lets DDP settle its buckets, whose order of sums
         would otherwise differ between a fresh start and a resumed one. Nothing is left behind."""
@@ -166,6 +173,7 @@ class Stepper:
                     fix="Use a smaller model or image size, --use_amp, or a GPU that other programs leave free.",
                 )
             self.micro = next(size for size in range(self.micro // 2, 0, -1) if self.plan.part % size == 0)
+            self._without_graphs()
             log.info("Memory is short: %d images per forward pass, same result.", self.micro)
         if self.engine.size > 1:
             self._gradients([batch] * self.plan.parts)

@@ -40,9 +40,7 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 def _norm_gradients(ctx: Any, dresidual: Tensor, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     residual, branch, gate, weight, scale, inverse = ctx.saved_tensors
-    dx, dbranch, of_sample, of_all = _gated_norm_backward(
-        residual, branch, gate, weight, scale, inverse, dy, dresidual
-    )
+    dx, dbranch, of_sample, of_all = _gated_norm_backward(residual, branch, gate, weight, scale, inverse, dy, dresidual)
     dgate, dshift, dscale = of_sample.to(gate.dtype).unbind(0)  # they come out of layers of one type
     dbias = None if ctx.bias is None else of_all[1].to(ctx.bias)
     return dx, dbranch, dbias, dgate, of_all[0].to(weight.dtype), dshift, dscale

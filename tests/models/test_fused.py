@@ -1,0 +1,57 @@
+"""The fused kernels, run by Triton's interpreter here and by the GPU where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+
+def check(**environment: str) -> str:
+    command = [sys.executable, "-m", "tests.models.kernel_checks"]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_kernels_compute_what_float64_does() -> None:
+    assert check(TRITON_INTERPRET="1").count("ok ") == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_too_in_both_precisions() -> None:
+    assert check().count("ok ") == 26
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_network_with_kernels_trains_like_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    from muralist.models import jit_ops
+    from muralist.models.jit import JiT
+
+    def gradients() -> list[torch.Tensor]:
+        network = JiT(
+            32, 4, hidden_size=192, depth=4, num_heads=3, num_classes=10, in_context_len=5, in_context_start=2
+        )
+        network.initialise(0)
+        generator = torch.Generator().manual_seed(1)
+        for parameter in network.parameters():  # also those that start at nought
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+        network.cuda()
+        images = torch.randn(6, 3, 32, 32, generator=generator).cuda()
+        output = network(images, torch.linspace(0, 1, 6).cuda(), torch.arange(6).cuda())
+        output.square().mean().backward()
+        return [output, *(parameter.grad for parameter in network.parameters() if parameter.grad is not None)]
+
+    fused = gradients()
+    monkeypatch.setattr(jit_ops, "fused", lambda x: False)
+    plain = gradients()
+    assert len(fused) == len(plain) > 60
+    for ours, reference in zip(fused, plain, strict=True):
+        assert (ours - reference).norm() <= 1e-4 * reference.norm() + 1e-9
