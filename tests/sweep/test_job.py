@@ -138,6 +138,8 @@ def test_what_is_measured_is_not_made_again(
     assert f"  muralist generate --model_path {model} --num_inference_steps 2 --prompts_csv" in said.out
     assert {path.name for path in output.iterdir()} == {"prompts.jsonl", "sweep.json"}
     assert results(output)["winner"]["name"] == "weights"
+    assert main([*command, "--official_last_step"]) == 1
+    assert "Changed: official_last_step None -> True." in " ".join(capsys.readouterr().err.split())
     prepared.found.full = Score(Combination("ema2", None, None), 11.0, 10.8, 11.2, 50_000, 600.0)
     prepared.found.write()
     assert main([*command, "--full_samples", "none"]) == 0
