@@ -28,6 +28,7 @@ import torch
 from bench.measure_training import RESULTS, hardware
 
 from muralist import __version__
+from muralist.evaluate.inception_weights import read_tensors
 from muralist.runfolder import write_json
 
 CLASSES, SIDE = 10, 32
@@ -81,6 +82,10 @@ class Bench:
         """The folder of the training run."""
         return self.shop.folder / "runs" / "cifar10"
 
+    def checkpoint(self, step: int) -> Path:
+        """The folder of a checkpoint."""
+        return self.run / "checkpoints" / f"step_{step:07d}"
+
     @property
     def statistics(self) -> Path:
         """What is known of the training pictures."""
@@ -133,9 +138,8 @@ class Bench:
 
     def score(self, step: int) -> dict[str, Any]:
         """Make the pictures of a checkpoint, and measure them."""
-        checkpoint = self.run / "checkpoints" / f"step_{step:07d}"
         images, output = self.shop.folder / f"images-{step}", self.shop.folder / f"evaluation-{step}"
-        seconds = self.shop.run(f"generate-{step}", *self.generate_words(checkpoint, images))
+        seconds = self.shop.run(f"generate-{step}", *self.generate_words(self.checkpoint(step), images))
         threads = max(1, (os.cpu_count() or 1) // AT_ONCE)
         self.shop.run(f"evaluate-{step}", *self.evaluate_words(images, output), threads=threads)
         report = json.loads((output / "report.json").read_text())
@@ -146,7 +150,8 @@ class Bench:
             "fid": fid["value"],
             "fid, 95%": [fid["low"], fid["high"]],
             "kid": report["kid"],
-            "pictures": self.options.pictures,
+            "pictures": report["images"]["count"],
+            "reference pictures": report["reference"]["count"],
             "images per second": sum(gpu["images_per_second"] for gpu in report["speed"].values()),
             "seconds of generation, with loading": round(seconds, 1),
             "seconds of evaluation": report["seconds"],
@@ -183,6 +188,7 @@ def measure(name: str, options: argparse.Namespace, train_flags: list[str], fold
     started = time.perf_counter()
     bench = Bench(options, train_flags, Workshop(folder))
     bench.prompts()
+    halved = any(value.dtype is torch.float16 for value in read_tensors(Path(options.inception_weights)).values())
     stats = ("stats", options.data, "-o", bench.statistics, "--img_size", SIDE, *bench.weights)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         reference = pool.submit(bench.shop.run, "stats", *stats)  # while training still compiles
@@ -193,6 +199,7 @@ def measure(name: str, options: argparse.Namespace, train_flags: list[str], fold
         if not steps:
             raise SystemExit(f"Training ended before its first checkpoint at step {options.every}.")
         print(f"trained for {training:.0f} s, to step {metrics[-1]['step']}; checkpoints {steps}", flush=True)
+        made = json.loads((bench.checkpoint(steps[-1]) / "manifest.json").read_text())
         checkpoints: dict[int, dict[str, Any]] = {}
         futures = {pool.submit(bench.score, step): step for step in spread(steps, options.checkpoints)}
         for future in as_completed(futures):
@@ -205,6 +212,11 @@ def measure(name: str, options: argparse.Namespace, train_flags: list[str], fold
                 "command": shlex.join(["python", "bench/cifar_fid.py", *sys.argv[1:]]),
                 "commands": [f"muralist {' '.join(map(str, words))}".replace(f"{folder}/", "") for words in example],
                 "note": NOTE,
+                "model": "{model} at {img_size} px".format_map(made["model"]),
+                "total batch": made["total_batch"],
+                "inception in 16 bits": halved,
+                "solver steps": options.steps,
+                "guidance": options.guidance,
                 "hardware": hardware(),
                 "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
                 "seconds of statistics": round(statistics, 1),

@@ -2,7 +2,7 @@
 
 python scripts/halve_inception.py .cache/default_1.pt half.safetensors       (`muralist evaluate` reads what it writes)
 
-The FID of two sets of 500 CIFAR-10 pictures moves by less than 0.01. The full weights stay the ones to publish with.
+The FID of two sets of 500 CIFAR-10 pictures moves from 74.433 to 74.446. The full weights stay the ones to publish with.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 
 from muralist.evaluate.inception_weights import read_tensors
@@ -18,12 +17,9 @@ from muralist.evaluate.inception_weights import read_tensors
 
 def halve(source: Path, destination: Path) -> None:
     """Write a copy whose convolutions are float16; norms are small, and keep their precision."""
-    tensors = read_tensors(source)
-    halved = {name: value.half() if value.ndim > 1 else value.float() for name, value in tensors.items()}
+    halved = {name: value.half() if value.ndim > 1 else value for name, value in read_tensors(source).items()}
     destination.parent.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: value.contiguous() for name, value in halved.items() if torch.is_floating_point(value)}, destination
-    )
+    save_file({name: value.contiguous() for name, value in halved.items()}, destination)
 
 
 if __name__ == "__main__":
