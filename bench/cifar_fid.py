@@ -33,11 +33,11 @@ from muralist.runfolder import write_json
 
 CLASSES, SIDE = 10, 32
 BATCH = 250  # of generation: 5,000 pictures fill batches of this size well, and they fill the GPU
-AT_ONCE = 3
+AT_ONCE = 6  # checkpoints in work, of which some start while others paint or are measured
 PATIENCE = 120.0  # seconds for the last checkpoint of a training that is told to stop
 LINES_SHOWN = 30
 NOTE = (
-    f"The reference are the training pictures. {AT_ONCE} checkpoints share the GPU at a time: alone, each would be faster. "
+    f"The reference are the training pictures. Up to {AT_ONCE} checkpoints share the GPU: alone, each would be faster. "
     "Seconds since the command count imports and compiling; seconds of steps do not, nor the writing of checkpoints."
 )
 
@@ -194,7 +194,8 @@ def measure(name: str, options: argparse.Namespace, train_flags: list[str], fold
         reference = pool.submit(bench.shop.run, "stats", *stats)  # while training still compiles
         began, training = bench.train()
         statistics = reference.result()
-        metrics = [json.loads(line) for line in (bench.run / "metrics.jsonl").read_text().splitlines()]
+        written = bench.run / "metrics.jsonl"
+        metrics = [json.loads(line) for line in written.read_text().splitlines()] if written.is_file() else []
         steps = measured_steps(metrics, options.every)
         if not steps:
             raise SystemExit(f"Training ended before its first checkpoint at step {options.every}.")
@@ -238,7 +239,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=int, default=6, help="how many are scored")
     parser.add_argument("--pictures", type=int, default=5000, help="of each checkpoint")
     parser.add_argument("--steps", type=int, default=10, help="of the solver")
-    parser.add_argument("--guidance", type=float, default=1.5, help="guidance scale; 1: none")
+    parser.add_argument("--guidance", type=float, default=1.0, help="guidance scale; 1: none")
     options, train_flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         measure(options.name, options, train_flags, Path(folder))
