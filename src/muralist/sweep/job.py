@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations as combinations_of_two
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -267,7 +268,7 @@ def _generate_settings(
     )
 
 
-def _last_step(settings: SweepSettings) -> dict[str, bool]:
+def _last_step(settings: SweepSettings) -> dict[str, Any]:
     """Said only where it was asked for: sweeps from before there was a choice go on."""
     return {"official_last_step": True} if settings.official_last_step else {}
 
