@@ -119,6 +119,20 @@ def test_the_interval_of_guidance(pets: tuple[Path, JiTFamily, torch.nn.Module])
         check_model(given(run, guidance_interval=(0.5, 0.2)))
 
 
+def test_the_official_last_step(pets: tuple[Path, JiTFamily, torch.nn.Module]) -> None:
+    run, chosen, network = pets
+
+    def painted(**changes: Any) -> np.ndarray:
+        return paint(painter_of(run, num_inference_steps=50, **changes), DOG)[0]
+
+    sampling = SampleSettings(steps=50, guidance=2.9, official_last_step=True)
+    official = painted(official_last_step=True)
+    assert np.array_equal(official, to_u8(chosen.sample(network, ["dog"], [3], sampling))[0])
+    assert (
+        differ(official, painted()) > 0
+    )  # the noise that it leaves: 1 - t is 0.02 in the last step, the clamp at 0.05
+
+
 def test_which_weights(pets: tuple[Path, JiTFamily, torch.nn.Module], tmp_path: Path) -> None:
     _, chosen, network = pets
     run = checkpoint(tmp_path / "run", chosen.describe(), network.state_dict())
@@ -154,8 +168,11 @@ def test_what_shapes_a_picture_is_part_of_its_identity(
         return check_model(given(tmp_path / "official.pth", **changes)).identity
 
     usual = identity()
-    assert not {"weights", "guidance_interval"} & usual.keys()  # as in folders of earlier versions
-    assert identity(weights="ema1", guidance_interval=(0.1, 1)) == usual
+    assert (
+        not {"weights", "guidance_interval", "official_last_step"} & usual.keys()
+    )  # as in folders of earlier versions
+    assert identity(weights="ema1", guidance_interval=(0.1, 1), official_last_step=False) == usual
+    assert identity(official_last_step=True) == usual | {"official_last_step": True}
     assert identity(weights="ema2", guidance_interval=(0, 1)) == usual | {
         "weights": "ema2",
         "guidance_interval": [0, 1],

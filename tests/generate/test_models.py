@@ -105,7 +105,7 @@ def test_a_lora_that_is_not_there(tiny_pipeline: Build, tmp_path: Path) -> None:
 
 
 def test_flags_of_jit_are_refused_elsewhere(tiny_pipeline: Build) -> None:
-    for changes in ({"weights": "ema1"}, {"guidance_interval": (0.1, 1)}):
+    for changes in ({"weights": "ema1"}, {"guidance_interval": (0.1, 1)}, {"official_last_step": True}):
         (flag,) = changes
         with pytest.raises(UserError, match=f"--{flag} is for JiT models, and this is a pipeline of diffusers"):
             check_model(given(tiny_pipeline("sd"), **changes))

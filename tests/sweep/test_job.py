@@ -138,12 +138,41 @@ def test_what_is_measured_is_not_made_again(
     assert f"  muralist generate --model_path {model} --num_inference_steps 2 --prompts_csv" in said.out
     assert {path.name for path in output.iterdir()} == {"prompts.jsonl", "sweep.json"}
     assert results(output)["winner"]["name"] == "weights"
+    assert main([*command, "--official_last_step"]) == 1
+    assert "Changed: official_last_step None -> True." in " ".join(capsys.readouterr().err.split())
     prepared.found.full = Score(Combination("ema2", None, None), 11.0, 10.8, 11.2, 50_000, 600.0)
     prepared.found.write()
     assert main([*command, "--full_samples", "none"]) == 0
     assert results(output)["full"] is None  # another was the best then
     assert main([*command, "--num_inference_steps", "3"]) == 1
     assert "Changed: num_inference_steps 2 -> 3." in capsys.readouterr().err
+
+
+def test_the_official_last_step_is_generates_too(
+    statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, weights = tmp_path / "model.safetensors", inception_weights()
+    save_file(network_of(family()).state_dict(), model)
+    output = tmp_path / "out"
+    output.mkdir()
+    settings = SweepSettings(
+        model_path=str(model),
+        reference=str(statistics),
+        output_dir=str(output),
+        official_last_step=True,
+        num_inference_steps=2,
+        inception_weights=str(weights),
+    )
+    prepared = Sweep.prepare(settings)
+    assert prepared.model.identity["official_last_step"] is True  # so its pictures are made that way
+    prepared.found.scores[prepared.tried[0]] = Score(prepared.tried[0], 12.0, 11.5, 12.5, 8192, 60.0)
+    prepared.found.write()
+    more = ("--full_samples", "none", "--inception_weights", weights)
+    assert main(words(model, statistics, output, "--official_last_step", *more)) == 0
+    told = f"  muralist generate --model_path {model} --official_last_step --num_inference_steps 2 --prompts_csv"
+    assert told in capsys.readouterr().out
+    assert main(words(model, statistics, output, *more)) == 1
+    assert "Changed: official_last_step True -> None." in capsys.readouterr().err
 
 
 def test_averages_that_are_equal_are_tried_once(pets: Path, statistics: Path, tmp_path: Path) -> None:

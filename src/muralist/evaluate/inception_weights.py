@@ -55,7 +55,7 @@ def find_weights(given: str | None) -> tuple[Path | None, str]:
 
 def load_inception(file: Path) -> Inception:
     """The network with the weights of a file, ready to compute."""
-    tensors = _read(file)
+    tensors = read_tensors(file)
     if any(name.startswith("AuxLogits.") for name in tensors):
         raise UserError(
             f"{file} holds torchvision's Inception, on which FID is not defined.",
@@ -87,13 +87,14 @@ def load_inception(file: Path) -> Inception:
 
 def load_classifier(file: Path) -> np.ndarray | None:
     """The weights from features to logits [classes, 2048], where a file holds them: not every one does."""
-    weight = _read(file).get("fc.weight")
+    weight = read_tensors(file).get("fc.weight")
     if weight is None or weight.ndim != 2 or weight.shape[1] != FEATURES:
         return None
     return weight.float().numpy()
 
 
-def _read(file: Path) -> dict[str, Tensor]:
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Everything in a file, under the names it has there."""
     try:
         if file.suffix == ".safetensors":
             return load_file(file)

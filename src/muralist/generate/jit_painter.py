@@ -129,7 +129,10 @@ def _sampling(settings: GenerateSettings) -> SampleSettings:
     """Guidance is on in its interval, until the cut."""
     low, high = settings.guidance_interval
     sampling = SampleSettings(
-        steps=settings.num_inference_steps, guidance=settings.guidance_scale, interval=(low, high)
+        steps=settings.num_inference_steps,
+        guidance=settings.guidance_scale,
+        interval=(low, high),
+        official_last_step=settings.official_last_step,
     )
     if settings.cfg_truncation_step is None:
         return sampling

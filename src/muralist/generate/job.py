@@ -276,12 +276,13 @@ class _Command:
             guidance += " between {:g} and {:g}".format(*settings.guidance_interval)
         if settings.cfg_truncation_step is not None:
             guidance += f" for {settings.cfg_truncation_step} steps"
+        last = ", the official last step" if settings.official_last_step else ""
         clip = f" of {settings.num_frames} frames" if settings.num_frames > 1 else ""
         weights = f", {settings.weights}" if "weights" in self.identity else ""
         return (
             f"{todo:,} {self._things(todo)}{clip}, {height} x {width}, from {settings.prompts_csv} with "
-            f"{self.identity['model']} ({settings.dtype}{weights}, {settings.num_inference_steps} steps, {guidance}) on "
-            f"{len(labels)} {kind[len(labels) > 1]}: {' '.join(labels)}. Loading the model."
+            f"{self.identity['model']} ({settings.dtype}{weights}, {settings.num_inference_steps} steps, {guidance}{last}) "
+            f"on {len(labels)} {kind[len(labels) > 1]}: {' '.join(labels)}. Loading the model."
         )
 
     def _things(self, count: int = 0) -> str:

@@ -144,7 +144,7 @@ def _trained_hunyuan(path: Path, description: dict[str, Any], settings: Generate
 
 
 def _refuse_jit_flags(settings: GenerateSettings, kind: str) -> None:
-    for flag in ("weights", "guidance_interval"):
+    for flag in ("weights", "guidance_interval", "official_last_step"):
         if flag in settings.model_fields_set:
             raise UserError(f"--{flag} is for JiT models, and this is {kind}.", fix="Leave it out.")
 
@@ -185,9 +185,10 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
 
 def _unusual(settings: GenerateSettings) -> dict[str, Any]:
     """Settings of JiT alone that are not the default: a folder made before there were such settings stays what it is."""
-    told = {"weights": settings.weights, "guidance_interval": list(settings.guidance_interval)}
+    told = {name: getattr(settings, name) for name in ("weights", "guidance_interval", "official_last_step")}
     usual = {name: GenerateSettings.model_fields[name].default for name in told}
-    return {name: value for name, value in told.items() if getattr(settings, name) != usual[name]}
+    unusual = {name: value for name, value in told.items() if value != usual[name]}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in unusual.items()}
 
 
 def _settled(height: int, width: int, guidance: float, frames: int) -> dict[str, Any]:

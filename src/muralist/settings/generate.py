@@ -32,6 +32,8 @@ class GenerateSettings(Section):
     """Classifier-free guidance scale; auto: 7.5, for JiT 2.9."""
     guidance_interval: tuple[Fraction, Fraction] = (0.1, 1.0)
     """JiT: the times, from 0 (noise) to 1 (picture), between which guidance is on."""
+    official_last_step: bool = False
+    """JiT: reproduce the official sampler, whose clamp of 1 - t leaves noise in the last step."""
     weights: Literal["model", "ema1", "ema2"] = "ema1"
     """JiT: which weights of a run, a checkpoint or an official file: as trained, or one of the two averages."""
     negative_prompt: str = ""

@@ -27,6 +27,8 @@ class SweepSettings(Section):
     """Guidance scales to try; 1 is none. The paper's: $(seq 1 0.1 4)."""
     guidance_interval: list[str] = ["0.1,1"]
     """Intervals to try, each as LOW,HIGH: times from 0 (noise) to 1 (picture) between which guidance is on."""
+    official_last_step: bool = False
+    """Reproduce the official sampler, whose clamp of 1 - t leaves noise in the last step."""
     num_samples: _Count = 8192
     """Pictures of each combination, evenly over the classes; the same classes and seeds for all."""
     full_samples: _Count | None = 50_000

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations as combinations_of_two
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -118,7 +119,7 @@ class Sweep:
         reference = Reference.find(Path(settings.reference).expanduser(), root)
         common = {name: model.identity[name] for name in ("model", "fingerprint")}
         common |= {name: getattr(settings, name) for name in ("num_inference_steps", "num_samples", "seed_start")}
-        common |= {"reference": reference.digest, "inception": inception.digest}
+        common |= {"reference": reference.digest, "inception": inception.digest} | _last_step(settings)
         found = Found.open(root / RESULTS, str(model_path), common)
         for note in notes:
             log.info("%s", note)
@@ -243,7 +244,8 @@ class Sweep:
             said.append(
                 f"With {full.images:,} other pictures its FID is {full.fid:.2f} ({full.low:.2f} to {full.high:.2f})."
             )
-        flags = ("--model_path", shlex.quote(str(self.model_path)), best.flags, "--num_inference_steps")
+        last_step = "--official_last_step" if self.settings.official_last_step else ""
+        flags = ("--model_path", shlex.quote(str(self.model_path)), best.flags, last_step, "--num_inference_steps")
         command = " ".join(filter(None, ("muralist generate", *flags, str(self.settings.num_inference_steps))))
         said.append(f"All numbers are in {self.root / RESULTS}. To make pictures so:")
         said.append(f"  {command} --prompts_csv TABLE --output_dir IMAGES")
@@ -261,8 +263,14 @@ def _generate_settings(
         model_path=str(model_path),
         gpu_ids=settings.gpu_ids,
         num_inference_steps=settings.num_inference_steps,
+        **_last_step(settings),
         **(combination.chosen if combination else {}),
     )
+
+
+def _last_step(settings: SweepSettings) -> dict[str, Any]:
+    """Said only where it was asked for: sweeps from before there was a choice go on."""
+    return {"official_last_step": True} if settings.official_last_step else {}
 
 
 def _equal_weights(model_path: Path, sets: Sequence[Which]) -> dict[Which, Which]:

@@ -86,8 +86,8 @@ class Found:
                 f"{path} is damaged.", fix="Delete it: pictures and features stay, and the same command measures again."
             ) from None
         if scores and earlier != settings:
-            names = [name for name in settings if settings[name] != earlier.get(name)]
-            told = "; ".join(f"{name} {earlier.get(name)!s:.16} -> {settings[name]!s:.16}" for name in names)
+            names = [name for name in earlier | settings if settings.get(name) != earlier.get(name)]
+            told = "; ".join(f"{name} {earlier.get(name)!s:.16} -> {settings.get(name)!s:.16}" for name in names)
             raise UserError(
                 f"{path.parent} holds a sweep with other settings.",
                 f"Changed: {told}. Its model was {before.get('model_path')}.",

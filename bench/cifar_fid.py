@@ -1,0 +1,249 @@
+"""The FID of a JiT along its training: bench/results/NAME.json, from which scripts/draw_fid_curve.py draws the curve.
+
+python bench/cifar_fid.py NAME --data cifar10.npz --inception_weights WEIGHTS [--seconds 240] [any flag of muralist train]
+
+Runs `muralist stats` of the training pictures, `muralist train` until its seconds are over, then `muralist generate` and
+`muralist evaluate` for some of its checkpoints, each as a user would; from one of these to the next, training has gone on
+by about the same factor. Starting a process takes as long as making its pictures: a few checkpoints are worked on at
+once, and share the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.measure_training import RESULTS, hardware
+
+from muralist import __version__
+from muralist.evaluate.inception_weights import read_tensors
+from muralist.runfolder import write_json
+
+CLASSES, SIDE = 10, 32
+BATCH = 250  # of generation: 5,000 pictures fill batches of this size well, and they fill the GPU
+AT_ONCE = 6  # checkpoints in work, of which some start while others paint or are measured
+PATIENCE = 120.0  # seconds for the last checkpoint of a training that is told to stop
+LINES_SHOWN = 30
+NOTE = (
+    f"The reference are the training pictures. Up to {AT_ONCE} checkpoints share the GPU: alone, each would be faster. "
+    "Seconds since the command count imports and compiling; seconds of steps do not, nor the writing of checkpoints."
+)
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A folder in which commands are run, each with a log of its own."""
+
+    folder: Path
+
+    def start(self, name: str, *words: object, threads: int | None = None) -> subprocess.Popen[bytes]:
+        """Begin a muralist command."""
+        surroundings = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+        with (self.folder / f"{name}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "muralist", *map(str, words)], stdout=log, stderr=log, env=surroundings
+            )
+
+    def check(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        """Wait for a command to end, and end with it where it failed."""
+        if process.wait():
+            lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
+            raise SystemExit("\n".join([f"{name} failed:", *lines[-LINES_SHOWN:]]))
+
+    def run(self, name: str, *words: object, threads: int | None = None) -> float:
+        """Run a command to its end; returns its seconds."""
+        started = time.perf_counter()
+        self.check(name, self.start(name, *words, threads=threads))
+        return time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One call of this script."""
+
+    options: argparse.Namespace
+    train_flags: list[str]
+    shop: Workshop
+
+    @property
+    def run(self) -> Path:
+        """The folder of the training run."""
+        return self.shop.folder / "runs" / "cifar10"
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of a checkpoint."""
+        return self.run / "checkpoints" / f"step_{step:07d}"
+
+    @property
+    def statistics(self) -> Path:
+        """What is known of the training pictures."""
+        return self.shop.folder / "training.npz"
+
+    @property
+    def weights(self) -> tuple[str, str]:
+        """The flag that names Inception's weights."""
+        return "--inception_weights", self.options.inception_weights
+
+    def train_words(self) -> list[str]:
+        """The training; its learning rate is constant, so that it may end at any step."""
+        place = ["--results_dir", str(self.run.parent), "--run_name", self.run.name]
+        words = "train --config configs/cifar10.yaml --lr_schedule constant --epochs 1000 --keep_last 60"
+        words += f" --ckpt_every {self.options.every} --samples_per_gpu 0 --log_every 50"
+        return [*words.split(), "--data_path", self.options.data, *place, *self.train_flags]
+
+    def generate_words(self, checkpoint: Path, images: Path) -> list[object]:
+        """The classes in turn, with the average of the weights."""
+        chosen = self.options
+        words = f"generate --weights ema1 --guidance_scale {chosen.guidance:g} --num_inference_steps {chosen.steps}"
+        words += f" --batch_size {min(BATCH, chosen.pictures)}"
+        return [*words.split(), "--model_path", checkpoint, "--prompts_csv", self.prompts(), "--output_dir", images]
+
+    def evaluate_words(self, images: Path, output: Path) -> list[object]:
+        """FID and what else there is of the pictures, against the training pictures."""
+        return ["evaluate", "--images", images, "--reference", self.statistics, "--output_dir", output, *self.weights]
+
+    def prompts(self) -> Path:
+        """A table of the classes in turn."""
+        path = self.shop.folder / "prompts.csv"
+        if not path.is_file():
+            path.write_text("prompt\n" + "".join(f"{row % CLASSES}\n" for row in range(self.options.pictures)))
+        return path
+
+    def train(self) -> tuple[float, float]:
+        """Train until it ends or its time is over; returns when it began, and its seconds."""
+        began, started = time.time(), time.perf_counter()
+        process = self.shop.start("train", *self.train_words())
+        try:
+            process.wait(self.options.seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self.shop.check("train", process)
+        return began, time.perf_counter() - started
+
+    def score(self, step: int) -> dict[str, Any]:
+        """Make the pictures of a checkpoint, and measure them."""
+        images, output = self.shop.folder / f"images-{step}", self.shop.folder / f"evaluation-{step}"
+        seconds = self.shop.run(f"generate-{step}", *self.generate_words(self.checkpoint(step), images))
+        threads = max(1, (os.cpu_count() or 1) // AT_ONCE)
+        self.shop.run(f"evaluate-{step}", *self.evaluate_words(images, output), threads=threads)
+        report = json.loads((output / "report.json").read_text())
+        if report["images"]["count"] != self.options.pictures:
+            raise SystemExit(f"{images} holds {report['images']['count']} pictures, not {self.options.pictures}.")
+        fid = report["scores"]["fid"]
+        return {
+            "fid": fid["value"],
+            "fid, 95%": [fid["low"], fid["high"]],
+            "kid": report["kid"],
+            "pictures": report["images"]["count"],
+            "reference pictures": report["reference"]["count"],
+            "images per second": sum(gpu["images_per_second"] for gpu in report["speed"].values()),
+            "seconds of generation, with loading": round(seconds, 1),
+            "seconds of evaluation": report["seconds"],
+        }
+
+
+def measured_steps(metrics: list[dict[str, Any]], every: int) -> list[int]:
+    """The steps that have a regular checkpoint: those at which the held-out loss was measured."""
+    return [line["step"] for line in metrics if line["step"] % every == 0 and "val/loss" in line]
+
+
+def spread(steps: list[int], count: int) -> list[int]:
+    """The first, the last, and those nearest to equal factors between them."""
+    first, last = steps[0], steps[-1]
+    wanted = [first * (last / first) ** (index / max(1, count - 1)) for index in range(count - 1)] + [last]
+    return sorted({min(steps, key=lambda step: abs(step - goal)) for goal in wanted})
+
+
+def along(metrics: list[dict[str, Any]], step: int, began: float) -> dict[str, Any]:
+    """Where training was at a step."""
+    before = [line for line in metrics if line["step"] <= step]
+    here, batch = before[-1], before[-1]["images"] / before[-1]["step"]
+    return {
+        "step": step,
+        "images": here["images"],
+        "seconds since the command": round(here["time"] - began, 1),
+        "seconds of steps": round(sum(batch / line["train/samples_per_second"] for line in before), 1),
+        "val/loss": here["val/loss"],
+    }
+
+
+def measure(name: str, options: argparse.Namespace, train_flags: list[str], folder: Path) -> None:
+    """Train, then score; what is known is on disk after every checkpoint."""
+    started = time.perf_counter()
+    bench = Bench(options, train_flags, Workshop(folder))
+    bench.prompts()
+    halved = any(value.dtype is torch.float16 for value in read_tensors(Path(options.inception_weights)).values())
+    stats = ("stats", options.data, "-o", bench.statistics, "--img_size", SIDE, *bench.weights)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        reference = pool.submit(bench.shop.run, "stats", *stats)  # while training still compiles
+        began, training = bench.train()
+        statistics = reference.result()
+        written = bench.run / "metrics.jsonl"
+        metrics = [json.loads(line) for line in written.read_text().splitlines()] if written.is_file() else []
+        steps = measured_steps(metrics, options.every)
+        if not steps:
+            raise SystemExit(f"Training ended before its first checkpoint at step {options.every}.")
+        print(f"trained for {training:.0f} s, to step {metrics[-1]['step']}; checkpoints {steps}", flush=True)
+        made = json.loads((bench.checkpoint(steps[-1]) / "manifest.json").read_text())
+        checkpoints: dict[int, dict[str, Any]] = {}
+        futures = {pool.submit(bench.score, step): step for step in spread(steps, options.checkpoints)}
+        for future in as_completed(futures):
+            step = futures[future]
+            checkpoints[step] = along(metrics, step, began) | future.result()
+            print(checkpoints[step], flush=True)
+            example = (bench.train_words(), bench.generate_words(Path("CHECKPOINT"), Path("IMAGES")), stats,
+                       bench.evaluate_words(Path("IMAGES"), Path("EVALUATION")))  # fmt: skip
+            content = {
+                "command": shlex.join(["python", "bench/cifar_fid.py", *sys.argv[1:]]),
+                "commands": [f"muralist {' '.join(map(str, words))}".replace(f"{folder}/", "") for words in example],
+                "note": NOTE,
+                "model": "{model} at {img_size} px".format_map(made["model"]),
+                "total batch": made["total_batch"],
+                "inception in 16 bits": halved,
+                "solver steps": options.steps,
+                "guidance": options.guidance,
+                "hardware": hardware(),
+                "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+                "seconds of statistics": round(statistics, 1),
+                "seconds of training, start to end": round(training, 1),
+                "seconds of all": round(time.perf_counter() - started, 1),
+                "checkpoints": [checkpoints[step] for step in sorted(checkpoints)],
+            }
+            write_json(RESULTS / f"{name}.json", content)
+
+
+def main() -> None:
+    """Read the options and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="of the file in bench/results")
+    parser.add_argument("--data", required=True, help="CIFAR-10 as .npz: train_x, train_y, test_x, test_y")
+    parser.add_argument("--inception_weights", required=True, help="as of evaluate")
+    parser.add_argument("--seconds", type=float, default=240.0, help="of training, from its command on")
+    parser.add_argument("--every", type=int, default=100, help="optimizer steps between checkpoints")
+    parser.add_argument("--checkpoints", type=int, default=6, help="how many are scored")
+    parser.add_argument("--pictures", type=int, default=5000, help="of each checkpoint")
+    parser.add_argument("--steps", type=int, default=10, help="of the solver")
+    parser.add_argument("--guidance", type=float, default=1.0, help="guidance scale; 1: none")
+    options, train_flags = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(options.name, options, train_flags, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The curve of FID in docs/evaluating.md: picture and section, both out of what bench/cifar_fid.py measured.
+
+python scripts/draw_fid_curve.py docs       writes docs/cifar-fid.svg, and the section into docs/evaluating.md
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from html import escape
+from pathlib import Path
+from typing import Any
+
+MEASURED = Path(__file__).parent.parent / "bench" / "results" / "cifar_fid_h200.json"
+PICTURE, PAGE = "cifar-fid.svg", "evaluating.md"
+HEADING, NEXT = "## A model that learns", "## What they do not say"
+HALVED = "Inception's weights were carried in 16 bits (`scripts/halve_inception.py`), which moves FID by about 0.01."
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 400, 60, 48, 64, 56
+PAPER, INK, FAINT, LINE, COLOUR = "#faf8f4", "#20222a", "#6b6d76", "#e4e0d6", "#2f6f9f"
+
+
+def draw(measured: dict[str, Any]) -> str:
+    """FID over images seen, both from nothing, the images by factors."""
+    rows = measured["checkpoints"]
+    wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+    first, last = math.log2(rows[0]["images"]), math.log2(rows[-1]["images"])
+    step = _round_step(max(row["fid"] for row in rows))
+    most = step * math.ceil(max(row["fid, 95%"][1] for row in rows) / step)
+
+    def across(images: float) -> float:
+        return LEFT + 24 + (wide - 24) * (math.log2(images) - first) / max(1e-9, last - first)
+
+    def down(fid: float) -> float:
+        return TOP + high * (1 - fid / most)
+
+    title = f"FID of {measured['model']} on CIFAR-10, by images seen in training"
+    parts = [_text(LEFT, 26, title, INK, "start", 15)]
+    for fid in range(0, most + 1, step):
+        y = down(fid)
+        parts.append(f'<line x1="{LEFT}" y1="{y:.0f}" x2="{WIDTH - RIGHT}" y2="{y:.0f}" stroke="{LINE}"/>')
+        parts.append(_text(LEFT - 8, y + 4, str(fid), anchor="end"))
+    points = [(across(row["images"]), down(row["fid"])) for row in rows]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOUR}" stroke-width="2"/>')
+    for row, (x, y) in zip(rows, points, strict=True):
+        top, bottom = (down(fid) for fid in reversed(row["fid, 95%"]))
+        parts.append(f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="{COLOUR}"/>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLOUR}"/>')
+        parts.append(_text(x, y - 12, f"{row['fid']:.0f}", INK))
+        parts.append(_text(x, HEIGHT - BOTTOM + 20, f"{row['images']:,}"))
+    count, gpu = rows[0]["pictures"], measured["hardware"].get("gpu", "CPU")
+    below = (
+        f"images seen; {count:,} pictures at each point, lines are 95%; {gpu}, torch {measured['versions']['torch']}"
+    )
+    parts.append(_text(LEFT, HEIGHT - 14, below, anchor="start", size=11))
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'font-family="system-ui, sans-serif" role="img" aria-label="{escape(title)}">'
+    )
+    return "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{PAPER}"/>', *parts, "</svg>", ""])
+
+
+def section(measured: dict[str, Any]) -> str:
+    """The section of the page, from its heading on."""
+    rows = measured["checkpoints"]
+    first, last = rows[0], rows[-1]
+    guidance = f"guidance {measured['guidance']:g}" if measured["guidance"] != 1 else "no guidance"
+    table = [
+        f"| {row['images']:,} | {row['seconds of steps']:.0f} s | {row['val/loss']:.4f} | {row['fid']:.1f} "
+        f"({row['fid, 95%'][0]:.1f} to {row['fid, 95%'][1]:.1f}) | {row['kid']:.4f} |"
+        for row in rows
+    ]
+    gpu, torch = measured["hardware"].get("gpu", "CPU"), measured["versions"]["torch"]
+    lines = [
+        HEADING,
+        "",
+        f"![FID of a JiT on CIFAR-10, checkpoint by checkpoint]({PICTURE})",
+        "",
+        f"*From FID {first['fid']:.1f} to {last['fid']:.1f}: {measured['model']} on {last['reference pictures']:,} images "
+        f"of CIFAR-10, batch {measured['total batch']}, constant learning rate.",
+        f"{last['pictures']:,} pictures of each checkpoint, by its average of the weights, "
+        f"in {measured['solver steps']} steps with {guidance}.",
+        f"{gpu}, torch {torch}, {measured['seconds of all'] / 60:.1f} minutes for everything: `bench/cifar_fid.py`.*",
+        "",
+        "| images seen | time of the steps | held-out loss | FID (95%) | KID |",
+        "|---|---|---|---|---|",
+        *table,
+        "",
+        "The reference are the images the model was trained on, and a model that copied them would do well. That is why",
+        "the held-out loss stands beside it. FIDs of so few pictures are higher than published ones, which are of 50,000.",
+        *([HALVED] if measured["inception in 16 bits"] else []),
+        "",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def with_section(page: str, measured: dict[str, Any]) -> str:
+    """The page with the section as it is now, in its place."""
+    without = re.sub(rf"^{re.escape(HEADING)}\n.*?(?=^{re.escape(NEXT)}\n)", "", page, flags=re.DOTALL | re.MULTILINE)
+    before, after = without.split(f"{NEXT}\n")
+    return f"{before}{section(measured)}{NEXT}\n{after}"
+
+
+def _round_step(most: float) -> int:
+    """A round number of which about five reach the top."""
+    return next(step for step in (10, 20, 50, 100, 200) if most / step <= 6)
+
+
+def _text(x: float, y: float, words: str, colour: str = FAINT, anchor: str = "middle", size: int = 12) -> str:
+    style = f'fill="{colour}" font-size="{size}" text-anchor="{anchor}"'
+    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{escape(words, quote=False)}</text>'
+
+
+def main(folder: Path) -> None:
+    """Write picture and section into a folder of pages."""
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    (folder / PICTURE).write_text(draw(measured), encoding="utf-8")
+    page = folder / PAGE
+    page.write_text(with_section(page.read_text(encoding="utf-8"), measured), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
