@@ -2,7 +2,7 @@
 
 python bench/jit_generate_speed.py NAME [CASE ...] [--other SAMPLER.py]        a case is MODEL@SIZExBATCH
 
-50 Heun steps, guidance 2.9 on [0.1, 1], bf16, random weights. SAMPLER.py has a function `build_sampler(model, img_size, batch,
+50 Heun steps, guidance 2.9 on [0.1, 1], bf16, random weights. SAMPLER.py has `build_sampler(model, img_size, batch,
 device)` that returns a callable making one batch of pictures. Writes bench/results/NAME.json as it goes.
 """
 

@@ -133,6 +133,16 @@ def test_the_official_last_step(pets: tuple[Path, JiTFamily, torch.nn.Module]) -
     )  # the noise that it leaves: 1 - t is 0.02 in the last step, the clamp at 0.05
 
 
+def test_half_precision_is_what_autocast_makes_of_whole_weights(
+    pets: tuple[Path, JiTFamily, torch.nn.Module],
+) -> None:
+    run, chosen, network = pets
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = to_u8(chosen.sample(network, ["dog"], [3], SampleSettings(steps=4, guidance=2.9)))[0]
+    assert np.array_equal(paint(painter_of(run, dtype="bf16"), DOG)[0], expected)
+    assert differ(expected, paint(painter_of(run), DOG)[0]) > 0
+
+
 def test_which_weights(pets: tuple[Path, JiTFamily, torch.nn.Module], tmp_path: Path) -> None:
     _, chosen, network = pets
     run = checkpoint(tmp_path / "run", chosen.describe(), network.state_dict())

@@ -78,8 +78,9 @@ class JiTPainter:
             config = infer_jit_config(weights)
         with torch.device("meta"):
             network = JiT(**jit_arguments(config))
-        network.load_state_dict(weights, assign=True)
-        return cls(family, network.to(device).eval().requires_grad_(False), settings)
+        # Copied: a file's tensors may begin anywhere, and on a CPU the last bits of a product depend on where.
+        network.to_empty(device=device).load_state_dict(weights)
+        return cls(family, network.eval().requires_grad_(False), settings)
 
     def batches(self) -> bool:
         """Always: a picture depends on its slot alone."""
