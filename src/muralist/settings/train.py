@@ -88,7 +88,8 @@ class ModelSettings(Section):
     lora_targets: list[str] = ["to_q", "to_k", "to_v", "to_out.0"]
     """Beside which layers of the blocks: ends of their names, such as to_q (all attention), attn2.to_q or ff.net.0.proj."""
     gradient_checkpointing: Annotated[bool, Apart] = False
-    """HunyuanDiT: compute activations again in the backward pass instead of keeping them; less memory, same result."""
+    """Compute the activations of each block again in the backward pass instead of keeping them: far less memory, about a
+    third more work, same result. --activation_checkpointing is the same."""
 
     @field_validator("img_size")
     @classmethod
@@ -271,5 +272,7 @@ TRAIN_FLAT_NAMES = {
     "sample_solver": "samples.solver",
     "sample_seed": "samples.seed",
     "samples_per_gpu": "samples.per_gpu",
+    "gradient_checkpointing": "model.gradient_checkpointing",
+    "activation_checkpointing": "model.gradient_checkpointing",
 }
 """Guide names that differ from the last part of the dotted path; all others are found by that last part."""
