@@ -46,13 +46,13 @@ def test_the_formula_is_what_autograd_keeps(bf16: bool) -> None:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_what_is_recomputed_is_not_kept(bf16: bool) -> None:
-    more, fewer = (kept_by_autograd("JiT-S/8", 64, bf16, images, "--activation_checkpointing") for images in (3, 2))
-    whole = activation_bytes("JiT-S/8", 64, bf16, compiled=False)
-    blocks = 12 * 64 + 8 * 16  # positions, with context tokens in the last eight
-    one_block = whole * (64 + 16) / blocks
-    told = activation_bytes("JiT-S/8", 64, bf16, compiled=False, recomputed=True)
+    more, fewer = (kept_by_autograd("JiT-T/4", 64, bf16, images, "--activation_checkpointing") for images in (3, 2))
+    whole = activation_bytes("JiT-T/4", 64, bf16, compiled=False)
+    blocks = 6 * 256 + 4 * 4  # positions, with context tokens in the last four
+    one_block = whole * (256 + 4) / blocks
+    told = activation_bytes("JiT-T/4", 64, bf16, compiled=False, recomputed=True)
     assert told == pytest.approx(more - fewer + one_block, rel=0.1)
-    assert more - fewer < 0.1 * whole
+    assert more - fewer < 0.15 * whole
 
 
 def test_checkpointing_lets_larger_batches_fit() -> None:

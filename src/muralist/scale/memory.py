@@ -13,7 +13,8 @@ from muralist.settings import ModelSettings, Strategy, TrainSettings
 # them (tests/scale/test_memory.py). Compiled: bf16 from a measured peak (bench/results/cifar10_jit_s2_h200.json), fp32 in
 # the same proportion.
 _KEPT = {("eager", "fp32"): 120.0, ("eager", "bf16"): 81.0, ("compiled", "bf16"): 45.0, ("compiled", "fp32"): 67.0}
-_INPUTS = {"fp32": 8.0, "bf16": 4.0}  # of a block: the tokens and a branch; all that stays where the rest is recomputed
+# What stays where blocks are recomputed: what goes into each (tokens and a branch), and what lies before and after them.
+_INPUTS, _OUTSIDE = {"fp32": 8.0, "bf16": 4.0}, {"fp32": 19.0, "bf16": 14.0}
 CONTEXT = 1.2e9
 """CUDA's own memory, the workspaces of its libraries and what an allocator cannot use, per GPU."""
 IMAGENET_CLASSES = 1000
@@ -43,7 +44,9 @@ def activation_bytes(name: str, img_size: int, bf16: bool, compiled: bool, recom
     precision = "bf16" if bf16 else "fp32"
     kept = _KEPT["compiled" if compiled else "eager", precision]
     if recomputed:
-        return (_INPUTS[precision] * positions + kept * (tokens + variant.in_context_len)) * variant.hidden_size
+        outside = _OUTSIDE[precision] * tokens
+        one_block = kept * (tokens + variant.in_context_len)
+        return (_INPUTS[precision] * positions + outside + one_block) * variant.hidden_size
     return kept * positions * variant.hidden_size
 
 

@@ -47,6 +47,9 @@ class DataSettings(Section):
     """Keep the loader processes alive; they always are: the stream goes on from epoch to epoch without a restart."""
     pin_memory: Annotated[bool, Apart] = True
     """Load into page-locked memory (only where there is a GPU)."""
+    cache: Annotated[Literal["auto", "none", "device"], Apart] = "auto"
+    """device: bring all training images to the GPU once and gather every batch there, same result; auto: on GPUs, where
+    they take at most a tenth of the free memory and 8 GB, and the run comes to all of them."""
 
     @field_validator("path")
     @classmethod
@@ -216,6 +219,9 @@ class LogSettings(Section):
     """W&B project."""
     wandb_name: Annotated[str | None, Apart] = None
     """W&B run name; default: the run's name."""
+    profile: Annotated[PositiveInt | None, Apart] = None
+    """Record so many steps, a few after the first, kernel by kernel: a trace for each process in the run's folder, and a
+    summary; none: nothing."""
 
 
 class DistributedSettings(Section):
