@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-KINDS = {
-    "attention": r"flash|fmha|cudnn.*sdpa|attention|cudnn_generated",
-    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK",
-    "norm, gate, modulation": r"^_norm_(for|back)ward",
-    "heads: norm and rotation": r"^_heads_(for|back)ward",
-    "SwiGLU": r"^_swiglu_(for|back)ward",
-    "optimizer and averages": r"multi_tensor|adam|lerp|foreach",
-    "copies": r"Memcpy|Memset|memcpy|memset",
-    "compiled": r"^triton_",
-}
+from muralist.scale.kernels import times_by_kind, times_by_name
 
 
 def time_by_kind(step: Callable[[], Any], steps: int) -> tuple[dict[str, float], dict[str, float]]:
@@ -34,18 +23,9 @@ def time_by_kind(step: Callable[[], Any], steps: int) -> tuple[dict[str, float],
         end.record()
         torch.cuda.synchronize()
     whole = start.elapsed_time(end) / steps
-    kernels: dict[str, float] = defaultdict(float)
-    for event in trace.key_averages():
-        kernels[event.key] += event.self_device_time_total / 1e3 / steps
-    kinds: dict[str, float] = defaultdict(float)
-    for name, milliseconds in kernels.items():
-        kinds[kind_of(name)] += milliseconds
+    kernels = times_by_name(trace.key_averages(), steps, on_card=True)
+    kinds = times_by_kind(kernels)
     kinds["the card waits"] = whole - sum(kinds.values())
     kinds["step under the profiler"] = whole
     largest = sorted(kernels.items(), key=lambda item: -item[1])[:60]
     return {k: round(v, 3) for k, v in kinds.items()}, {k[:160]: round(v, 3) for k, v in largest}
-
-
-def kind_of(name: str) -> str:
-    """The kind of a kernel by its name."""
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")

@@ -275,7 +275,8 @@ print([name for name in ("torch", "numpy", "pyarrow", "accelerate") if name in s
 # Identity, names, round trips
 
 APART = {
-    "data.micro_batch_size", "data.num_workers", "data.persistent_workers", "data.pin_memory", "checkpoint.every",
+    "data.micro_batch_size", "data.num_workers", "data.persistent_workers", "data.pin_memory", "data.cache", "log.profile",
+    "checkpoint.every",
     "checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.resume", "samples.prompts", "samples.per_gpu",
     "samples.steps", "samples.guidance", "samples.interval", "samples.solver", "samples.official_last_step",
     "samples.seed", "log.every", "log.use_tensorboard", "log.use_wandb", "log.wandb_project", "log.wandb_name",

@@ -156,6 +156,11 @@ class RunFolder:
         return self.root / "forecast.json"
 
     @property
+    def profile(self) -> Path:
+        """Traces of some steps, where --profile asked for them."""
+        return self.root / "profile"
+
+    @property
     def save_request(self) -> Path:
         """Touch this file to get a checkpoint at the next step."""
         return self.root / "save"

@@ -163,10 +163,10 @@ def test_meta_network_loads_and_computes(assign):
     assert torch.equal(loaded.eval()(*batch(source)), source(*batch(source)))
 
 
-@pytest.mark.parametrize("drop", [0.0, 0.3])
-def test_compiles_to_one_graph(drop):
-    net = with_formula_weights(JiT(8, 4, **SMALL, in_context_len=3, in_context_start=2, attn_drop=drop, proj_drop=drop))
-    net.train()
+@pytest.mark.parametrize(("drop", "recomputed"), [(0.0, False), (0.3, True)])
+def test_compiles_to_one_graph(drop, recomputed):
+    arguments = SMALL | {"in_context_len": 3, "in_context_start": 2, "attn_drop": drop, "proj_drop": drop}
+    net = with_formula_weights(JiT(8, 4, **arguments, recomputed=recomputed)).train()
     inputs, keys = batch(net), SampleKeys(3, torch.tensor([5, 6]))
     torch._dynamo.reset()
     compiled = torch.compile(net, fullgraph=True, backend="eager")
@@ -236,6 +236,22 @@ class TestDropout:
         dropped = jit._drop(ones, 0.2, SampleKeys(0, torch.arange(50)), 4)
         assert set(dropped.unique().tolist()) == {0.0, 1.25}
         assert dropped.mean().item() == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_recomputed_activations_change_nothing(bf16):
+    # With dropout in attention and MLP, and context tokens entering on the way.
+    arguments = SMALL | {"in_context_len": 3, "in_context_start": 2, "attn_drop": 0.3, "proj_drop": 0.2}
+    gradients = []
+    for recomputed in (False, True):
+        net = with_formula_weights(JiT(8, 4, **arguments, recomputed=recomputed)).train()
+        x, t, y = batch(net, 3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss = net(x, t, y, SampleKeys(0, torch.arange(3))).float().square().sum()
+        loss.backward()
+        gradients.append({name: p.grad for name, p in net.named_parameters() if p.requires_grad})
+    for name, gradient in gradients[0].items():
+        assert gradient is not None and gradient.any() and torch.equal(gradient, gradients[1][name]), name
 
 
 def test_explicit_attention_equals_the_fused_one():

@@ -16,9 +16,9 @@ from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
 from tests.conftest import REPOSITORY
 
 
-def kept_by_autograd(name: str, side: int, bf16: bool, images: int) -> int:
+def kept_by_autograd(name: str, side: int, bf16: bool, images: int, *more: str) -> int:
     """Bytes that a forward pass keeps for the backward pass, weights not counted."""
-    settings = load(TrainSettings, ["--model", name, "--img_size", str(side)], TRAIN_FLAT_NAMES)
+    settings = load(TrainSettings, ["--model", name, "--img_size", str(side), *more], TRAIN_FLAT_NAMES)
     family = JiTFamily.from_settings(settings, [])
     network = family.network()
     weights = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
@@ -42,6 +42,25 @@ def kept_by_autograd(name: str, side: int, bf16: bool, images: int) -> int:
 def test_the_formula_is_what_autograd_keeps(bf16: bool) -> None:
     more, fewer = (kept_by_autograd("JiT-T/4", 32, bf16, images) for images in (3, 2))
     assert activation_bytes("JiT-T/4", 32, bf16, compiled=False) == pytest.approx(more - fewer, rel=0.06)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_is_recomputed_is_not_kept(bf16: bool) -> None:
+    more, fewer = (kept_by_autograd("JiT-T/4", 64, bf16, images, "--activation_checkpointing") for images in (3, 2))
+    whole = activation_bytes("JiT-T/4", 64, bf16, compiled=False)
+    blocks = 6 * 256 + 4 * 4  # positions, with context tokens in the last four
+    one_block = whole * (256 + 4) / blocks
+    told = activation_bytes("JiT-T/4", 64, bf16, compiled=False, recomputed=True)
+    assert told == pytest.approx(more - fewer + one_block, rel=0.1)
+    assert more - fewer < 0.15 * whole
+
+
+def test_checkpointing_lets_larger_batches_fit() -> None:
+    most = [
+        need_of(load(TrainSettings, ["--model", "JiT-B/4", *more], TRAIN_FLAT_NAMES), 1, True).largest_batch(80e9)
+        for more in ([], ["--gradient_checkpointing"], ["--activation_checkpointing"])
+    ]
+    assert most[0] and most[1] and most[1] > 4 * most[0] and most[1] == most[2]
 
 
 def test_the_formula_is_near_a_measured_peak() -> None:

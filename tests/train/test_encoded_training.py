@@ -131,6 +131,7 @@ def refused(place: Path, capfd: pytest.CaptureFixture[str], data: str, *argument
 def test_what_does_not_fit_is_refused(place: Path, through: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "without mirror images" in refused(place, capfd, "plain")
     assert "encoded already, so --caption" in refused(place, capfd, "encoded", "--caption", "A road")
+    assert "--cache device is for pictures, and" in refused(place, capfd, "encoded", "--cache", "device")
     assert "packed at 64 pixels, but 32 are asked for" in refused(place, capfd, "encoded", "--img_size", 32)
     said = refused(place, capfd, "encoded", "--model", "JiT-T/8")
     assert "holds latents for HunyuanDiT, and JiT-T/8 is trained on pixels" in said

@@ -127,6 +127,7 @@ def test_pictures_of_other_shapes_are_other_data(
     ("wrong", "said"),
     [
         (["--model", "JiT-T/8"], "JiT-T/8 makes square pictures only. --multireso is there for HunyuanDiT."),
+        (["--cache", "device"], "--cache device needs pictures of one size. With --multireso they have several."),
         (["--img_size", "32", "64"], "--multireso starts from a square, not from 32 x 64."),
         (["--reso_step", "24"], "--reso_step 24 does not fit pictures of 32 pixels. Give a multiple of 16"),
         (["--reso_step", "32"], "--reso_step 32 does not fit pictures of 32 pixels."),

@@ -67,6 +67,22 @@ def test_accumulation_and_micro_batches_change_nothing(photo_folder: Path, tmp_p
         assert losses(only_run(tmp_path / name)) == pytest.approx(whole, rel=1e-4), name
 
 
+def test_pictures_on_the_device_change_nothing(photo_folder: Path, tmp_path: Path) -> None:
+    common = ["--data_path", photo_folder, "--enable_condition", "--max_samples", "37", "--val_fraction", "0.1"]
+    train(*common, "--max_steps", "11", "--results_dir", tmp_path / "read", "--cache", "none")
+    for stop in (4, 11):
+        train(*common, "--max_steps", stop, "--results_dir", tmp_path / "kept", "--cache", "device")
+    read, kept = only_run(tmp_path / "read"), only_run(tmp_path / "kept")
+    assert read.name == kept.name
+    assert metrics(read)[-1] == metrics(kept)[-1] and "val/loss" in metrics(kept)[-1]
+    assert losses(read) == losses(kept)
+    assert_same_state(last_checkpoint(read), last_checkpoint(kept))
+    said = (kept / "logs" / "train.log").read_text()
+    assert "33 images to train on, 4 held out; the former lie on the device (0.00 GB)" in said
+    assert said.count("33 pictures are on the device after") == 2
+    assert "on the device" not in (read / "logs" / "train.log").read_text()
+
+
 def test_sampling_leaves_the_curve_alone(photo_folder: Path, tmp_path: Path) -> None:
     common = ["--data_path", photo_folder, "--max_steps", "8", "--ckpt_every", "2"]
     train(*common, "--results_dir", tmp_path / "with", "--samples_per_gpu", "1")

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from muralist.data.bar import bar
 from muralist.data.encoded import open_packed
 from muralist.data.images import BrokenImage, Size, height_width, size_words
 from muralist.data.manifest import HELD_OUT_FOLDER, Manifest, is_packed, read_manifest
@@ -148,7 +148,7 @@ def write_pack(
         with _workplace(destination) as workplace:
             for name, source in parts.items():
                 label = "Packing" if not name else "Packing the held-out part"
-                with _bar(label, len(source), progress) as advance:
+                with bar(label, len(source), progress) as advance:
                     _pack_part(
                         source, source_path, workplace / name, img_size, kind, workers or usable_cores(), advance
                     )
@@ -346,21 +346,6 @@ def check_space(destination: Path, needed: int, fix: str = _LESS_SPACE) -> None:
             f"The packed images need {needed / 1e9:,.1f} GB, but {place} has {free / 1e9:,.1f} GB free.",
             fix=fix,
         )
-
-
-@contextmanager
-def _bar(label: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal and yield the function that moves it on."""
-    if not (shown and sys.stderr.isatty()):
-        yield lambda images: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(label, total=total)
-        yield lambda images: progress.advance(task, images)
 
 
 def _row_bytes(img_size: Size) -> int:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
 
 from muralist import keyed_random
 from muralist.keyed_random import Purpose, SampleKeys
@@ -67,7 +68,14 @@ class Stream(NamedTuple):
         return gated_norm(self.tokens, self.branch, self.gate, weight, shift, scale)
 
 
-def build(name: str, img_size: int, num_classes: int, attn_drop: float = 0.0, proj_drop: float = 0.0) -> JiT:
+def build(
+    name: str,
+    img_size: int,
+    num_classes: int,
+    attn_drop: float = 0.0,
+    proj_drop: float = 0.0,
+    recomputed: bool = False,
+) -> JiT:
     """Build the named network, such as JiT-B/16, on the current default device."""
     variant, patch = parse_name(name)
     check_image_size(patch, img_size)
@@ -77,6 +85,7 @@ def build(name: str, img_size: int, num_classes: int, attn_drop: float = 0.0, pr
         num_classes=num_classes,
         attn_drop=attn_drop,
         proj_drop=proj_drop,
+        recomputed=recomputed,
         **asdict(VARIANTS[variant]),
     )
 
@@ -210,9 +219,17 @@ class Block(nn.Module):
     """Attention and feed-forward, each shifted, scaled and gated by the condition."""
 
     def __init__(
-        self, width: int, heads: int, mlp_ratio: float, attn_drop: float, proj_drop: float, first_site: int
+        self,
+        width: int,
+        heads: int,
+        mlp_ratio: float,
+        attn_drop: float,
+        proj_drop: float,
+        first_site: int,
+        recomputed: bool = False,
     ) -> None:
         super().__init__()
+        self.recomputed = recomputed
         self.norm1 = RMSNorm(width)
         self.attn = Attention(width, heads, attn_drop, proj_drop, first_site)
         self.norm2 = RMSNorm(width)
@@ -221,6 +238,17 @@ class Block(nn.Module):
 
     def forward(self, stream: Stream, condition: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Stream:
         """One layer; its feed-forward branch is left to be added by the next."""
+        if not (self.recomputed and torch.is_grad_enabled()):
+            return self._layer(stream, condition, rotation, keys)
+
+        def again(tokens: Tensor, branch: Tensor | None, gate: Tensor | None, condition: Tensor) -> tuple[Tensor, ...]:
+            return tuple(self._layer(Stream(tokens, branch, gate), condition, rotation, keys))  # type: ignore[arg-type]
+
+        # Tensors one by one, so that autograd lets go of them after the backward pass. Dropout is keyed: no state to keep.
+        inputs = (*stream, condition)
+        return Stream(*recompute(again, *inputs, use_reentrant=False, preserve_rng_state=False))
+
+    def _layer(self, stream: Stream, condition: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Stream:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(condition).chunk(6, dim=-1)
         x, y = stream.modulated(self.norm1.weight, shift1, scale1)
         heads, proj = self.attn(y, rotation, keys), self.attn.proj
@@ -270,6 +298,7 @@ class JiT(nn.Module):
         bottleneck_dim: int = 128,
         in_context_len: int = 32,
         in_context_start: int = 8,
+        recomputed: bool = False,
     ) -> None:
         super().__init__()
         check_image_size(patch_size, input_size)
@@ -299,6 +328,7 @@ class JiT(nn.Module):
                 attn_drop if i in dropped else 0.0,
                 proj_drop if i in dropped else 0.0,
                 first_site=_SITES_PER_BLOCK * i,
+                recomputed=recomputed,
             )
             for i in range(depth)
         )

@@ -61,6 +61,7 @@ class JiTFamily:
     random_flip: bool = False
     attn_dropout: float = 0.0
     proj_dropout: float = 0.0
+    gradient_checkpointing: bool = False
     seed: int = 0
 
     @classmethod
@@ -79,6 +80,7 @@ class JiTFamily:
             random_flip=settings.data.random_flip,
             attn_dropout=model.attn_dropout,
             proj_dropout=model.proj_dropout,
+            gradient_checkpointing=model.gradient_checkpointing,
             seed=settings.seed,
         )
 
@@ -104,7 +106,8 @@ class JiTFamily:
             return self._build()
 
     def _build(self) -> jit.JiT:
-        return jit.build(self.name, self.img_size, self.num_classes, self.attn_dropout, self.proj_dropout)
+        drops = self.attn_dropout, self.proj_dropout
+        return jit.build(self.name, self.img_size, self.num_classes, *drops, self.gradient_checkpointing)
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
         """Nothing is frozen here."""

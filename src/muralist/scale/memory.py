@@ -13,6 +13,8 @@ from muralist.settings import ModelSettings, Strategy, TrainSettings
 # them (tests/scale/test_memory.py). Compiled: bf16 from a measured peak (bench/results/cifar10_jit_s2_h200.json), fp32 in
 # the same proportion.
 _KEPT = {("eager", "fp32"): 120.0, ("eager", "bf16"): 81.0, ("compiled", "bf16"): 45.0, ("compiled", "fp32"): 67.0}
+# What stays where blocks are recomputed: what goes into each (tokens and a branch), and what lies before and after them.
+_INPUTS, _OUTSIDE = {"fp32": 8.0, "bf16": 4.0}, {"fp32": 19.0, "bf16": 14.0}
 CONTEXT = 1.2e9
 """CUDA's own memory, the workspaces of its libraries and what an allocator cannot use, per GPU."""
 IMAGENET_CLASSES = 1000
@@ -33,13 +35,18 @@ def state_bytes(strategy: Strategy, trained: float, frozen: float, ranks: int) -
     return whole / ranks if strategy == "fsdp2" else whole
 
 
-def activation_bytes(name: str, img_size: int, bf16: bool, compiled: bool) -> float:
-    """Bytes that one image keeps for the backward pass of a JiT."""
+def activation_bytes(name: str, img_size: int, bf16: bool, compiled: bool, recomputed: bool = False) -> float:
+    """Bytes that one image keeps for the backward pass of a JiT; recomputed: what goes into blocks, and one block whole."""
     letter, patch = variants.parse_name(name)
     variant, tokens = variants.VARIANTS[letter], variants.tokens_per_image(patch, img_size)
     longer = variant.depth - variant.in_context_start
     positions = variant.depth * tokens + longer * variant.in_context_len
-    kept = _KEPT["compiled" if compiled else "eager", "bf16" if bf16 else "fp32"]
+    precision = "bf16" if bf16 else "fp32"
+    kept = _KEPT["compiled" if compiled else "eager", precision]
+    if recomputed:
+        outside = _OUTSIDE[precision] * tokens
+        one_block = kept * (tokens + variant.in_context_len)
+        return (_INPUTS[precision] * positions + outside + one_block) * variant.hidden_size
     return kept * positions * variant.hidden_size
 
 
@@ -91,5 +98,6 @@ def need_of(settings: TrainSettings, ranks: int, compiled: bool) -> Need:
     state = state_bytes(strategy, 0 if lora else count, count if lora else 0, ranks)
     per_image = None
     if not variants.is_hunyuan(model.name):
-        per_image = activation_bytes(model.name, variants.square(model.img_size), settings.use_amp, compiled)
+        side, recomputed = variants.square(model.img_size), model.gradient_checkpointing
+        per_image = activation_bytes(model.name, side, settings.use_amp, compiled, recomputed)
     return Need(0 if lora else count, state, per_image)

@@ -10,7 +10,7 @@ from muralist.models.complete import check_whole
 from muralist.scale.memory import BYTES_ON_DISK
 from muralist.settings import ModelSettings, Strategy, TrainSettings
 from muralist.train.schedule import BatchPlan, Clock, LearningRate, rates_by_gpus
-from muralist.words import duration
+from muralist.words import duration, gigabytes
 
 SMALL_BATCH = 256
 _HUNYUAN_PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
@@ -73,6 +73,12 @@ def _check_multireso(settings: TrainSettings) -> None:
             "--multireso is there for HunyuanDiT.",
             "Leave --multireso out.",
         )
+    if data.cache == "device":
+        raise UserError(
+            "--cache device needs pictures of one size.",
+            "With --multireso they have several.",
+            "Leave --cache device out.",
+        )
     if isinstance(img_size, tuple):
         raise UserError(
             f"--multireso starts from a square, not from {img_size[0]} x {img_size[1]}.",
@@ -131,15 +137,20 @@ def lines(
     held_out: int,
     floor_seconds: float,
     sizes: list[str],
+    on_device: int,
 ) -> list[str]:
-    """What is about to happen, for a person to check; `beside` counts frozen parameters that checkpoints leave out."""
+    """What is about to happen, for a person to check; `beside` counts frozen parameters that checkpoints leave out.
+
+    `on_device` are the bytes of the pictures where they lie on the device.
+    """
     optim = settings.optim
     steps_per_epoch = clock.samples / clock.total_batch
     stop = min(clock.last_step, settings.max_steps or clock.last_step)
     text = [
         f"model      {model}, {trained / 1e6:.1f}M "
         + (f"of {(trained + beside) / 1e6:.1f}M parameters trained" if beside else "parameters"),
-        f"data       {' '.join(settings.data.paths)}: {clock.samples:,} images to train on, {held_out:,} held out",
+        f"data       {' '.join(settings.data.paths)}: {clock.samples:,} images to train on, {held_out:,} held out"
+        + (f"; the former lie on the device ({gigabytes(on_device)})" if on_device else ""),
         *sizes,
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {steps_per_epoch:,.1f} steps/epoch = {clock.last_step:,} steps"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from muralist.data.buckets import (
     BucketedSource,
@@ -25,6 +26,7 @@ from muralist.data.encoded import EncodedSource
 from muralist.data.fields import short_hash
 from muralist.data.hydit_index import IndexSource
 from muralist.data.loader import loader_processes
+from muralist.data.on_device import free_memory, lies_on_device, picture_bytes
 from muralist.data.sources import Source, open_held_out, open_source
 from muralist.data.stream import Numbers, Order, Split, Stream, split
 from muralist.errors import UserError
@@ -63,6 +65,15 @@ class Data:
     def largest(self) -> int:
         """The number of a picture that takes as much memory as any."""
         return self.buckets.largest if self.buckets else 0
+
+    def bytes_on(self, device: torch.device, settings: TrainSettings, steps: range, total_batch: int) -> int:
+        """Bytes of the training pictures if they are to lie on a device for these steps, else 0."""
+        if self.encoded or self.buckets:
+            return 0
+        count = self.split.training_size
+        needed = picture_bytes(count, settings.model.img_size)
+        whole_epoch = len(steps) * total_batch >= count
+        return needed if lies_on_device(settings.data.cache, needed, free_memory(device), whole_epoch) else 0
 
     @property
     def _trained_on(self) -> Numbers:
@@ -178,6 +189,10 @@ def _check_encoded(source: EncodedSource, settings: TrainSettings) -> None:
         raise UserError(
             f"{source.folder} holds latents for HunyuanDiT, and {model.name} is trained on pixels.",
             fix="Pack the data set without --encode, or train --model HunyuanDiT.",
+        )
+    if settings.data.cache == "device":
+        raise UserError(
+            f"--cache device is for pictures, and {source.folder} holds latents.", fix="Leave --cache device out."
         )
     from muralist.models.frozen import check_encoded
     from muralist.models.hunyuan_family import small_folder

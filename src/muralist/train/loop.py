@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from muralist.data.loader import Batch, held_out_batches, training_batches
+from muralist.data.on_device import PicturesOnDevice, put_on
 from muralist.errors import UserError
 from muralist.models import variants
 from muralist.models.family import build_family, prepare_family
@@ -33,6 +34,7 @@ from muralist.train.forecast import Forecast
 from muralist.train.heartbeat import SAVING, WAITING, Heartbeat, rank_and_size
 from muralist.train.keeper import Keeper
 from muralist.train.monitors import ProgressLine, open_monitors, start_log
+from muralist.train.profile import StepProfile
 from muralist.train.recorder import EpochLoss, Recorder, SkippedSteps
 from muralist.train.schedule import Clock, learning_rate, plan_batch
 from muralist.train.stepper import Stepper, autocast_type, build_optimizer
@@ -192,12 +194,14 @@ def _train(
     if found:
         stepper.restore(found[0], manifest["loss_scale"])
 
+    on_device = data.bytes_on(device, settings, range(first_step, last_step), plan.total)
     peak = matmul_rate(device, stepper.autocast or torch.float32)
     floor = (last_step - first_step) * plan.total * family.flops_per_image() / (peak * engine.size)
     _say_contract(settings, engine, run, found[0] if found else None, first_step,
                   contract.lines(settings, plan, clock, rate, family.summary(), trained, beside,
                                  strategy.memory(trained, beside), strategy.words,
-                                 len(data.held_out_indices), floor, data.bucket_lines(plan.total)))  # fmt: skip
+                                 len(data.held_out_indices), floor, data.bucket_lines(plan.total),
+                                 on_device))  # fmt: skip
     if initial:
         log.info("starting from the weights of %s", initial[1])
     if engine.is_main and variants.is_hunyuan(settings.model.name) and not has_captions(data):
@@ -210,13 +214,12 @@ def _train(
         )
         return
 
-    parts = training_batches(
-        data.source,
-        data.split,
-        data.order(settings.seed, plan.total),
-        plan.numbers(engine.rank, range(first_step, last_step)),
-        settings.data,
-    )
+    order = data.order(settings.seed, plan.total)
+    numbers = plan.numbers(engine.rank, range(first_step, last_step))
+    if on_device:
+        parts = _pictures_on_device(settings, data, engine, heartbeat).batches(order, numbers)
+    else:
+        parts = training_batches(data.source, data.split, order, numbers, settings.data)
     if engine.size > 1 or device.type == "cuda":
         heartbeat.report("compiling" if compiled else "warming up")
         if compiled:
@@ -245,11 +248,26 @@ def _train(
     stack.callback(heartbeat.report, SAVING if strategy.saves_alone else WAITING)
     heartbeat.before_exit = writer.finish
     keeper = Keeper(settings, engine, run, data, family, prompts, stepper, recorder, monitors, writer, heartbeat)
-    _loop(settings, engine, requests, stepper, recorder, keeper, parts, range(first_step, last_step))
+    profile = None
+    if settings.log.profile:
+        profile = StepProfile(settings.log.profile, range(first_step, last_step), run.profile, engine.rank, device)
+        stack.callback(profile.close)
+    _loop(settings, engine, requests, stepper, recorder, keeper, parts, range(first_step, last_step), profile)
     engine.wait()
     keeper.show_pictures_of_others()
     if engine.is_main:
         samples.write_sheet(run.samples, prompts)  # once more, now that every rank's last pictures are there
+
+
+def _pictures_on_device(settings: TrainSettings, data: Data, engine: Engine, heartbeat: Heartbeat) -> PicturesOnDevice:
+    """Bring the training pictures to this process's device, with signs of life."""
+    before = time.perf_counter()
+    pictures = put_on(
+        engine.device, data.source, data.split, settings.model.img_size, settings.data,
+        told=lambda count: heartbeat.report(f"bringing pictures to the device, {count:,} so far"), shown=engine.is_main,
+    )  # fmt: skip
+    log.info("%s pictures are on the device after %.1f s.", f"{len(pictures.labels):,}", time.perf_counter() - before)
+    return pictures
 
 
 def _loop(
@@ -261,8 +279,11 @@ def _loop(
     keeper: Keeper,
     parts: Iterator[Batch],
     steps: range,
+    profile: StepProfile | None,
 ) -> None:
     for step in steps:
+        if profile:
+            profile.begin(step)
         keeper.heartbeat.report("reading data", step)
         before = time.perf_counter()
         batch, error = _next_batch(parts, stepper.plan.parts, keeper)
@@ -287,6 +308,8 @@ def _loop(
         keeper.heartbeat.report("computing", step)
         result = stepper.step(batch, images=step * stepper.plan.total)
         recorder.add(step + 1, result, waited)
+        if profile:
+            profile.end(step, recorder.paused)
         if step + 1 == steps.stop or _checkpoint_is_due(settings.checkpoint, recorder.clock, step + 1):
             keeper.save_checkpoint(step + 1)
         else:
