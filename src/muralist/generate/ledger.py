@@ -21,6 +21,7 @@ from muralist.data.ledger_lines import DONE, FAILED, read_lines
 from muralist.errors import UserError
 from muralist.generate.plan import Sample
 from muralist.runfolder import open_own, write_atomically
+from muralist.settings.generate import scheduler_name
 
 _FORMAT = "muralist ledger"
 _VERSION = 1
@@ -56,6 +57,9 @@ class Header:
             if content.pop("format") == _FORMAT and content.pop("version") == _VERSION:
                 header = cls(**content)
                 if header._is_plausible():
+                    written = header.settings.get("scheduler")
+                    if isinstance(written, str):  # as it was typed, in older ledgers
+                        header.settings["scheduler"] = scheduler_name(written)
                     return header
         except (KeyError, TypeError, AttributeError):
             pass
