@@ -197,6 +197,8 @@ class _Command:
         done = self.folder.finished(self.plan) if header else np.zeros(len(self.plan), dtype=bool)
         if done.any():
             log.info("%s of %s %s are there already.", f"{done.sum():,}", f"{len(self.plan):,}", self._things())
+        if header and not done.all():
+            ledger.note_plan(self.folder.ledger, len(self.plan))
         self.header = header
         return self.plan.in_order(np.flatnonzero(~done)), lock
 
@@ -253,6 +255,7 @@ class _Command:
         if self.header is None:
             self.header = Header(self.identity, shape.agreed, ready.made_with, not ready.batches)
             ledger.start(self.folder.ledger, self.header)
+            ledger.note_plan(self.folder.ledger, len(self.plan))
         return shape
 
     def _compare(self, now: dict[str, str], before: dict[str, str]) -> None:
