@@ -48,6 +48,7 @@ _PAGE, _READ_AT_ONCE = 4096, 1 << 24  # bytes
 _MOST_TOKENS, _MOST_BLOCKS = 1024, 1000  # tokens along one side
 _Side = Annotated[int, Field(ge=1, le=_MOST_PIXELS)]
 _JIT_ARGUMENTS = tuple(inspect.signature(JiT).parameters)
+_FRACTIONS = ("mlp_ratio", "attn_drop", "proj_drop")  # of them; the others count something
 
 
 def read_weights(path: str | Path, which: Which = "ema1") -> dict[str, Tensor]:
@@ -294,7 +295,8 @@ def _require_sizes(config: Mapping[str, Any]) -> None:
     """Refuse what is no size before anything of that size is made."""
     for name, value in jit_arguments(config).items():
         largest = 1e6 if name == "num_classes" else _MOST_PIXELS
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= largest:
+        kind = int | float if name in _FRACTIONS else int
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value <= largest:
             raise ValueError(f"{name} is {value!r:.60}")
     if config["input_size"] // max(1, config["patch_size"]) > _MOST_TOKENS or config["depth"] > _MOST_BLOCKS:
         raise ValueError(
@@ -362,6 +364,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     missing = [name for name in _JIT_ARGUMENTS if name not in config]
     if missing:
         raise UserError(f"{file} lacks {', '.join(missing)}.", fix="Export the model again.")
+    try:
+        _require_sizes(config)
+    except ValueError as error:
+        raise UserError(
+            f"No network has the sizes that {file} names.", f"{error}.", "Export the model again."
+        ) from None
     return config
 
 
