@@ -183,7 +183,7 @@ class ParquetRecords:
 
         try:
             return pyarrow.parquet.ParquetFile(self.path, memory_map=True)
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: a name that is no text
             raise UserError(f"The Parquet file {self.path} could not be read: {error}.") from error
 
 
