@@ -22,7 +22,6 @@ from tests.support.pictures import encoded, noise
 from tests.support.runs import environment
 
 ROWS = 1_000_000
-LINES_OF_A_ROW = 10
 FILES = 100_000
 PROCESSES = 64
 
@@ -85,24 +84,24 @@ from muralist.generate.ledger import Header
 plan, output = planned(), OutputFolder(folder / "images")
 output.create()
 with output.ledger.open("w") as file:
-    file.write(Header({{}}, 1).line())
-    for sample in plan.samples(np.arange({rows})):
-        line = {{"status": "done", "index": sample.row, "copy": 0, "id": sample.id, "seed": sample.seed,
+    file.write(Header({}, 1).line())
+    for sample in plan.samples(np.arange(len(plan))):
+        line = {"status": "done", "index": sample.row, "copy": 0, "id": sample.id, "seed": sample.seed,
                 "prompt": sample.prompt, "file": sample.file, "gpu": "0", "key": sample.key,
-                "bytes": 3, "sha256": "x", "changed": 1}}
-        file.write((json.dumps(line) + "\\n") * {times})
+                "bytes": 3, "sha256": "x", "changed": 1}
+        file.write(json.dumps(line) + "\\n")
 """
 
 
 @pytest.mark.slow
-def test_a_resume_of_a_ledger_of_a_million_lines(table: Path) -> None:
-    prepare = _PLAN + _LEDGER.format(rows=ROWS // LINES_OF_A_ROW, times=LINES_OF_A_ROW)
+def test_a_resume_of_a_plan_of_a_million_rows(table: Path) -> None:
+    prepare = _PLAN + _LEDGER
     answer, seconds, megabytes = measure(
-        table, "a resume of a ledger of a million lines", prepare, "int(output.finished(plan).sum())"
+        table, "a resume of a plan of a million rows", prepare, "int(output.finished(plan).sum())"
     )
     assert answer == 0  # the pictures themselves are not there
-    assert seconds < 90  # 8
-    assert megabytes < 500  # 130
+    assert seconds < 180  # 45 beside other work
+    assert megabytes < 500  # 128
 
 
 @pytest.mark.slow

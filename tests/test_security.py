@@ -31,6 +31,7 @@ from muralist.generate.ledger import Header
 from muralist.generate.plan import Plan
 from muralist.runfolder import RunFolder, write_atomically
 from muralist.train import checkpoint
+from muralist.train.monitors import start_log
 from tests.conftest import REPOSITORY
 from tests.support.crews import ModelCrew
 from tests.support.runs import last_checkpoint, only_run, train
@@ -291,6 +292,17 @@ def test_a_linked_lock_of_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="lock"), RunFolder(tmp_path / "run").locked():
         pass
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_linked_log_of_a_run_is_refused(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.log.parent.mkdir(parents=True)
+    (tmp_path / "victim").write_text("precious")
+    run.log.symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match=r"train\.log"):
+        start_log(run.log, rank=0)
+    assert (tmp_path / "victim").read_text() == "precious"
+    start_log(None, rank=0)
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", "", ".", "..", "a\0b", "x\n"])

@@ -136,7 +136,9 @@ def _export(arguments: Sequence[str]) -> int:
 
     settings = load(ExportSettings, arguments, {}, positional=SOURCE_AND_DESTINATION)
     from muralist.models.export import export
+    from muralist.train.checkpoint import require_whole
 
+    require_whole(Path(settings.source))
     print(export(settings))
     return 0
 

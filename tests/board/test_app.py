@@ -131,6 +131,20 @@ def test_links_inside_a_run_lead_nowhere_either(tmp_path: Path) -> None:
         assert board.get("/thumb?path=scores/pipe.png").status == 404
 
 
+def test_a_linked_run_is_shown_under_its_name_unless_it_lies_outside(tmp_path: Path) -> None:
+    root = tmp_path / "results"
+    write_run(root / "day" / "run", steps=30, checkpoints=1)
+    write_run(tmp_path / "secret")
+    (root / "best").symlink_to("day/run")
+    (root / "leak").symlink_to(tmp_path / "secret")
+    with running_board(root, tmp_path / "cache") as board:
+        assert [run["id"] for run in board.get("/api/overview").json()["run"]] == ["best", "day/run"]
+        assert board.get("/api/curves?run=best").json()["rows"] == 30
+        picture = "samples/step_0000010/gpu_0_sample.png"
+        assert board.get(f"/files/best/{picture}").status == 200 and board.get(f"/files/leak/{picture}").status == 404
+        assert board.get("/api/curves?run=leak").status == 404
+
+
 def test_raw_dots_in_an_address_lead_nowhere(board: Board) -> None:
     for address in (
         "/files/../secret.png",

@@ -11,6 +11,7 @@ import pytest
 from muralist.board import generation as module
 from muralist.board.generation import Generation, summary
 from muralist.generate.folder import OutputFolder
+from muralist.generate.ledger import note_plan
 from muralist.generate.progress import ToldScreen
 from muralist.generate.screen import Count, Lines
 from tests.support.boards import ledger_line, write_generation
@@ -60,6 +61,19 @@ def test_lines_of_workers_that_paint_are_read_as_they_come(tmp_path: Path) -> No
     output.work.rmdir()
     told = generation.progress()
     assert (told["state"], told["done"], told["failed"]) == ("finished", 5, 1) and told["version"] != version
+
+
+def test_how_many_there_are_to_be_is_told_by_the_last_command(tmp_path: Path) -> None:
+    folder = write_generation(tmp_path / "images", rows=3, failed=())
+    generation = Generation(folder)
+    assert generation.progress()["planned"] is None, "a ledger of before"
+    note_plan(folder / "ledger.jsonl", 10)
+    assert generation.progress()["planned"] == 10
+    with (folder / "ledger.jsonl").open("a") as ledger:
+        ledger.write(ledger_line(3) + '{"planned": "many"}\n[]\n7\n{"status": "do')
+    note_plan(folder / "ledger.jsonl", 4)
+    told = generation.progress()
+    assert (told["planned"], told["done"], told["failed"]) == (4, 4, 0)
 
 
 def test_pictures_by_number_are_in_the_order_of_the_table(tmp_path: Path) -> None:

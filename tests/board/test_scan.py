@@ -17,7 +17,7 @@ from tests.support.boards import line, write_generation, write_run
 
 
 def found(root: Path, scanner: Scanner | None = None) -> list[tuple[str, str]]:
-    return [(thing.kind, thing.folder.relative_to(root).as_posix()) for thing in (scanner or Scanner(root)).things()]
+    return [(thing.kind, thing.name.relative_to(root).as_posix()) for thing in (scanner or Scanner(root)).things()]
 
 
 def test_things_are_found_at_any_depth_that_people_use(tmp_path: Path) -> None:
@@ -30,6 +30,25 @@ def test_things_are_found_at_any_depth_that_people_use(tmp_path: Path) -> None:
     (tmp_path / "again").symlink_to(tmp_path / "a")
     assert found(tmp_path) == [("run", "a/b/c/deep"), ("generation", "a/b/c/deep/images")]
     assert found(tmp_path / "a" / "b" / "c" / "deep")[0] == ("run", "."), "the root itself may be a run"
+
+
+def test_links_are_followed_as_far_as_they_stay_under_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan, "_REST", 0.0)
+    root = tmp_path / "results"
+    for run in (root / "day" / "run", root / ".hidden" / "run", tmp_path / "secret"):
+        write_run(run)
+    links = {"best": "day/run", "away": "../secret", "up": "..", "unseen": ".hidden/run", "gone": "nothing", "a": "b",
+             "b": "a", "day/self": "../day", "again": "best", ".best": "day/run"}  # fmt: skip
+    for link, target in links.items():
+        (root / link).symlink_to(target)
+    scanner = Scanner(root)
+    seen = [("run", "again"), ("run", "best"), ("run", "day/run")]
+    assert found(root, scanner) == seen
+    assert {thing.folder for thing in scanner.things()} == {root / "day" / "run"}, "read where it really lies"
+
+    (root / "day" / "run").rename(tmp_path / "moved")
+    (root / "day" / "run").symlink_to(tmp_path / "moved")
+    assert found(root, scanner) == [], "what a link names has become a link that leads out"
 
 
 def test_new_folders_appear_and_folders_that_are_gone_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from muralist.generate.ledger import note_plan
 from tests.support.boards import PROMPTS, Board, line, running_board, write_generation, write_run
 from tests.support.evaluations import write_evaluation
 from tests.support.runs import train
@@ -26,6 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, photo_folder: Path) -> Path:
     shutil.copytree(root / "trained", root / "copied")
     write_run(root / "long", steps=5000, checkpoints=2)
     write_generation(root / "scenes", rows=700, failed=(5, 6))
+    note_plan(root / "scenes" / "ledger.jsonl", 1000)
     write_evaluation(root / "scenes" / "evaluation")
     (root / "scenes" / "evaluation" / "index.html").write_text("<p>The report")
     return root
@@ -210,6 +212,8 @@ def test_pictures_of_a_generation_are_there_when_they_are_looked_at(visit: Calla
     page.wait_for_selector(".grid img")
     assert page.locator(".totals b").all_inner_texts()[:2] == ["698", "2"]
     assert page.locator(".gpu .words").all_inner_texts()[0].startswith("349 pictures · 1 failed")
+    assert page.locator(".gpu.sum .words").inner_text() == "700 of 1,000 · 2 failed"
+    assert page.locator(".gpu.sum .bar").get_attribute("aria-valuemax") == "1000"
     assert page.locator(".reasons li").inner_text() == "2 × out of memory"
     assert page.locator(".grid figure").count() < 100, "only those near the screen exist"
     page.evaluate("scrollTo(0, document.body.scrollHeight)")

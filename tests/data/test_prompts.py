@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import pickle
+import re
 import tempfile
 import time
 import tracemalloc
@@ -92,6 +94,29 @@ def test_encodings_and_line_ends(encoding: str, line_end: str, tmp_path: Path) -
 def test_big_endian_text_is_known_by_its_mark(tmp_path: Path) -> None:
     table = open_table(write(tmp_path, "\ufeffprompt\nਊĊ\nb\n".encode("utf-16-be")))
     assert [row.prompt for row in table.rows([0, 1])] == ["ਊĊ", "b"]
+
+
+@given(
+    text=st.text(st.sampled_from("\r\naਊ")),
+    encoding=st.sampled_from(["utf-8", "utf-16-le", "utf-16-be"]),
+    at_once=st.sampled_from([2, 4, 6, 8192]),
+)
+def test_lines_end_where_they_do_however_little_is_read_at_once(text: str, encoding: str, at_once: int) -> None:
+    pieces = [piece.encode(encoding) for piece in re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompt_records, "_BYTES_AT_ONCE", at_once)
+        assert list(prompt_records._raw_lines(io.BytesIO(text.encode(encoding)), encoding)) == pieces
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_lone_returns_cost_no_more_than_other_line_ends(encoding: str, tmp_path: Path) -> None:
+    rows = 20_000
+    text = "prompt\r" + "".join(f"a photo of scene number {row}\r" for row in range(rows))
+    table = open_table(write(tmp_path, text.encode(encoding)))
+    began = time.process_time()
+    for first in range(0, rows, 40):  # from the start to the end, not row after row: each time it is looked for anew
+        assert table.row(first).prompt == f"a photo of scene number {first}"
+    assert time.process_time() - began < 1  # 0.1; 2.5 where everything behind a row is read with it
 
 
 characters = st.characters(exclude_categories=["Cs"])

@@ -88,6 +88,7 @@ def _disturbed(
     dice, kills, starts = Random(SEED), 0, 1
     end = time.monotonic() + seconds
     strike = time.monotonic() + every
+    last_strike = end - every / 2  # so that what is asked to stop is not dying already
     with log.open("ab") as output:
         command = shop.zygote.start(words, output)
         while time.monotonic() < end:
@@ -96,7 +97,7 @@ def _disturbed(
             watch.look([*others, command.pid])
             if command.poll() is not None:
                 command, starts = shop.zygote.start(words, output), starts + 1
-            elif time.monotonic() > strike and others:
+            elif time.monotonic() > strike and others and strike < last_strike:
                 os.kill(dice.choice(others), signal.SIGKILL)
                 strike, kills = strike + every, kills + 1
     return command, kills, starts

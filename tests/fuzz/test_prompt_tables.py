@@ -148,3 +148,13 @@ def test_every_kind_of_nonsense_in_every_field(tmp_path: Path) -> None:
     for field in ROWS[0]:
         for value in NONSENSE:
             _read(tmp_path, "jsonl", json.dumps(ROWS[0] | {field: value}).encode())
+
+
+@pytest.mark.parametrize("name", [b"image_id", b"prompt", b"seed"])
+def test_a_parquet_file_with_a_name_that_is_no_text_is_refused(name: bytes, tmp_path: Path) -> None:
+    """A bit turned in a column's name, in each of the places that it stands in; found by `make fuzz`."""
+    pieces = VALID["parquet"].split(name)
+    for place in range(1, len(pieces)):
+        damage = b"\xe8" + name[1:]
+        data = name.join(pieces[:place]) + damage + name.join(pieces[place:])
+        _read(tmp_path, "parquet", data)

@@ -104,6 +104,9 @@ def test_the_batch_that_was_found_is_kept(run: Path, tmp_path: Path, capsys: pyt
     assert before.items() <= files(images).items()
     generate(tmp_path, run)
     assert "Nothing to do: 5 of 5 pictures" in capsys.readouterr().err
+    said = [json.loads(line) for line in (images / "ledger.jsonl").read_text().splitlines()]
+    planned = [line["planned"] for line in said if "planned" in line]
+    assert planned == [2, 3, 5], "by each command that had something to do, for those who watch"
 
 
 def test_weights_and_interval_are_kept_with_the_pictures(

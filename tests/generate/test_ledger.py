@@ -14,6 +14,7 @@ from muralist.errors import UserError
 from muralist.generate import ledger
 from muralist.generate.ledger import Header, Shard
 from muralist.generate.plan import Sample
+from muralist.settings import GenerateSettings
 
 HEADER = Header({"model": "tiny", "negative_prompt": "schön", "steps": 4}, 8, {"torch": "2.13"})
 any_text = st.text(st.characters(exclude_categories=()), max_size=30)  # half characters too
@@ -112,3 +113,13 @@ def test_a_file_is_whole_by_size_and_time_or_by_its_bytes(tmp_path: Path) -> Non
     assert not ledger.is_whole(path, line)
     path.unlink()
     assert not ledger.is_whole(path, line)
+
+
+@pytest.mark.parametrize("written", ["EulerDiscrete", "eulerdiscrete", "EulerDiscreteScheduler"])
+def test_one_scheduler_is_one_setting_however_it_is_written(written: str) -> None:
+    """Also in ledgers that have it as it was typed."""
+    asked = GenerateSettings(prompts_csv="p.csv", output_dir="o", model_path="m", scheduler="eulerDiscrete")
+    before = Header.parse(Header({"scheduler": written}, 1).line())
+    assert before.settings == {"scheduler": asked.scheduler}
+    assert before.digest == Header({"scheduler": asked.scheduler}, 1).digest
+    assert asked.scheduler != GenerateSettings(**(asked.model_dump() | {"scheduler": "DDIM"})).scheduler

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,12 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from muralist.cli import main
 from muralist.generate import ledger, ranks
 from muralist.generate.folder import OutputFolder
 from muralist.generate.ledger import Header, Shard
 from muralist.generate.plan import Sample
 from muralist.generate.ranks import Ranks
+from muralist.scale.slurm import free_port
 from tests.support.generating import SCRIPT, makers, other_files, pictures, words, write_table
+from tests.support.jit_models import checkpoint, family, network_of
 from tests.support.runs import finish, start
 
 ROWS = 12
@@ -154,6 +160,45 @@ def test_a_rank_that_is_interrupted_alone_leaves_the_folder_to_the_others(folder
     assert more(second) == [0, 2, 4, 6, 8, 10]
     settle(folder, 1, list(range(ROWS)))
     assert second.closes_the_folder()
+
+
+@pytest.mark.parametrize("refused", [0, 2])
+def test_the_others_do_not_wait_for_a_rank_that_was_refused(tmp_path: Path, refused: int) -> None:
+    """As under plain srun, which ends nobody: three processes, one of which does not see the model."""
+    table = write_table(tmp_path, ROWS)
+    table.write_text("prompt\n" + "0\n" * ROWS)
+    chosen = family()
+    model = checkpoint(tmp_path / "run", chosen.describe(), network_of(chosen).state_dict())
+    surroundings = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port({"SLURM_JOB_ID": "1"}))}
+
+    def rank(number: int) -> None:
+        os.environ.update(surroundings, RANK=str(number), LOCAL_RANK=str(number))
+        own = tmp_path / "elsewhere" if number == refused else model
+        with (tmp_path / f"{number}.log").open("w") as sys.stderr:
+            status = main(
+                [
+                    "generate",
+                    "--prompts_csv",
+                    str(table),
+                    "--model_path",
+                    str(own),
+                    "--output_dir",
+                    str(tmp_path / "out"),
+                ]
+            )
+        os._exit(status)
+
+    processes = [multiprocessing.get_context("fork").Process(target=rank, args=(number,)) for number in range(3)]
+    began = time.monotonic()
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+        process.kill()
+    assert [process.exitcode for process in processes] == [1, 1, 1]
+    assert time.monotonic() - began < 20
+    said = [(tmp_path / f"{number}.log").read_text() for number in range(3)]
+    assert "elsewhere" in said.pop(refused) and said == ["", ""]
 
 
 @pytest.mark.slow

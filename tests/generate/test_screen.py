@@ -76,6 +76,16 @@ def test_eight_gpus_and_rows_of_nobody(now: list[float]) -> None:
     assert " total:  80%|" in lines[9] and "80/100" in lines[9]
 
 
+def test_a_worker_without_a_model_says_what_it_waits_for(now: list[float]) -> None:
+    made = Bars(Console(file=io.StringIO(), width=100, force_terminal=True, no_color=True))
+    now[0] += 42
+    made.show({"0": Count(0, 0, 5, loading=True), "1": Count(1, 0, 5)}, 0)
+    lines = rendered(made, 100)
+    made.close()
+    assert lines[0].endswith("| 0/5 [00:42<?, loading the model]")
+    assert "1/5" in lines[1] and "loading" not in lines[1] and "1/10" in lines[2] and "loading" not in lines[2]
+
+
 def test_sentences_are_printed_as_they_are(now: list[float]) -> None:
     console = Console(file=io.StringIO(), width=40, force_terminal=True, no_color=True)
     made = Bars(console)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,22 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="No space left on the disk"):
             write_jit_folder(disk / "export", state, infer_jit_config(state))
         assert not list(disk.iterdir())
+
+
+@pytest.mark.parametrize("given", ["run", "checkpoint", "file"])
+def test_a_damaged_checkpoint_is_not_exported(
+    run: Path, tmp_path: Path, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    checkpoint = last_checkpoint(tmp_path / "run")
+    source = {"run": tmp_path / "run", "checkpoint": checkpoint, "file": checkpoint / "ema1.safetensors"}[given]
+    weights = checkpoint / "ema1.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1  # of the last weight: the file is as readable as before
+    weights.write_bytes(data)
+    assert main(["export", str(source), str(tmp_path / "out")]) == 1
+    assert "is damaged: ema1.safetensors is not what was written" in capsys.readouterr().err
+    (checkpoint / "manifest.json").unlink()
+    assert main(["export", str(source), str(tmp_path / "out")]) == 1
+    assert "is not a whole checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

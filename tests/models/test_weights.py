@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from muralist.errors import UserError
+from muralist.generate.jit_painter import read_family
 from muralist.models import jit, weights
 from muralist.models.jit import JiT
 
@@ -177,7 +178,7 @@ def test_failed_rename_puts_the_old_export_back(net, config, tmp_path, monkeypat
         (lambda folder: (folder / "config.json").write_text('{"_class_name": "UNet"}'), "does not describe a JiT"),
         (lambda folder: change_config(folder, depth=3), r"blocks\.2\."),
         (lambda folder: change_config(folder, depth=None), "lacks depth"),
-        (lambda folder: change_config(folder, depth="many"), "No network has these sizes"),
+        (lambda folder: change_config(folder, depth="many"), "No network has the sizes that .*depth is 'many'"),
         (lambda folder: change_config(folder, num_heads=0), "No network has these sizes"),
         (lambda folder: (folder / weights.WEIGHTS_FILE).unlink(), weights.WEIGHTS_FILE),
         (lambda folder: os.truncate(folder / weights.WEIGHTS_FILE, 9000), f"{weights.WEIGHTS_FILE} cannot be read"),
@@ -193,6 +194,15 @@ def test_damaged_exports_are_refused(net, config, tmp_path, damage: Callable[[Pa
 def change_config(folder: Path, **changes: object) -> None:
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+@pytest.mark.parametrize("classes", ["null", "1.5", "true", '"3"', "[3]", "-1"])
+def test_a_config_that_names_no_sizes_is_refused_before_weights_are_read(classes: str, config, tmp_path):
+    """As `generate` reads it; found by `make fuzz`."""
+    written = json.dumps({"_class_name": weights.CLASS_NAME, **config, "num_classes": "here"})
+    (tmp_path / "config.json").write_text(written.replace('"here"', classes))
+    with pytest.raises(UserError, match=r"No network has the sizes that .*num_classes is"):
+        read_family(tmp_path, {}, "ema1")
 
 
 def test_export_of_weights_that_do_not_fit_is_refused(net, config, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ class Colours:
     digest: str = "colours"
     width: int = 3
     fails_as: str = ""
+    source: Path = Path()
 
     def load(self, device: torch.device) -> Colours:
         return self

@@ -50,10 +50,10 @@ def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) 
     def overview(known: ETag = None) -> Response:
         """Everything under the root, in a few words each."""
         things: dict[str, list[dict[str, Any]]] = {"run": [], "generation": [], "evaluation": []}
-        for kind, folder in scanner.things():
+        for kind, folder, name in scanner.things():
             told = {"run": runs.summary, "generation": summary, "evaluation": evaluations.summary}[kind](folder)
             if told is not None:
-                things[kind].append({"id": root.relative(folder), **told})
+                things[kind].append({"id": root.relative(name), **told})
         return _json({"root": str(root.path), "name": root.path.name, **things}, known)
 
     @app.get("/api/curves")

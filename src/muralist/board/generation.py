@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from muralist.board.root import is_plain_folder, open_plain, read_plain
 from muralist.board.tail import Tail
-from muralist.data.ledger_lines import DONE, FAILED
+from muralist.data.ledger_lines import DONE, FAILED, PLANNED
 from muralist.generate.folder import OutputFolder
 
 NEWEST = 48
@@ -72,6 +72,7 @@ class Generation:
         self._newest: deque[tuple[int, int, int]] = deque(maxlen=NEWEST)  # time, copy, row
         self._times: dict[str, deque[int]] = {}
         self._order: np.ndarray | None = None
+        self._planned: int | None = None
 
     def progress(self) -> dict[str, Any]:
         """Everything about the folder but the list of its pictures."""
@@ -89,6 +90,7 @@ class Generation:
                 "read": round(sum(file.offset for file in self._files) / size, 3) if size else 1.0,
                 "done": sum(self._done.values()),
                 "failed": sum(self._failed.values()),
+                "planned": self._planned,
                 "workers": workers,
                 "unassigned": unassigned,
                 "newest": [line for line in newest if line],
@@ -126,10 +128,12 @@ class Generation:
         for raw in data.splitlines(keepends=True):
             try:
                 line = from_json(raw)
+                if type(planned := line.get(PLANNED)) is int:
+                    self._planned = planned
                 row, copy, status, gpu = line["index"], line["copy"], line["status"], str(line["gpu"])
                 known = 0 <= row < _LARGEST_NUMBER and 0 <= copy < _MOST_COPIES and status in (DONE, FAILED)
-            except (ValueError, KeyError, TypeError):
-                known = False  # the header, or a line that a kill has torn
+            except (ValueError, KeyError, TypeError, AttributeError):
+                known = False  # the header, the plan, or a line that a kill has torn
             if known:
                 self._note(row, copy, status == DONE, gpu, line, file << 48 | place)
             place += len(raw)

@@ -25,6 +25,9 @@ class Thing(NamedTuple):
 
     kind: Kind
     folder: Path
+    """Where it really lies, under the root."""
+    name: Path
+    """Where it was found: a link elsewhere under the root, or the same."""
 
 
 class _Listing(NamedTuple):
@@ -32,6 +35,7 @@ class _Listing(NamedTuple):
 
     kinds: tuple[Kind, ...]
     folders: tuple[str, ...]
+    links: tuple[str, ...] = ()  # to folders
 
 
 class Scanner:
@@ -50,7 +54,7 @@ class Scanner:
             if time.monotonic() - self._looked >= _REST:
                 kept = self._listings
                 self._listings = {}
-                self._found = sorted(self._walk(kept), key=lambda thing: (thing.folder, thing.kind))
+                self._found = sorted(self._walk(kept), key=lambda thing: (thing.name, thing.kind))
                 self._looked = time.monotonic()
             return self._found
 
@@ -62,9 +66,17 @@ class Scanner:
                 if len(self._listings) >= _MOST_FOLDERS:
                     return
                 listing = self._listing(folder, before)
-                yield from (Thing(kind, folder) for kind in listing.kinds)
+                yield from (Thing(kind, folder, folder) for kind in listing.kinds)
+                for name in listing.links:
+                    yield from self._linked(folder / name, before)
                 below.extend(folder / name for name in listing.folders)
             level = below
+
+    def _linked(self, link: Path, before: dict[Path, tuple[int, _Listing]]) -> Iterator[Thing]:
+        """What a link names, if that lies under the root and is for show; nothing below it, or a loop would have no end."""
+        folder = Path(os.path.realpath(link))  # asked anew each time: what it names may have become another link
+        if folder.is_relative_to(self.root) and all(map(_is_shown, folder.relative_to(self.root).parts)):
+            yield from (Thing(kind, folder, link) for kind in self._listing(folder, before).kinds)
 
     def _listing(self, folder: Path, before: dict[Path, tuple[int, _Listing]]) -> _Listing:
         try:
@@ -84,13 +96,15 @@ class Scanner:
 def _read(folder: Path) -> _Listing:
     names: set[str] = set()
     folders: list[str] = []
+    links: list[str] = []
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):
             if number == _MOST_ENTRIES:
                 break
-            # Links are not followed: what they name under the root is found by its own name, and the rest is not ours.
             if entry.is_dir(follow_symlinks=False):
                 folders.append(entry.name)
+            elif entry.is_symlink() and Path(entry).is_dir():  # the entry itself would raise on links in a circle
+                links.append(entry.name)
             elif entry.name.endswith((".jsonl", ".json", ".yaml")):
                 names.add(entry.name)
     kinds: list[Kind] = []
@@ -101,7 +115,7 @@ def _read(folder: Path) -> _Listing:
     if (folder / "report.json").is_file():
         kinds.append("evaluation")
     below = (name for name in folders if _is_shown(name) and not (is_run and name in _INSIDE_A_RUN))
-    return _Listing(tuple(kinds), tuple(sorted(below)))
+    return _Listing(tuple(kinds), tuple(sorted(below)), tuple(filter(_is_shown, links)))
 
 
 def _is_shown(name: str) -> bool:

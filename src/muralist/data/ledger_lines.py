@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 DONE, FAILED = "done", "failed"
+PLANNED = "planned"
+"""The one word of a line that says how many samples there are to be in all."""
 _ABOUT = {"index": int, "copy": int, "id": str, "seed": int, "prompt": str, "file": str, "gpu": str, "key": str}
 _NEEDED: dict[str, list[tuple[str, type]]] = {
     DONE: list({**_ABOUT, "bytes": int, "changed": int, "sha256": str}.items()),

@@ -7,6 +7,7 @@ import csv
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -25,6 +26,8 @@ _BLOCKS_KEPT = 2
 _OPENING = re.compile(r'(?:(?! *")[^\t]*\t)* *"')  # of the next cell in quotes, from the beginning of a cell on
 _CLOSING = re.compile(r'[^"]*(?:""[^"]*)*"(?!")')
 _LONE_RETURN = re.compile(r"(?<=\r)(?!\n|\Z)")
+_LONE_RETURN_BYTE = re.compile(_LONE_RETURN.pattern.encode())
+_BYTES_AT_ONCE = 8192
 
 
 class Record(NamedTuple):
@@ -180,7 +183,7 @@ class ParquetRecords:
 
         try:
             return pyarrow.parquet.ParquetFile(self.path, memory_map=True)
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, pyarrow.ArrowException) as error:  # ValueError: a name that is no text
             raise UserError(f"The Parquet file {self.path} could not be read: {error}.") from error
 
 
@@ -193,7 +196,7 @@ class _Lines:
         self._file = file
 
     def __iter__(self) -> Iterator[str]:
-        for data in self._file if self.encoding == "utf-8" else _wide_lines(self._file, self.encoding):
+        for data in _raw_lines(self._file, self.encoding):
             try:
                 text = data.decode(self.encoding)
             except UnicodeDecodeError as error:
@@ -202,15 +205,9 @@ class _Lines:
                     f"{error.reason[0].upper()}{error.reason[1:]}, at byte {self.place + error.start:,} of the file.",
                     "Save it as UTF-8.",
                 ) from error
-            if text.count("\r") <= text.endswith("\r\n"):
-                self.place += len(data)
-                self.number += 1
-                yield text
-            else:  # old Macintosh files end lines so, as every editor knows
-                for piece in _LONE_RETURN.split(text):
-                    self.place += len(piece.encode(self.encoding))
-                    self.number += 1
-                    yield piece
+            self.place += len(data)
+            self.number += 1
+            yield text
 
 
 def _encoding(file: BinaryIO) -> tuple[str, int]:
@@ -226,19 +223,40 @@ def _encoding(file: BinaryIO) -> tuple[str, int]:
     return "utf-8", 0
 
 
-def _wide_lines(file: BinaryIO, encoding: str) -> Iterator[bytes]:
-    """Split UTF-16 at line feeds: a byte 10 may be half of another character."""
-    end = "\n".encode(encoding)
-    line = b""
-    while piece := file.readline():
-        line += piece
-        if len(line) % 2:
-            line += file.read(1)
-        if line.endswith(end):
-            yield line
-            line = b""
-    if line:
-        yield line
+def _raw_lines(file: BinaryIO, encoding: str) -> Iterator[bytes]:
+    """Lines, read a little at a time; a return alone ends one too, as in old Macintosh files and as every editor knows."""
+    feed, lone_return = "\n".encode(encoding), "\r".encode(encoding)
+    split = _split if encoding == "utf-8" else partial(_split_wide, file, encoding)
+    held: list[bytes] = []  # of a line whose end was not seen yet
+    while data := file.readline(_BYTES_AT_ONCE):
+        *whole, last = split(data)
+        if held and held[-1].endswith(lone_return) and not (whole or [last])[0].startswith(feed):
+            yield b"".join(held)
+            held = []
+        for piece in whole:
+            yield b"".join((*held, piece))
+            held = []
+        held.append(last)
+        if last.endswith(feed):
+            yield b"".join(held)
+            held = []
+    if held:
+        yield b"".join(held)
+
+
+def _split(data: bytes) -> list[bytes]:
+    return _LONE_RETURN_BYTE.split(data) if b"\r" in data else [data]
+
+
+def _split_wide(file: BinaryIO, encoding: str, data: bytes) -> list[bytes]:
+    """Split UTF-16: a byte 10 or 13 may be half of another character, and so may be the last byte that was read."""
+    if len(data) % 2:
+        data += file.read(1)
+    even = len(data) // 2 * 2
+    pieces = _LONE_RETURN.split(data[:even].decode(encoding, "surrogatepass"))
+    found = [piece.encode(encoding, "surrogatepass") for piece in pieces]
+    found[-1] += data[even:]  # half a character at the end of the file
+    return found
 
 
 def _taken(lines: Iterable[str], taken: list[str]) -> Iterator[str]:

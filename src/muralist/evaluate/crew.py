@@ -19,6 +19,7 @@ from muralist.errors import UserError
 from muralist.evaluate.cache import Cache
 from muralist.evaluate.extraction import DECODING_AHEAD, Batch, Finished, extract
 from muralist.evaluate.extractors import Extractor
+from muralist.loading import loading
 
 log = logging.getLogger("muralist")
 PATIENCE = 600.0  # seconds without a finished batch, after which a process is given up
@@ -62,6 +63,8 @@ def extract_together(
     try:
         for label in labels:
             crew.start(label, extractor, cache, devices[label], len(labels))
+        with loading(f"the weights of {extractor.name}", extractor.source):
+            crew.run(until_first=True)
         crew.run()
         return crew.broken
     finally:
@@ -84,9 +87,9 @@ class _Crew:
         theirs.close()
         self.members.append(_Member(label, process, ours))
 
-    def run(self) -> None:
-        """Until every batch is finished."""
-        while self.waiting or any(member.open for member in self.members):
+    def run(self, until_first: bool = False) -> None:
+        """Until every batch is finished, or one is."""
+        while (self.waiting or any(member.open for member in self.members)) and not (until_first and self.done):
             self._hand_out()
             by_pipe = {member.pipe: member for member in self.members}
             for pipe in wait(list(by_pipe), _LOOK):

@@ -55,6 +55,11 @@ class Dinov2Features:
         size = f"ViT-{known}/{patch}" if known else f"ViT/{patch} of {layers} layers, {width} wide"
         return cls(folder, digest, width, size)
 
+    @property
+    def source(self) -> Path:
+        """The file or folder of its weights."""
+        return self.folder
+
     def load(self, device: torch.device) -> Loaded:
         """Read the weights."""
         from transformers import Dinov2Model

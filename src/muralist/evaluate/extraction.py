@@ -23,6 +23,7 @@ from muralist.errors import UserError
 from muralist.evaluate.cache import Cache, Item
 from muralist.evaluate.data_pictures import DataPicture
 from muralist.evaluate.extractors import Extractor, Loaded
+from muralist.loading import loading
 from muralist.machine import usable_cores
 
 BATCH = {"cpu": 1, "cuda": 64}  # a CPU is no faster with more
@@ -62,7 +63,8 @@ def extract(
     """Compute and keep, batch after batch."""
     decoders = max(1, usable_cores() // processes)
     with torch.inference_mode(), _exact(device), cache.writer() as write, ThreadPoolExecutor(decoders) as pool:
-        loaded = extractor.load(device)
+        with loading(f"the weights of {extractor.name}", extractor.source):
+            loaded = extractor.load(device)
         size = 0
         ahead: deque[tuple[Batch, list[Future[Tensor | str]]]] = deque()
         while True:

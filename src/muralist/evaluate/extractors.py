@@ -45,6 +45,10 @@ class Extractor(Protocol):
     def width(self) -> int:
         """How many numbers describe an item."""
 
+    @property
+    def source(self) -> Path:
+        """The file or folder of its weights."""
+
     def load(self, device: torch.device) -> Loaded:
         """Read the weights."""
 
@@ -81,6 +85,11 @@ class InceptionFeatures:
         """Features by the weights of a file."""
         return cls(weights, file_digest(weights))
 
+    @property
+    def source(self) -> Path:
+        """The file or folder of its weights."""
+        return self.weights
+
     def load(self, device: torch.device) -> Loaded:
         """Read the weights."""
         from muralist.evaluate.inception_weights import load_inception
@@ -111,6 +120,11 @@ class ClipFeatures:
         config, digest = look_at_checkpoint(folder, CLIPConfig, "CLIP", "--clip_path", _CLIP_FIX)
         width = int(config.projection_dim or 0)
         return cls(folder, digest, width, "clip"), cls(folder, digest, width, "clip-text")
+
+    @property
+    def source(self) -> Path:
+        """The file or folder of its weights."""
+        return self.folder
 
     def load(self, device: torch.device) -> Loaded:
         """Read the weights."""

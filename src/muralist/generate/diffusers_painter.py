@@ -22,6 +22,7 @@ from muralist.generate.noise import own_noise
 from muralist.generate.painter import Beat, CannotPaint, Order
 from muralist.generate.text import TextMemory, joinable
 from muralist.settings import GenerateSettings
+from muralist.settings.generate import scheduler_name
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SHARE_OF_CARD = 0.6  # a model larger than this leaves too little room for its activations
@@ -237,9 +238,8 @@ def another_scheduler(scheduler: Any, wanted: str) -> Any:
     fitting = {kind.__name__: kind for kind in scheduler.compatibles if "dummy" not in kind.__module__} | {
         type(scheduler).__name__: type(scheduler)
     }
-    word = wanted.casefold().removesuffix("scheduler")
     for name, kind in fitting.items():
-        if name.casefold().removesuffix("scheduler") == word:
+        if scheduler_name(name) == scheduler_name(wanted):
             return kind.from_config(scheduler.config)
     short = sorted(name.removesuffix("Scheduler") for name in fitting)
     raise UserError(

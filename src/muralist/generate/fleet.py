@@ -78,6 +78,10 @@ class _Member:
     def open(self) -> list[int]:
         return [number for task in self.tasks for number in sorted(task)]
 
+    @property
+    def count(self) -> Count:
+        return Count(self.done, self.failed, self.total, loading=self.alive and self.ready is None)
+
     def finish(self, number: int) -> None:
         for task in self.tasks:
             task.discard(number)
@@ -127,7 +131,7 @@ class Fleet:
             self._hand_out()
             self.beat()
             self.screen.show(
-                {m.label: Count(m.done, m.failed, m.total) for m in self.members.values()},
+                {member.label: member.count for member in self.members.values()},
                 len(self.orphans) + len(self.suspects),
             )
         for label in labels:

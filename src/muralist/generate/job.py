@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -45,12 +45,14 @@ _PATIENCE = 5.0  # seconds for workers that have nothing left to do
 def generate(settings: GenerateSettings) -> int:
     """Make what is missing; returns 0 only if every row's picture exists."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    command = _Command.prepare(settings)
-    with _stopped_by_signals():
+    folder = OutputFolder(Path(settings.output_dir).absolute())
+    adopt_ranks(os.environ)
+    ranks = Ranks.of_environment(os.environ, folder, settings.images_per_prompt, settings.worker_timeout)
+    with _stopped_by_signals(), ranks.telling() if ranks else nullcontext():
         try:
-            return command.run()
+            return _Command.prepare(settings, folder, ranks).run()
         except Refused:
-            return 1  # the first rank says why
+            return 1  # the one that was refused says why
 
 
 @dataclass
@@ -67,12 +69,8 @@ class _Command:
     lock: Lock | None = None  # of the process that took stock
 
     @classmethod
-    def prepare(cls, settings: GenerateSettings) -> _Command:
+    def prepare(cls, settings: GenerateSettings, folder: OutputFolder, ranks: Ranks | None) -> _Command:
         """Read the table and what the model says of itself."""
-        folder = OutputFolder(Path(settings.output_dir).absolute())
-        copies = settings.images_per_prompt
-        adopt_ranks(os.environ)
-        ranks = Ranks.of_environment(os.environ, folder, copies, settings.worker_timeout)
         if ranks and settings.engine == "ray":
             raise UserError(
                 f"--engine ray under a launcher of {ranks.size} ranks: each would hire the whole cluster.",
@@ -88,7 +86,7 @@ class _Command:
             log.warning("%s", note)
         suffix = store.extension(settings.num_frames, settings.video_format)
         size = (settings.height, settings.width)
-        plan = Plan(table, copies, settings.seed_start, settings.negative_prompt, size, suffix)
+        plan = Plan(table, settings.images_per_prompt, settings.seed_start, settings.negative_prompt, size, suffix)
         plan.check()
         refuse_trouble(Circumstances(generate=settings, starting=True, known_model=model, known_pictures=len(plan)))
         return cls(settings, identity_of(settings, model), plan, folder, ranks)
@@ -199,6 +197,8 @@ class _Command:
         done = self.folder.finished(self.plan) if header else np.zeros(len(self.plan), dtype=bool)
         if done.any():
             log.info("%s of %s %s are there already.", f"{done.sum():,}", f"{len(self.plan):,}", self._things())
+        if header and not done.all():
+            ledger.note_plan(self.folder.ledger, len(self.plan))
         self.header = header
         return self.plan.in_order(np.flatnonzero(~done)), lock
 
@@ -255,6 +255,7 @@ class _Command:
         if self.header is None:
             self.header = Header(self.identity, shape.agreed, ready.made_with, not ready.batches)
             ledger.start(self.folder.ledger, self.header)
+            ledger.note_plan(self.folder.ledger, len(self.plan))
         return shape
 
     def _compare(self, now: dict[str, str], before: dict[str, str]) -> None:

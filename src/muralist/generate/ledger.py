@@ -1,6 +1,7 @@
 """The ledger of an output folder: which picture is which, made how, and whether its file is whole.
 
-    ledger.jsonl          first settings, versions and the batch shape, then one line per finished or failed sample
+    ledger.jsonl          first settings, versions and the batch shape, then one line per finished or failed sample;
+                          a command that has something to do says beforehand how many samples it plans in all
     .ledger/gpu0.jsonl    while a command runs: the lines of one worker; they go to the end of ledger.jsonl when it ends
 
 Lines are only ever appended, each by one write. A worker that is killed leaves at most one torn line, which is passed over:
@@ -17,10 +18,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from muralist.data.ledger_lines import DONE, FAILED, read_lines
+from muralist.data.ledger_lines import DONE, FAILED, PLANNED, read_lines
 from muralist.errors import UserError
 from muralist.generate.plan import Sample
 from muralist.runfolder import open_own, write_atomically
+from muralist.settings.generate import scheduler_name
 
 _FORMAT = "muralist ledger"
 _VERSION = 1
@@ -56,6 +58,9 @@ class Header:
             if content.pop("format") == _FORMAT and content.pop("version") == _VERSION:
                 header = cls(**content)
                 if header._is_plausible():
+                    written = header.settings.get("scheduler")
+                    if isinstance(written, str):  # as it was typed, in older ledgers
+                        header.settings["scheduler"] = scheduler_name(written)
                     return header
         except (KeyError, TypeError, AttributeError):
             pass
@@ -153,6 +158,15 @@ def _encoded(content: dict[str, Any]) -> bytes:
 def start(path: Path, header: Header) -> None:
     """Begin a ledger: the shape of batches is on disk before the first picture."""
     write_atomically(path, header.line())
+
+
+def note_plan(path: Path, samples: int) -> None:
+    """Say how many samples there are to be in all: for those who watch, the last of these lines counts.
+
+    It is no part of the header, which stays as it is: a later command may plan more or fewer.
+    """
+    with open_own(path, "ab") as ledger:
+        ledger.write((b"" if _ends_whole(path) else b"\n") + _encoded({PLANNED: samples}))
 
 
 def merge(path: Path, shards: Path) -> None:

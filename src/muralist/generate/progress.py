@@ -26,7 +26,7 @@ class ToldScreen:
         self._screen.show(counts, unassigned)
         if time.monotonic() - self._told >= _SECONDS_BETWEEN and self._folder.work.is_dir():
             self._told = time.monotonic()
-            words = {"workers": counts, "unassigned": unassigned}
+            words = {"workers": {label: count[:3] for label, count in counts.items()}, "unassigned": unassigned}
             with suppress(OSError):  # a full disk is told by the first picture that does not fit
                 write_atomically(self._folder.progress, json.dumps(words))
 

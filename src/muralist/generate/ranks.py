@@ -1,8 +1,8 @@
 """Ranks of `srun` or `torchrun`: each takes its share of the rows by global rank, and the rows of ranks that are lost.
 
-They meet once, through torch's store at MASTER_ADDR, to agree on what there is to do; from then on they know of each other
-through the output folder alone, so that none waits for a rank that is gone, be it the first. Each says every few seconds how
-it is:
+They meet once, through torch's store at MASTER_ADDR, to agree on what there is to do; a rank that was refused before that
+comes to say so, or the others would wait for it. From then on they know of each other through the output folder alone, so
+that none waits for a rank that is gone, be it the first. Each says every few seconds how it is:
 
     working    it has rows to make
     idle       it has none, and takes those of ranks that are gone or lost
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,16 +33,18 @@ from muralist.generate.screen import Count, Lines, Screen, open_screen
 from muralist.runfolder import write_atomically
 
 _MEETING = 600.0  # seconds for all ranks to come, and for the first to take stock
+_FAREWELL = 60.0  # seconds that a refused rank gives the others to come and hear of it
 _BEAT = 2.0
 _LOOK = 1.0
 _TAKEN_AT_ONCE = 16  # rows of lost ranks: few enough that all who have time get some
 _OTHERS_END = 10.0
-_STOCK, _ROWS, _HEARD = "muralist/stock", "muralist/rows", "muralist/heard"
+_STOCK, _ROWS, _HEARD, _CAME = "muralist/stock", "muralist/rows", "muralist/heard", "muralist/came"
+_READY, _REFUSED = b"ready", b"refused"
 _AWAY = ("gone", "lost")
 
 
 class Refused(Exception):
-    """The first rank found that nothing can be done, and says why."""
+    """Another rank found that nothing can be done, and says why."""
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Ranks:
     timeout: float
     todo: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     count: Count = field(default_factory=Count)  # how far this rank's worker is
+    _met: bool = False
     _state: str = "working"
     _taken: list[int] = field(default_factory=list)  # of other ranks' rows
     _beaten: float = 0.0
@@ -87,8 +91,9 @@ class Ranks:
         return shares(self.todo, self.size)[self.rank]
 
     def share_stock(self, take_stock: Callable[[], np.ndarray]) -> None:
-        """The first rank finds what there is to do and tells the others; `Refused` where it told them to give up."""
-        store = self._meet()
+        """The first rank finds what there is to do and tells the others; `Refused` where one was told to give up."""
+        store = self._meet(_MEETING)
+        store.set(f"{_CAME}/{self.rank}", _READY)
         if self.rank:
             go_on = self._hear(store, _STOCK) == b"go on"
             if go_on:
@@ -98,6 +103,7 @@ class Ranks:
                 raise Refused
         else:
             try:
+                self._see_who_came(store)
                 self.todo = take_stock()
                 store.set(_ROWS, self.todo.tobytes())
                 store.set(_STOCK, "go on")
@@ -108,6 +114,31 @@ class Ranks:
                 _wait(lambda: store.add(_HEARD, 0) == self.size - 1, _OTHERS_END)
         if self.folder.ledger.is_file():
             self._read[self.folder.ledger] = self.folder.ledger.stat().st_size  # what failed before is tried again
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Where this rank is refused before it has met the others, they hear of it."""
+        try:
+            yield
+        except Exception:
+            if not self._met:
+                with suppress(UserError, RuntimeError):  # nobody came; what went wrong is told in any case
+                    self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        store = self._meet(_FAREWELL)
+        store.set(f"{_CAME}/{self.rank}", _REFUSED)
+        if self.rank:
+            store.add(_HEARD, 1)
+            return
+        store.set(_STOCK, "give up")
+        _wait(lambda: store.add(_HEARD, 0) == self.size - 1, _OTHERS_END)
+
+    def _see_who_came(self, store: Any) -> None:
+        for rank in range(1, self.size):
+            if self._hear(store, f"{_CAME}/{rank}", rank) == _REFUSED:
+                raise Refused
 
     def decides(self) -> bool:
         """Whether this rank speaks for all: it is the first of those that are there."""
@@ -176,25 +207,26 @@ class Ranks:
             counts[str(rank)] = told._replace(total=told.finished) if state in _AWAY else told
         return counts
 
-    def _meet(self) -> Any:
+    def _meet(self, seconds: float) -> Any:
         from torch.distributed import rendezvous
 
+        self._met = True
         try:
-            return next(rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=_MEETING)))[0]
+            return next(rendezvous("env://", self.rank, self.size, timeout=timedelta(seconds=seconds)))[0]
         except Exception as error:
             raise UserError(
                 f"Rank {self.rank} did not meet the other ranks: {str(error).splitlines()[0]:.200}",
                 fix="Start them all with one torchrun or srun.",
             ) from None
 
-    def _hear(self, store: Any, key: str) -> bytes:
+    def _hear(self, store: Any, key: str, speaker: int = 0) -> bytes:
         try:
             if _wait(lambda: store.check([key]), _MEETING):
                 return bytes(store.get(key))
         except RuntimeError:  # the first rank is gone, and the store with it
             pass
         raise UserError(
-            f"Rank {self.rank} heard nothing from the first rank.", fix="See why that ended; the same command goes on."
+            f"Rank {self.rank} heard nothing from rank {speaker}.", fix="See why that ended; the same command goes on."
         )
 
     def _say(self, state: str) -> None:

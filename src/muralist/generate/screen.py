@@ -26,6 +26,7 @@ class Count(NamedTuple):
     done: int = 0
     failed: int = 0
     total: int = 0
+    loading: bool = False  # it has no model yet
 
     @property
     def finished(self) -> int:
@@ -77,7 +78,7 @@ class Pace:
 
 
 def _sum(counts: Mapping[str, Count], unassigned: int) -> Count:
-    done, failed, total = (sum(column) for column in zip(*counts.values(), strict=True))
+    done, failed, total = (sum(column) for column in zip(*(count[:3] for count in counts.values()), strict=True))
     return Count(done, failed, total + unassigned)
 
 
@@ -127,6 +128,8 @@ class Bars:
             words = f"success: {count.done:,}, failed: {count.failed:,}"
             if options.max_width < _ROOM_FOR_WORDS:
                 words = f"ok {count.done:,}, failed {count.failed:,}"
+            if count.loading:
+                words = "loading the model"
             if name == _TOTAL:
                 words += f", {rate:.2f} images/s"
             tails.append(f"| {count.finished:,}/{count.total:,} [{times}, {words}]")

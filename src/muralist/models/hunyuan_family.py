@@ -33,6 +33,7 @@ from muralist.data.loader import Batch
 from muralist.diffusion import ddpm, flow
 from muralist.errors import UserError
 from muralist.keyed_random import Purpose, SampleKeys
+from muralist.loading import loading
 from muralist.models import variants
 from muralist.models.family import is_mirrored, to_unit
 from muralist.models.frozen import check_encoded, frozen_fingerprints
@@ -83,9 +84,12 @@ class FrozenParts:
     @classmethod
     def load(cls, folder: Path) -> FrozenParts:
         """Read them, in float32 on the CPU."""
-        vae = AutoencoderKL.from_pretrained(folder, subfolder="vae", local_files_only=True)
-        bert = BertModel.from_pretrained(folder, subfolder="text_encoder", local_files_only=True)
-        t5 = T5EncoderModel.from_pretrained(folder, subfolder="text_encoder_2", local_files_only=True)
+        with loading(f"the VAE of {folder}", folder / "vae"):
+            vae = AutoencoderKL.from_pretrained(folder, subfolder="vae", local_files_only=True)
+        with loading(f"the first text encoder of {folder}", folder / "text_encoder"):
+            bert = BertModel.from_pretrained(folder, subfolder="text_encoder", local_files_only=True)
+        with loading(f"the second text encoder of {folder}", folder / "text_encoder_2"):
+            t5 = T5EncoderModel.from_pretrained(folder, subfolder="text_encoder_2", local_files_only=True)
         for part in (vae, bert, t5):
             part.eval().requires_grad_(False)
         tokenizers = [
@@ -200,8 +204,11 @@ class HunyuanFamily:
 
     def network(self) -> nn.Module:
         """The transformer as the folder has it, in float32; LoRA on it changes nothing yet."""
-        network = HunyuanDiT2DModel.from_pretrained(self.folder, subfolder="transformer", local_files_only=True)
-        network = self._prepared(network.float().train())
+        assert self.folder is not None
+        with loading(f"the transformer of {self.folder}", self.folder / "transformer"):
+            network = HunyuanDiT2DModel.from_pretrained(self.folder, subfolder="transformer", local_files_only=True)
+            network = network.float().train()
+        network = self._prepared(network)
         if self.lora:
             self.lora.initialise(network, self.seed)
         return network

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from muralist import __version__
 from muralist.errors import UserError
+from muralist.loading import Advance, loading
 from muralist.models.jit import JiT
 from muralist.models.lora import ADAPTER_FILE, read_adapter
 from muralist.models.variants import MLP_RATIO, VARIANTS
@@ -43,9 +44,11 @@ _OFFICIAL_PREFIX = "net."
 _MOST_PIXELS = (
     1 << 16
 )  # along one side; of nothing is there more than this, so that a lie in a file does not fill the memory
+_PAGE, _READ_AT_ONCE = 4096, 1 << 24  # bytes
 _MOST_TOKENS, _MOST_BLOCKS = 1024, 1000  # tokens along one side
 _Side = Annotated[int, Field(ge=1, le=_MOST_PIXELS)]
 _JIT_ARGUMENTS = tuple(inspect.signature(JiT).parameters)
+_FRACTIONS = ("mlp_ratio", "attn_drop", "proj_drop")  # of them; the others count something
 
 
 def read_weights(path: str | Path, which: Which = "ema1") -> dict[str, Tensor]:
@@ -159,9 +162,21 @@ def _damaged(file: Path, error: Exception) -> UserError:
 
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
-        return load_file(file)
+        with loading(str(file), file) as advance:
+            weights = load_file(file)
+            if advance:
+                _read_through(weights, advance)
+            return weights
     except Exception as error:  # what a foreign file can make a reader raise has no end
         raise _damaged(file, error) from None
+
+
+def _read_through(weights: Mapping[str, Tensor], advance: Advance) -> None:
+    """Touch what is only mapped: else it would be read, unseen, where it is first used."""
+    for value in weights.values():
+        for part in value.reshape(-1).view(torch.uint8).split(_READ_AT_ONCE):
+            part[::_PAGE].sum()
+            advance(part.numel())
 
 
 def _read_adapter(file: Path) -> dict[str, Tensor]:
@@ -175,7 +190,8 @@ def _read_adapter(file: Path) -> dict[str, Tensor]:
 
 def _read_official(file: Path, which: Which) -> dict[str, Tensor]:
     """One set of weights out of an official checkpoint, its names without the wrapper's prefix."""
-    checkpoint = _unpickle(file)
+    with loading(str(file), file) as advance:
+        checkpoint = _unpickle(file, advance)
     key = _OFFICIAL_NAMES[which]
     state = checkpoint.get(key) if isinstance(checkpoint, dict) else None
     if not isinstance(state, dict):
@@ -188,12 +204,14 @@ def _read_official(file: Path, which: Which) -> dict[str, Tensor]:
     return {name.removeprefix(_OFFICIAL_PREFIX): value.detach().clone() for name, value in state.items()}
 
 
-def _unpickle(file: Path) -> Any:
+def _unpickle(file: Path, advance: Advance | None) -> Any:
     try:
         with zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()  # torch checks no checksum of a mapped file
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+            for member in archive.infolist():  # torch checks no checksum of a mapped file; reading to the end does
+                with archive.open(member) as stream:
+                    while part := stream.read(_READ_AT_ONCE):
+                        if advance:
+                            advance(len(part))
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # what a foreign file can make a reader raise has no end
@@ -277,7 +295,8 @@ def _require_sizes(config: Mapping[str, Any]) -> None:
     """Refuse what is no size before anything of that size is made."""
     for name, value in jit_arguments(config).items():
         largest = 1e6 if name == "num_classes" else _MOST_PIXELS
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= largest:
+        kind = int | float if name in _FRACTIONS else int
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 <= value <= largest:
             raise ValueError(f"{name} is {value!r:.60}")
     if config["input_size"] // max(1, config["patch_size"]) > _MOST_TOKENS or config["depth"] > _MOST_BLOCKS:
         raise ValueError(
@@ -345,6 +364,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     missing = [name for name in _JIT_ARGUMENTS if name not in config]
     if missing:
         raise UserError(f"{file} lacks {', '.join(missing)}.", fix="Export the model again.")
+    try:
+        _require_sizes(config)
+    except ValueError as error:
+        raise UserError(
+            f"No network has the sizes that {file} names.", f"{error}.", "Export the model again."
+        ) from None
     return config
 
 

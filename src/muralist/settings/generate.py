@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from muralist.settings.section import Fraction, Section
+
+
+def scheduler_name(text: str) -> str:
+    """One name for one scheduler, as different people write it: eulerdiscrete, EulerDiscrete, EulerDiscreteScheduler."""
+    return text.casefold().removesuffix("scheduler")
 
 
 class GenerateSettings(Section):
@@ -58,7 +63,7 @@ class GenerateSettings(Section):
     """Pictures made at once on a GPU; auto: the largest that fits, found once and kept in the ledger."""
     allow_batch_change: bool = False
     """Go on with smaller batches when memory runs out later; rows made so are marked in the ledger."""
-    scheduler: str | None = None
+    scheduler: Annotated[str, AfterValidator(scheduler_name)] | None = None
     """Another scheduler of diffusers that fits the model, such as EulerDiscrete or DPMSolverMultistep."""
     lora: list[str] = []
     """LoRA weights to add: PATH, or PATH:WEIGHT, or several."""

@@ -35,12 +35,13 @@ from torch.distributed.tensor import DTensor
 
 from muralist.errors import UserError
 from muralist.models.family import Family
-from muralist.models.weights import Which, read_weights
+from muralist.models.weights import Which, latest_checkpoint, read_weights
 from muralist.runfolder import disk_error, flush_folder, no_space, write_atomically, write_json
 from muralist.train.state_reader import StateReader
 
 FORMAT = 1
 _LONGEST_NAME = 200
+_NAME = r"step_\d{7,}"
 log = logging.getLogger("muralist")
 
 
@@ -216,6 +217,14 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
+def require_whole(source: Path) -> None:
+    """Refuse a checkpoint, a run's latest one or a file of one that is not what was written; weights from elsewhere pass."""
+    place = latest_checkpoint(source)
+    folder = place if place.is_dir() else place.parent
+    if (folder / "manifest.json").exists() or re.fullmatch(_NAME, folder.name):
+        manifest_of(folder)
+
+
 def _is_plausible(manifest: Mapping[str, Any]) -> bool:
     """Whether what every manifest says is of the kind it should be; a seal is no lock, and anybody can write one."""
     files, step = manifest.get("files"), manifest.get("step")
@@ -247,7 +256,7 @@ def all_in(folder: Path) -> list[Path]:
     """Checkpoints of a run, oldest first, whole or not."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{7,}", path.name) and path.is_dir()]
+    found = [path for path in folder.iterdir() if re.fullmatch(_NAME, path.name) and path.is_dir()]
     return sorted(found, key=step_of)
 
 

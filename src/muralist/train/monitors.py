@@ -203,6 +203,10 @@ console = Console(highlight=False)
 class _LogFile(logging.FileHandler):
     """The run's log; of a full disk the checkpoint that does not fit speaks, not a traceback at every line."""
 
+    def _open(self) -> Any:
+        """As everything that grows in a run's folder: a link under its name is not followed."""
+        return open_own(Path(self.baseFilename), "a", encoding=self.encoding)
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Leave out what cannot be written."""
         if not isinstance(sys.exc_info()[1], OSError):
@@ -227,7 +231,10 @@ def start_log(path: Path | None, rank: int) -> None:
     log.addHandler(terminal)
     if path is not None and rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = _LogFile(path, encoding="utf-8")
+        try:
+            file = _LogFile(path, encoding="utf-8")
+        except OSError as error:
+            raise no_space(error, path) from None
         file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         log.addHandler(file)
 

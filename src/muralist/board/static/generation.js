@@ -54,7 +54,7 @@ function draw(news) {
     running && total ? fact(speed ? duration((total - finished) / speed) : "–", "left") : null,
     fact(news.read < 1 ? `${Math.round(100 * news.read)}%` : news.state, news.read < 1 ? "of the ledger is read" : "state"),
   ].filter(Boolean));
-  drawBars(workers, running, total, finished);
+  drawBars(news, running, total, finished);
   if (news.version !== page.version) page.pages.clear();
   drawNewest(news.newest);
   drawFailures(news);
@@ -67,7 +67,7 @@ function draw(news) {
   }
 }
 
-function drawBars(workers, running, total, finished) {
+function drawBars({ workers, done, failed, planned }, running, total, finished) {
   const largest = Math.max(1, ...workers.map((worker) => worker.done + worker.failed));
   const line = (name, worker) => {
     const whole = worker.total ?? largest;
@@ -80,9 +80,16 @@ function drawBars(workers, running, total, finished) {
     return element("div.gpu", {}, element("span.label", {}, name), bar, element("span.words", {}, words.join(" · ")));
   };
   const lines = workers.map((worker) => line(`GPU ${worker.gpu}`, worker));
-  if (running && total && workers.length > 1) {
-    const failed = workers.reduce((sum, worker) => sum + worker.failed, 0);
-    lines.push(line("all", { done: finished - failed, failed, total, speed: workers.reduce((sum, worker) => sum + worker.speed, 0) }));
+  const speed = running ? workers.reduce((sum, worker) => sum + worker.speed, 0) : 0;
+  let sum = null;
+  if (planned) {  // of all commands together; the last one may have planned fewer than there are
+    sum = { done, failed, total: Math.max(planned, done + failed), speed };
+  } else if (running && total && workers.length > 1) {
+    const unmade = workers.reduce((all, worker) => all + worker.failed, 0);
+    sum = { done: finished - unmade, failed: unmade, total, speed };
+  }
+  if (sum && lines.length) {
+    lines.push(line("all", sum));
     lines.at(-1).classList.add("sum");
   }
   page.bars.replaceChildren(...(lines.length ? lines : [element("p.quiet", {}, "No picture yet: models are being loaded.")]));
