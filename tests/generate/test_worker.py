@@ -18,7 +18,7 @@ from PIL import Image
 from muralist.errors import UserError
 from muralist.generate import ledger, messages, worker
 from muralist.generate.messages import Stop, Task
-from muralist.generate.painter import CannotPaint, Order
+from muralist.generate.painter import CannotPaint, Order, Way
 from muralist.generate.worker import Worker
 from tests.support.crews import CPU, Atelier, Watched
 from tests.support.disks import leave_free, small_disk
@@ -130,10 +130,10 @@ def test_prompts_of_every_kind_reach_the_file_and_the_ledger_unchanged(tmp_path:
     class Anything(Watched):
         """Paints a car whatever is asked for."""
 
-        def paint(self, orders, size, beat, steps=None):  # type: ignore[no-untyped-def]
+        def begin(self, orders, size, beat, way=Way.USUAL):  # type: ignore[no-untyped-def]
             if inbox.empty():
                 inbox.put(Stop())
-            return super().paint([order._replace(prompt="car") for order in orders], size, beat, steps)
+            return super().begin([order._replace(prompt="car") for order in orders], size, beat, way)
 
     inbox.put(Task(tuple(samples), 5, 5))
     Worker(atelier.job, "0", CPU, Anything("0", lambda *_: None), said.append).serve(inbox)

@@ -13,7 +13,7 @@ from torch import nn
 
 from muralist.diffusion.solvers import time_grid
 from muralist.errors import UserError
-from muralist.generate.painter import Beat, Order
+from muralist.generate.painter import TRIAL_STEPS, Beat, Finished, Order, Pending, Way
 from muralist.models.jit import JiT
 from muralist.models.jit_family import JiTFamily, Objective
 from muralist.models.weights import (
@@ -85,16 +85,20 @@ class JiTPainter:
         """There is no text to encode."""
 
     def paint(
-        self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, steps: int | None = None
+        self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, way: Way = Way.USUAL
     ) -> list[np.ndarray]:
         """Pictures of the one size that the model has."""
+        return self.begin(orders, size, beat, way).wait()
+
+    def begin(self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, way: Way = Way.USUAL) -> Pending:
+        """The same, handed to the device."""
         side = self._family.img_size
         if size != (side, side):
             raise UserError(  # a row's own mistake: the size of the command was looked at before
                 f"This JiT model makes pictures of {side} x {side} pixels, not {size[0]} x {size[1]}.",
                 fix="Leave height and width out, also in the table.",
             )
-        sampling = self._sampling if steps is None else self._sampling.model_copy(update={"steps": steps})
+        sampling = self._sampling if way is not Way.TRIAL else self._sampling.model_copy(update={"steps": TRIAL_STEPS})
         device = next(self._network.parameters()).device
         autocast = _AUTOCAST[self._dtype]
         prompts, seeds = [order.prompt for order in orders], [order.seed for order in orders]
@@ -104,7 +108,11 @@ class JiTPainter:
                 images = self._family.sample(self._network, prompts, seeds, sampling)
         finally:
             hook.remove()
-        return list(to_u8(images))
+        return Finished(list(to_u8(images)))
+
+    def made_with(self) -> dict[str, str]:
+        """Nothing beside device and libraries."""
+        return {}
 
 
 def _sampling(settings: GenerateSettings) -> SampleSettings:
