@@ -144,11 +144,13 @@ class Case:
         try_to(OURS, 60, self.results, lambda: self._command("exact"))
         try_to(FAST, 70, self.results, lambda: self._command("fast"))
         try_to("accuracy", 35, self.results, self._accuracy)
-        plain = Tuning(planes=False, cudnn_attention=False)
+        plain = Tuning(planes=False, cudnn_attention=False, fused_gelu=False)
         try_to(EAGER, 25, self.results, lambda: self._batches(plain))
+        compiled = not self.bench.tiny
         for what, tuning in (
-            ("batch, compiled, without cuDNN's attention", Tuning(compiled=not self.bench.tiny, cudnn_attention=False)),
-            ("batch, compiled, decoded as diffusers does", Tuning(compiled=not self.bench.tiny, planes=False)),
+            ("batch, compiled, GELU apart", Tuning(compiled=compiled, fused_gelu=False)),
+            ("batch, compiled, without cuDNN's attention", Tuning(compiled=compiled, cudnn_attention=False)),
+            ("batch, compiled, decoded as diffusers does", Tuning(compiled=compiled, planes=False)),
         ):
             try_to(what, 75, self.results, lambda tuning=tuning: self._batches(tuning))
         try_to("the same bytes in other batches", 90, self.results, self._same_bytes)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, DiffusionPipeline
+from diffusers.models.activations import GELU
 
 from muralist.generate.card import CardClock, Unhurried, to_device, to_host
+from muralist.generate.fused import fuse_gelus, linear_gelu
 from muralist.generate.one_frame import decode_frames_as_planes
 from muralist.generate.tuned import Tuning, repeated_blocks
 from tests.support.painting import CPU
@@ -65,6 +67,18 @@ def test_the_blocks_that_a_network_repeats(name: str, kinds: set[str], tiny_pipe
     network = pipe.unet if name == "sdxl" else pipe.transformer
     blocks = repeated_blocks(network)
     assert {type(block).__name__ for block in blocks} == kinds and blocks
+
+
+@pytest.mark.parametrize("name", ["wan21", "hunyuan", "sd3"])
+def test_product_and_gelu_in_one_are_the_same(name: str, tiny_pipeline: Build) -> None:
+    pipe: Any = DiffusionPipeline.from_pretrained(tiny_pipeline(name), local_files_only=True)
+    layers = [module for module in pipe.transformer.modules() if type(module) is GELU]
+    inputs = [torch.randn(2, 3, layer.proj.in_features) for layer in layers]
+    expected = [layer(rows) for layer, rows in zip(layers, inputs, strict=True)]
+    assert fuse_gelus(pipe.transformer) == len(layers) > 0
+    for layer, rows, wanted in zip(layers, inputs, expected, strict=True):
+        assert torch.equal(layer(rows), wanted)
+    torch.library.opcheck(linear_gelu, (inputs[0], layers[0].proj.weight.detach(), layers[0].proj.bias.detach()))
 
 
 def test_auto_compiles_on_gpus_alone() -> None:

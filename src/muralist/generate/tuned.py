@@ -32,6 +32,8 @@ class Tuning:
     """Decode single frames of a video's autoencoder as planes, and planes with channels last."""
     cudnn_attention: bool = True
     """Let cuDNN compute attention before others, on Hopper and later."""
+    fused_gelu: bool = True
+    """Product, bias and GELU of feed-forward layers in one kernel."""
 
     @classmethod
     def of(cls, compiled: bool | str, device: torch.device) -> Tuning:
@@ -59,6 +61,11 @@ def tune(pipe: Any, tuning: Tuning, device: torch.device) -> None:
         if device.type == "cuda":
             for part in (vae, *networks):
                 _channels_last(part)
+    if tuning.fused_gelu and device.type == "cuda":
+        from muralist.generate.fused import fuse_gelus
+
+        for network in networks:
+            fuse_gelus(network)
     if not tuning.compiled:
         return
     _choose_by_rules()
