@@ -152,7 +152,9 @@ class Worker:
                         waiting.append(message)
                 task = waiting.pop(0)
                 self._prepare([task, *waiting])
-                self._paint_exactly(task, beat)
+                if compared := self._to_compare(task):
+                    land()  # or the time that this takes would count as that of the batch before
+                    self._paint_exactly(compared, task.shape, beat)
                 begun = self._begin(task, beat)
                 land()
                 flying, self.in_flight = begun, tuple(sample.number for sample in task.samples)
@@ -169,17 +171,17 @@ class Worker:
             log.debug("Text could not be encoded ahead: %s", error)
         self.prepared = set(orders)
 
-    def _paint_exactly(self, task: Task, beat: Callable[[], None]) -> None:
-        """In fast mode: some samples as exact mode makes them, kept for comparison and written aside."""
-        if self.job.settings.preset != "fast":
-            return
+    def _to_compare(self, task: Task) -> tuple[Sample, ...]:
+        """In fast mode: samples that are painted in exact mode too."""
+        fast = self.job.settings.preset == "fast"
+        return tuple(sample for sample in task.samples if fast and exactness.is_compared(sample))
+
+    def _paint_exactly(self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None]) -> None:
+        """Samples as exact mode makes them, kept for comparison and written aside."""
         folder = OutputFolder(self.job.folder).exact
-        samples = tuple(sample for sample in task.samples if exactness.is_compared(sample))
-        if not samples:
-            return
         self._announce(samples)
         try:
-            for part in self._parts(samples, task.shape, beat, Way.EXACT):
+            for part in self._parts(samples, shape, beat, Way.EXACT):
                 self.exact |= part.pictures()
         except CannotPaint:
             raise
