@@ -15,7 +15,7 @@ from muralist.generate.card import CardClock, Unhurried, to_device, to_host
 from muralist.generate.fused import fuse_gelus, linear_gelu
 from muralist.generate.one_frame import decode_frames_as_planes
 from muralist.generate.tuned import Tuning, repeated_blocks
-from tests.support.painting import CPU
+from tests.support.painting import CPU, painter_of
 
 Build = Callable[[str], Path]
 
@@ -108,3 +108,46 @@ def test_no_clock_pretends_to_know_how_busy_a_cpu_is() -> None:
     clock.enter()
     clock.leave()
     assert clock.batch() is None
+
+
+def test_the_part_of_the_time_in_which_there_was_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a GPU, played: every mark is passed at the next of these milliseconds."""
+    passed = iter([0.0, 0.5, 80.0, 90.0, 100.0, 130.0, 200.0])
+
+    class Mark:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(passed)
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, later: Mark) -> float:
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    clock = CardClock(torch.device("cuda"))
+    clock.enter()
+    clock.leave()  # at 0: the end of the first batch, which compiled
+    assert clock.batch() is None
+    clock.enter()  # 0.5: no pause
+    clock.leave()  # 80
+    clock.enter()  # 90: the host came late
+    clock.leave()  # 100
+    time = clock.batch()
+    assert time is not None and time.busy() == pytest.approx(1 - 10.5 / 100)
+    clock.enter()  # 130
+    clock.leave()  # 200
+    time = clock.batch()
+    assert time is not None and time.busy() == pytest.approx(0.7)
+    clock.forget()
+    assert clock.batch() is None
+
+
+@pytest.mark.parametrize(("name", "compiled"), [("wan21", True), ("zimage", False)])
+def test_what_would_need_a_graph_for_every_length_of_text_is_not_compiled(
+    name: str, compiled: bool, tiny_pipeline: Build
+) -> None:
+    assert painter_of(tiny_pipeline(name), compile=True).made_with() == ({"compiled": "yes"} if compiled else {})

@@ -80,6 +80,11 @@ class CardClock:
         self._end_of_last, self._pauses = self._left, []
         return None if began is None else BatchTime(began, self._left, pauses)
 
+    def forget(self) -> None:
+        """The next batch is a first one again: what came before it was no work of the usual kind."""
+        self._left = self._end_of_last = None
+        self._pauses = []
+
     @staticmethod
     def _mark() -> Any:
         event = torch.cuda.Event(enable_timing=True)

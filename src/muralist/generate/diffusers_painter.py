@@ -148,9 +148,14 @@ class DiffusersPainter:
         self._text.forget_others()
         return bool(short) and joinable(short, long)
 
+    @property
+    def _compiled(self) -> bool:
+        """Where embeddings are as long as the text, every length would be a graph of its own."""
+        return self._tuning.compiled and self.batches()
+
     def made_with(self) -> dict[str, str]:
         """How numbers are computed, where that shows in a picture's last bits."""
-        told = {"compiled": "yes"} if self._tuning.compiled else {}
+        told = {"compiled": "yes"} if self._compiled else {}
         return told | ({"products": "fp8"} if self._in_8_bits else {})
 
     def prepare(self, orders: Sequence[Order]) -> None:
@@ -189,13 +194,16 @@ class DiffusersPainter:
         self._loop.clock.enter()
         with ExitStack() as stack:
             # A trial would compile a graph for every batch size that is tried; so would an exact picture in fast mode.
-            stack.enter_context(tuned(self._tuning, self._device, way is Way.TRIAL or (exact and self._fast)))
+            eager = way is Way.TRIAL or (exact and self._fast) or not self._compiled
+            stack.enter_context(tuned(self._tuning, self._device, eager))
             stack.enter_context(exactly(self._in_8_bits if exact else ()))
             stack.enter_context(
                 self._loop.watched(len(orders), beat, lambda: text.positive if text is not None else None, exact)
             )
             output = self._call(orders, size, TRIAL_STEPS if way is Way.TRIAL else self._steps)
             pictures = self._pictures(output, size)
+        if way is not Way.USUAL:
+            self._loop.clock.forget()
         if text is not None:
             text.forget_others()
         return pictures
