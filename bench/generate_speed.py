@@ -9,6 +9,7 @@ not fit into the budget is named there as left out. --tiny runs the same on smal
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import platform
@@ -16,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,17 +68,14 @@ class Model:
     size: tuple[int, int]
     batch: int
     goal: float  # times the plain loop, in exact mode
-    share: float  # of the time
 
 
 MODELS = {
-    "wan": Model(full_wan.build_full_wan, full_wan.operations, "WanPipeline", (480, 832), 8, 4.0, 0.4),
+    "wan": Model(full_wan.build_full_wan, full_wan.operations, "WanPipeline", (480, 832), 8, 4.0),
     "hunyuan": Model(
-        full_hunyuan.build_full_hunyuan, full_hunyuan.operations, "HunyuanDiTPipeline", (1024, 1024), 4, 2.2, 0.35
+        full_hunyuan.build_full_hunyuan, full_hunyuan.operations, "HunyuanDiTPipeline", (1024, 1024), 4, 2.2
     ),
-    "sdxl": Model(
-        full_sdxl.build_full_sdxl, full_sdxl.operations, "StableDiffusionXLPipeline", (1024, 1024), 8, 2.5, 0.25
-    ),
+    "sdxl": Model(full_sdxl.build_full_sdxl, full_sdxl.operations, "StableDiffusionXLPipeline", (1024, 1024), 8, 2.5),
 }
 
 
@@ -95,28 +94,36 @@ class Bench:
         """Keep what is known."""
         write_json(self.target, self.content)
 
-    def try_to(self, what: str, seconds: float, results: dict[str, Any], work: Callable[[], Any]) -> Any:
-        """Do something that takes about so long, if there is time; one failure does not end the others."""
+    def try_to(self, stage: Stage, results: dict[str, Any]) -> None:
+        """Do it, if there is time; one failure does not end the others."""
+        _, what, seconds, work = stage
         left = self.deadline - time.monotonic()
         if not self.tiny and left < seconds:
             results.setdefault("left out", {})[what] = f"{left:.0f} s were left, and it takes about {seconds:.0f} s"
-            print(f"  {what}: left out, {left:.0f} s are left", flush=True)
-            return None
+            print(f"  left out, {left:.0f} s are left", flush=True)
+            return
         started = time.monotonic()
         try:
             result = work()
         except Exception as error:
             results.setdefault("failed", {})[what] = f"{type(error).__name__}: {error}"[:600]
-            print(f"  {what}: FAILED: {error!r:.300}", flush=True)
-            result = None
+            print(f"  FAILED: {error!r:.300}", flush=True)
         else:
             results[what] = result
-            print(f"  {what} ({time.monotonic() - started:.0f} s): {json.dumps(result)[:700]}", flush=True)
+            print(f"  {time.monotonic() - started:.0f} s: {json.dumps(result)[:700]}", flush=True)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         self.write()
-        return result
+
+
+class Stage(NamedTuple):
+    """Something to measure, and about how long it takes."""
+
+    priority: int
+    what: str
+    seconds: float
+    work: Callable[[], Any]
 
 
 class Case:
@@ -132,28 +139,31 @@ class Case:
         self.pictures: dict[str, list[np.ndarray]] = {}
         self.results: dict[str, Any] = {}
         bench.content["models"][name] = self.results
-
-    def run(self) -> None:
-        """Everything, most wanted first."""
-        try_to = self.bench.try_to
         self._say_what()
-        if try_to("build", 30, self.results, self._build) is None:
-            return
-        try_to(PLAIN, 25, self.results, self._plain)
-        try_to(COMPILED, 70, self.results, lambda: self._batches(Tuning(compiled=not self.bench.tiny), profile=True))
-        try_to(OURS, 60, self.results, lambda: self._command("exact"))
-        try_to(FAST, 70, self.results, lambda: self._command("fast"))
-        try_to("accuracy", 35, self.results, self._accuracy)
-        plain = Tuning(planes=False, cudnn_attention=False, fused_gelu=False)
-        try_to(EAGER, 25, self.results, lambda: self._batches(plain))
-        compiled = not self.bench.tiny
-        for what, tuning in (
-            ("batch, compiled, GELU apart", Tuning(compiled=compiled, fused_gelu=False)),
-            ("batch, compiled, without cuDNN's attention", Tuning(compiled=compiled, cudnn_attention=False)),
-            ("batch, compiled, decoded as diffusers does", Tuning(compiled=compiled, planes=False)),
-        ):
-            try_to(what, 75, self.results, lambda tuning=tuning: self._batches(tuning))
-        try_to("the same bytes in other batches", 90, self.results, self._same_bytes)
+
+    def stages(self) -> list[Stage]:
+        """Everything there is to measure: smaller numbers first, of all models."""
+        compiled = Tuning(compiled=not self.bench.tiny)
+        later = 0 if self.name == "wan" else 2  # goals for the others are those of exact mode
+        variants = {
+            EAGER: Tuning(planes=False, cudnn_attention=False, fused_gelu=False),
+            "batch, compiled, GELU apart": replace(compiled, fused_gelu=False),
+            "batch, compiled, without cuDNN's attention": replace(compiled, cudnn_attention=False),
+            "batch, compiled, decoded as diffusers does": replace(compiled, planes=False),
+        }
+        return [
+            Stage(0, "build", 30, self._build),
+            Stage(0, PLAIN, 25, self._plain),
+            Stage(0, OURS, 60, lambda: self._command("exact")),
+            Stage(1 + later, FAST, 70, lambda: self._command("fast")),
+            Stage(2 + later, COMPILED, 50, lambda: self._batches(compiled, profile=True)),
+            Stage(3, "accuracy", 30, self._accuracy),
+            Stage(5, "the same bytes in other batches", 50, self._same_bytes),
+            *(
+                Stage(6, what, 60, functools.partial(self._batches, tuning))  # each is compiled anew
+                for what, tuning in variants.items()
+            ),
+        ]
 
     def _say_what(self) -> None:
         operations = self.model.operations(*self.model.size)
@@ -209,13 +219,14 @@ class Case:
 
     def _plain(self) -> dict[str, Any]:
         pipe = self._load(self.dtype)
-        self._one(pipe, self._orders(1, 100)[0])
         times: list[float] = []
         self.pictures[PLAIN] = []
-        for order in self._orders(4):
-            started = time.perf_counter()
-            self.pictures[PLAIN].append(self._one(pipe, order))
-            times.append(time.perf_counter() - started)
+        with _as_usual():
+            self._one(pipe, self._orders(1, 100)[0])
+            for order in self._orders(4):
+                started = time.perf_counter()
+                self.pictures[PLAIN].append(self._one(pipe, order))
+                times.append(time.perf_counter() - started)
         return {"images/s": round(len(times) / sum(times), 4), "pictures": len(times)}
 
     def _settings(self, **changes: Any) -> GenerateSettings:
@@ -340,6 +351,18 @@ def _no_beat() -> None:
     pass
 
 
+@contextmanager
+def _as_usual() -> Iterator[None]:
+    """As torch is in a plain script, which asks for nothing that is the same every time."""
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.deterministic = True
+
+
 def table(content: dict[str, Any]) -> str:
     """All variants of all models, with the ratio to the plain loop."""
     lines = [
@@ -369,6 +392,7 @@ def main(words: Sequence[str]) -> None:
     given = parser.parse_args(words)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     settle(device)
+    given.output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(device, given.tiny, started + given.budget, given.output / f"{given.name}.json", Path(folder))
@@ -380,12 +404,12 @@ def main(words: Sequence[str]) -> None:
             "matmul FLOP/s": matmul_rate(device, torch.bfloat16),
             "models": {},
         }
-        for number, name in enumerate(given.models):
-            # What one model leaves over, the next one has.
-            left = started + given.budget - time.monotonic()
-            shares = [MODELS[other].share for other in given.models[number:]]
-            bench.deadline = time.monotonic() + left * shares[0] / sum(shares)
-            Case(bench, name).run()
+        cases = [Case(bench, name) for name in given.models]
+        for priority in range(7):
+            for case in cases:
+                for stage in (stage for stage in case.stages() if stage.priority == priority):
+                    print(f"{time.monotonic() - started:.0f} s: {case.name}, {stage.what}", flush=True)
+                    bench.try_to(stage, case.results)
         bench.content.pop("folders", None)
         bench.content["seconds"] = round(time.monotonic() - started, 1)
         bench.write()
