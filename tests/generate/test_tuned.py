@@ -11,6 +11,7 @@ import torch
 from diffusers import AutoencoderKLWan, DiffusionPipeline
 from diffusers.models.activations import GELU
 
+from muralist.generate import tuned
 from muralist.generate.card import CardClock, Unhurried, to_device, to_host
 from muralist.generate.fused import fuse_gelus, linear_gelu
 from muralist.generate.one_frame import decode_frames_as_planes
@@ -81,9 +82,12 @@ def test_product_and_gelu_in_one_are_the_same(name: str, tiny_pipeline: Build) -
     torch.library.opcheck(linear_gelu, (inputs[0], layers[0].proj.weight.detach(), layers[0].proj.bias.detach()))
 
 
-def test_auto_compiles_on_gpus_alone() -> None:
+def test_auto_compiles_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "can_compile", lambda: True)
     assert not Tuning.of("auto", CPU).compiled
     assert Tuning.of("auto", torch.device("cuda")).compiled
+    monkeypatch.setattr(tuned, "can_compile", lambda: False)
+    assert not Tuning.of("auto", torch.device("cuda")).compiled
     assert Tuning.of(True, CPU).compiled and not Tuning.of(False, torch.device("cuda")).compiled
 
 

@@ -6,6 +6,9 @@ rules and not by a stopwatch, one graph for each size of pictures.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -37,8 +40,14 @@ class Tuning:
 
     @classmethod
     def of(cls, compiled: bool | str, device: torch.device) -> Tuning:
-        """As the settings say; auto: compiled on GPUs."""
-        return cls(compiled=device.type == "cuda" if compiled == "auto" else bool(compiled))
+        """As the settings say; auto: compiled on GPUs, where there is what it takes."""
+        return cls(compiled=device.type == "cuda" and can_compile() if compiled == "auto" else bool(compiled))
+
+
+def can_compile() -> bool:
+    """Whether Triton is installed, and the C compiler that it calls."""
+    compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
+    return importlib.util.find_spec("triton") is not None and any(name and shutil.which(name) for name in compilers)
 
 
 def repeated_blocks(network: nn.Module) -> list[nn.Module]:
