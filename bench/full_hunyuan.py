@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, HunyuanDiT2DModel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertModel, T5Config, T5EncoderModel
 
 from muralist.models.hunyuan_family import HunyuanFamily
 from muralist.models.small_hunyuan import assemble_small_hunyuan
 
-_TRANSFORMER = {
+_TRANSFORMER: dict[str, Any] = {
     "num_layers": 40,
     "num_attention_heads": 16,
     "attention_head_dim": 88,
@@ -30,7 +31,7 @@ _TRANSFORMER = {
     "text_len_t5": 256,
     "use_style_cond_and_image_meta_size": False,
 }
-_VAE = {
+FULL_VAE: dict[str, Any] = {
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -41,22 +42,68 @@ _VAE = {
 }
 
 
-def operations_of_a_pass(height: int, width: int) -> int:
-    """Operations of the network on one picture, counted on shapes alone."""
+_TINY = _TRANSFORMER | {
+    "num_layers": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "hidden_size": 32,
+    "mlp_ratio": 2.0,
+    "cross_attention_dim": 32,
+    "cross_attention_dim_t5": 32,
+    "pooled_projection_dim": 32,
+    "sample_size": 8,
+}
+TINY_VAE = FULL_VAE | {
+    "block_out_channels": (8, 8, 8, 8),
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+    "sample_size": 64,
+}
+
+
+def operations_of_decoding(height: int, width: int) -> int:
+    """Operations of the autoencoder's decoder on one picture."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        vae: Any = AutoencoderKL(**FULL_VAE)
+        vae.decode(torch.zeros(1, 4, height // 8, width // 8))
+    return int(counter.get_total_flops())
+
+
+def operations(height: int, width: int) -> dict[str, int]:
+    """Operations for one picture on shapes alone: a pass of the network, decoding, encoding a prompt."""
     parts: Any = None  # VAE and text encoders have no part in it
     family = HunyuanFamily(parts, _TRANSFORMER, {}, (height, width))
-    return family.flops_per_image() // 3  # forward alone
+    bert, t5 = 24 * (4 * 1024**2 + 2 * 1024 * 4096), 24 * (4 * 2048**2 + 3 * 2048 * 5120)
+    return {
+        "pass": family.flops_per_image() // 3,  # forward alone
+        "decoding": operations_of_decoding(height, width),
+        "text": 2 * (77 * bert + 256 * t5),
+    }
 
 
-def build_full_hunyuan(folder: Path) -> Path:
+def build_full_hunyuan(folder: Path, tiny: bool = False) -> Path:
     """Write the folder in diffusers layout, half precision as published: about 7 GB."""
     pipeline: Any = assemble_small_hunyuan()  # its tokenizers and noise schedule serve here too
     words, pieces = len(pipeline.tokenizer), len(pipeline.tokenizer_2)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with device:
+    if tiny:
         parts: dict[str, Any] = {
+            "transformer": HunyuanDiT2DModel(**_TINY),
+            "vae": AutoencoderKL(**TINY_VAE),
+            "text_encoder": BertModel(
+                BertConfig(
+                    vocab_size=words, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+                )
+            ),
+            "text_encoder_2": T5EncoderModel(
+                T5Config(vocab_size=pieces, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
+            ),
+        }
+        return _written(pipeline, parts, torch.float32, folder)
+    with device:
+        parts = {
             "transformer": HunyuanDiT2DModel(**_TRANSFORMER),
-            "vae": AutoencoderKL(**_VAE),
+            "vae": AutoencoderKL(**FULL_VAE),
             "text_encoder": BertModel(
                 BertConfig(
                     vocab_size=words,
@@ -78,7 +125,11 @@ def build_full_hunyuan(folder: Path) -> Path:
                 )
             ),
         }
+    return _written(pipeline, parts, torch.float16, folder)
+
+
+def _written(pipeline: Any, parts: dict[str, Any], dtype: torch.dtype, folder: Path) -> Path:
     for name, part in parts.items():
-        setattr(pipeline, name, part.eval().to("cpu", torch.float16))
+        setattr(pipeline, name, part.eval().to("cpu", dtype))
     pipeline.save_pretrained(folder)
     return folder

@@ -1,93 +1,420 @@
-"""How fast one GPU makes pictures, beside the floor of its operations, and whether each is the same in any batch.
+"""How fast one GPU makes pictures: the plain loop of diffusers, batches, compiled ones and `muralist generate`: one table.
 
-python bench/generate_speed.py NAME [MODEL@HEIGHTxWIDTH@BATCH ...]     such as wan-1.3b@480x832@8 DiT-g/2@1024x1024@auto
+python bench/generate_speed.py [--models wan hunyuan sdxl] [--budget SECONDS] [--name NAME] [--tiny]
 
-Runs `muralist generate` as a user would. Then deletes every second picture and runs it again, so that pictures are made in
-other batches at other places than before, and compares all files byte by byte.
+Models have the published sizes and random weights. The result is written to bench/results/NAME.json as it grows: what does
+not fit into the budget is named there as left out. --tiny runs the same on small models, on a CPU too.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
+import gc
 import json
 import platform
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from bench import full_hunyuan, full_wan
-from bench.full_hunyuan import build_full_hunyuan
-from bench.full_wan import build_full_wan
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench import full_hunyuan, full_sdxl, full_wan
+from bench.kernel_classes import profiled
 from bench.measure_training import RESULTS, hardware
 
 from muralist import __version__
+from muralist.generate.diffusers_painter import DiffusersPainter
+from muralist.generate.exactness import psnr
+from muralist.generate.noise import own_noise
+from muralist.generate.painter import Order
+from muralist.generate.pipelines import settle
+from muralist.generate.shortcuts import shortcut_of
+from muralist.generate.tuned import Tuning
 from muralist.runfolder import write_json
 from muralist.scale.flops import matmul_rate
+from muralist.settings import GenerateSettings
+
+STEPS, GUIDANCE = 20, 7.5
+WORDS = "a quiet street with {} parked cars and {} trees in the rain"
+PLAIN, EAGER, COMPILED, OURS, FAST = (
+    "plain diffusers loop, one prompt at a time",
+    "batch, eager",
+    "batch, compiled",
+    "muralist generate",
+    "muralist generate --preset fast",
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One of the shapes that are measured."""
+
+    build: Callable[[Path, bool], Path]
+    operations: Callable[[int, int], dict[str, int]]
+    pipeline: str
+    size: tuple[int, int]
+    batch: int
+    goal: float  # times the plain loop, in exact mode
+
 
 MODELS = {
-    "wan-1.3b": (build_full_wan, full_wan.operations_of_a_pass),
-    "DiT-g/2": (build_full_hunyuan, full_hunyuan.operations_of_a_pass),
+    "wan": Model(full_wan.build_full_wan, full_wan.operations, "WanPipeline", (480, 832), 8, 4.0),
+    "hunyuan": Model(
+        full_hunyuan.build_full_hunyuan, full_hunyuan.operations, "HunyuanDiTPipeline", (1024, 1024), 4, 2.2
+    ),
+    "sdxl": Model(full_sdxl.build_full_sdxl, full_sdxl.operations, "StableDiffusionXLPipeline", (1024, 1024), 8, 2.5),
 }
-STEPS = 20
-ROWS = 32
 
 
-def measure(model: Path, size: tuple[int, int], batch: str, folder: Path) -> dict[str, Any]:
-    """Generate, delete half, generate again."""
-    table = folder / "prompts.csv"
-    words = "a quiet street with {} parked cars and {} trees in the rain"
-    table.write_text("prompt\n" + "".join(f'"{words.format(i, i * i)}"\n' for i in range(ROWS)))
-    output = folder / f"pictures-{batch}"
-    command = [sys.executable, "-m", "muralist", "generate", "--prompts_csv", str(table), "--output_dir", str(output)]
-    command += ["--model_path", str(model), "--height", str(size[0]), "--width", str(size[1]), "--batch_size", batch]
-    started = time.perf_counter()
-    subprocess.run(command, check=True)
-    whole = time.perf_counter() - started
-    lines = [json.loads(line) for line in (output / "ledger.jsonl").read_text().splitlines()]
-    seconds = sorted(line["seconds"] for line in lines[1:])
-    before = {file.name: file.read_bytes() for file in sorted(output.glob("*.png"))}
-    for file in list(before)[1::2]:
-        (output / file).unlink()
-    subprocess.run(command, check=True)
-    after = {file.name: file.read_bytes() for file in output.glob("*.png")}
-    return {
-        "batch": lines[0]["batch_size"],
-        "images per second, median batch": round(1 / seconds[len(seconds) // 2], 3),
-        "seconds with loading the model": round(whole, 1),
-        "pictures that differ when made in other batches": sum(before[name] != after.get(name) for name in before),
-        "pictures": len(before),
-    }
+@dataclass
+class Bench:
+    """One run of this script: what it measures with, and what it found so far."""
+
+    device: torch.device
+    tiny: bool
+    deadline: float
+    target: Path
+    folder: Path
+    content: dict[str, Any] = field(default_factory=dict)
+
+    def write(self) -> None:
+        """Keep what is known."""
+        write_json(self.target, self.content)
+
+    def try_to(self, stage: Stage, results: dict[str, Any]) -> None:
+        """Do it, if there is time; one failure does not end the others."""
+        _, what, seconds, work = stage
+        left = self.deadline - time.monotonic()
+        if not self.tiny and left < seconds:
+            results.setdefault("left out", {})[what] = f"{left:.0f} s were left, and it takes about {seconds:.0f} s"
+            print(f"  left out, {left:.0f} s are left", flush=True)
+            return
+        started = time.monotonic()
+        try:
+            result = work()
+        except Exception as error:
+            results.setdefault("failed", {})[what] = f"{type(error).__name__}: {error}"[:600]
+            print(f"  FAILED: {error!r:.300}", flush=True)
+        else:
+            results[what] = result
+            print(f"  {time.monotonic() - started:.0f} s: {json.dumps(result)[:700]}", flush=True)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.write()
 
 
-def main(name: str, cases: list[str]) -> None:
-    """Measure each case and write the result."""
-    results: dict[str, Any] = {}
-    matmul = matmul_rate(torch.device("cuda" if torch.cuda.is_available() else "cpu"), torch.bfloat16)
+class Stage(NamedTuple):
+    """Something to measure, and about how long it takes."""
+
+    priority: int
+    what: str
+    seconds: float
+    work: Callable[[], Any]
+
+
+class Case:
+    """One model, all variants."""
+
+    def __init__(self, bench: Bench, name: str) -> None:
+        self.bench, self.name, self.model = bench, name, MODELS[name]
+        self.size = (64, 64) if bench.tiny else self.model.size
+        self.batch = 2 if bench.tiny else self.model.batch
+        self.steps = 4 if bench.tiny else STEPS
+        self.dtype = "fp32" if bench.tiny else "bf16"
+        self.path = bench.folder / name
+        self.pictures: dict[str, list[np.ndarray]] = {}
+        self.results: dict[str, Any] = {}
+        bench.content["models"][name] = self.results
+        self._say_what()
+
+    def stages(self) -> list[Stage]:
+        """Everything there is to measure: smaller numbers first, of all models."""
+        compiled = Tuning(compiled=not self.bench.tiny)
+        later = 0 if self.name == "wan" else 2  # goals for the others are those of exact mode
+        variants = {
+            EAGER: Tuning(planes=False, cudnn_attention=False, fused_gelu=False),
+            "batch, compiled, GELU apart": replace(compiled, fused_gelu=False),
+            "batch, compiled, without cuDNN's attention": replace(compiled, cudnn_attention=False),
+            "batch, compiled, decoded as diffusers does": replace(compiled, planes=False),
+        }
+        return [
+            Stage(0, "build", 30, self._build),
+            Stage(0, PLAIN, 25, self._plain),
+            Stage(0, OURS, 60, lambda: self._command("exact")),
+            Stage(1 + later, FAST, 70, lambda: self._command("fast")),
+            Stage(2 + later, COMPILED, 50, lambda: self._batches(compiled, profile=True)),
+            Stage(3, "accuracy", 30, self._accuracy),
+            Stage(5, "the same bytes in other batches", 50, self._same_bytes),
+            *(
+                Stage(6, what, 60, functools.partial(self._batches, tuning))  # each is compiled anew
+                for what, tuning in variants.items()
+            ),
+        ]
+
+    def _say_what(self) -> None:
+        operations = self.model.operations(*self.model.size)
+        shortcut = shortcut_of(self.model.pipeline)
+        whole = 2 * STEPS * operations["pass"] + operations["decoding"] + 2 * operations["text"]
+        short = shortcut.passes(STEPS) * operations["pass"] + operations["decoding"] + operations["text"]
+        self.results |= {
+            "size": list(self.size),
+            "batch": self.batch,
+            "TFLOP": {name: round(value / 1e12, 3) for name, value in operations.items()},
+            "TFLOP of a picture, plain": round(whole / 1e12, 1),
+            "TFLOP of a picture, fast": round(short / 1e12, 1),
+            "images/s at the matmul rate": round(self.bench.content["matmul FLOP/s"] / whole, 3),
+            "goal in exact mode, times the plain loop": self.model.goal,
+        }
+        print(self.name, self.results, flush=True)
+
+    def _orders(self, count: int, first: int = 0) -> list[Order]:
+        return [Order(WORDS.format(i, i * i), "", 42 + i) for i in range(first, first + count)]
+
+    def _load(self, dtype: str) -> Any:
+        kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
+        pipe: Any = DiffusionPipeline.from_pretrained(self.path, dtype=kinds[dtype], local_files_only=True)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe.to(self.bench.device)
+
+    def _one(self, pipe: Any, order: Order) -> np.ndarray:
+        """A picture as a plain script makes it, with the noise that ours has."""
+        generators = [torch.Generator("cpu").manual_seed(order.seed)]
+        frames = {"num_frames": 1} if self.model.pipeline == "WanPipeline" else {}
+        binning = {"use_resolution_binning": False} if self.model.pipeline == "HunyuanDiTPipeline" else {}
+        with own_noise(generators):
+            output = pipe(
+                prompt=[order.prompt],
+                negative_prompt=[order.negative_prompt],
+                height=self.size[0],
+                width=self.size[1],
+                num_inference_steps=self.steps,
+                guidance_scale=GUIDANCE,
+                generator=generators,
+                output_type="pil",
+                **frames,
+                **binning,
+            )
+        made = output.frames[0][0] if hasattr(output, "frames") else output.images[0]
+        made.save(self.bench.folder / "plain.png")
+        return np.asarray(made)
+
+    def _build(self) -> dict[str, float]:
+        started = time.perf_counter()
+        self.model.build(self.path, self.bench.tiny)
+        return {"seconds": round(time.perf_counter() - started, 1)}
+
+    def _plain(self) -> dict[str, Any]:
+        pipe = self._load(self.dtype)
+        times: list[float] = []
+        self.pictures[PLAIN] = []
+        with _as_usual():
+            self._one(pipe, self._orders(1, 100)[0])
+            for order in self._orders(4):
+                started = time.perf_counter()
+                self.pictures[PLAIN].append(self._one(pipe, order))
+                times.append(time.perf_counter() - started)
+        return {"images/s": round(len(times) / sum(times), 4), "pictures": len(times)}
+
+    def _settings(self, **changes: Any) -> GenerateSettings:
+        return GenerateSettings(
+            prompts_csv="",
+            output_dir="",
+            model_path=str(self.path),
+            num_inference_steps=self.steps,
+            guidance_scale=GUIDANCE,
+            height=self.size[0],
+            width=self.size[1],
+            dtype=self.dtype,  # type: ignore[arg-type]
+            **changes,
+        )
+
+    def _batches(self, tuning: Tuning, profile: bool = False) -> dict[str, Any]:
+        """Batches in this process, two of them timed, text and fetching included; pictures are not written."""
+        started = time.perf_counter()
+        painter = DiffusersPainter.load(self._settings(), self.bench.device, tuning=tuning)
+        loaded = time.perf_counter()
+        painter.paint(self._orders(self.batch, 50), self.size, _no_beat)
+        warm = time.perf_counter()
+        count = 2
+        first, second = (painter.begin(self._orders(self.batch, self.batch * i), self.size, _no_beat) for i in range(2))
+        pictures = first.wait() + second.wait()
+        ended = time.perf_counter()
+        result: dict[str, Any] = {
+            "images/s": round(count * self.batch / (ended - warm), 4),
+            "seconds to load": round(loaded - started, 1),
+            "seconds of the first batch": round(warm - loaded, 1),
+            "gpu_busy of the second": second.gpu_busy,
+        }
+        if self.bench.device.type == "cuda":
+            result["peak memory, GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+        if profile:
+            self.pictures[COMPILED] = pictures
+            orders = self._orders(self.batch)
+            painter.prepare(orders)
+            whole = profiled(lambda: painter.paint(orders, self.size, _no_beat), self.bench.device)
+            result["profile of a batch, text apart"] = whole
+            result["profile of its decoding"] = self._decoding(painter)
+        return result
+
+    def _decoding(self, painter: DiffusersPainter) -> dict[str, Any]:
+        vae: Any = painter._pipe.vae
+        dtype = next(vae.parameters()).dtype
+        channels = vae.config.get("z_dim") or vae.config.latent_channels
+        latents = torch.randn(self.batch, channels, self.size[0] // 8, self.size[1] // 8)
+        if "z_dim" in vae.config:
+            latents = latents[:, :, None]
+        latents = latents.to(self.bench.device, dtype)
+        with torch.no_grad():
+            return profiled(lambda: vae.decode(latents), self.bench.device)
+
+    def _command(self, preset: str, folder: Path | None = None) -> dict[str, Any]:
+        """`muralist generate` as a user gives it; the rate is that of files on disk after the first batches.
+
+        In fast mode these are four, among which some are painted both ways.
+        """
+        folder = folder or Path(tempfile.mkdtemp(dir=self.bench.folder))
+        warm, rows = (1, 4 * self.batch) if preset == "exact" else (4, 8 * self.batch)
+        table = folder / "prompts.csv"
+        table.write_text("prompt\n" + "".join(f'"{order.prompt}"\n' for order in self._orders(rows)))
+        settings = {
+            "prompts_csv": table, "output_dir": folder / "pictures", "model_path": self.path, "batch_size": self.batch,
+            "height": self.size[0], "width": self.size[1], "num_inference_steps": self.steps, "preset": preset,
+            "guidance_scale": GUIDANCE, "dtype": self.dtype, "gpu_ids": 0,
+        }  # fmt: skip
+        words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        started = time.perf_counter()
+        said = subprocess.run(
+            [sys.executable, "-m", "muralist", "generate", *words], capture_output=True, text=True, check=False
+        )
+        whole = time.perf_counter() - started
+        if said.returncode:
+            raise RuntimeError(said.stderr[-600:])
+        lines = [json.loads(line) for line in (folder / "pictures" / "ledger.jsonl").read_text().splitlines()][1:]
+        written = sorted(line["changed"] / 1e9 for line in lines)
+        after = written[warm * self.batch :]
+        busy = [line["gpu_busy"] for line in lines if "gpu_busy" in line]
+        distances = [line["psnr_to_exact"] for line in lines if "psnr_to_exact" in line]
+        if preset == "exact" and self.name not in self.bench.content.setdefault("folders", {}):
+            self.bench.content["folders"][self.name] = str(folder)
+            files = sorted((folder / "pictures").glob("*.png"))[:4]
+            self.pictures[OURS] = [np.asarray(Image.open(file)) for file in files]
+        result: dict[str, Any] = {
+            "images/s": round(len(after) / (written[-1] - written[warm * self.batch - 1]), 4),
+            "pictures": len(lines),
+            "seconds with loading and compiling": round(whole, 1),
+            "gpu_busy, mean after the first batch": round(float(np.mean(busy)), 4) if busy else None,
+        }
+        if distances:
+            result["PSNR to exact mode, dB"] = {"mean": round(float(np.mean(distances)), 2), "worst": min(distances)}
+        return result
+
+    def _same_bytes(self) -> dict[str, Any]:
+        """Delete every second picture and make it again, in other batches at other places."""
+        folder = Path(self.bench.content["folders"][self.name])
+        before = {file.name: file.read_bytes() for file in sorted((folder / "pictures").glob("*.png"))}
+        for file in list(before)[1::2]:
+            (folder / "pictures" / file).unlink()
+        self._command("exact", folder)
+        after = {file.name: file.read_bytes() for file in (folder / "pictures").glob("*.png")}
+        return {"pictures": len(before), "different": sum(before[name] != after.get(name) for name in before)}
+
+    def _accuracy(self) -> dict[str, Any]:
+        """Pictures of the plain loop and of ours beside those of the same model in float32."""
+        pipe = self._load("fp32")
+        count = 1 if self.name == "hunyuan" else 2  # which takes longest
+        exact = [self._one(pipe, order) for order in self._orders(count)]
+        found: dict[str, Any] = {}
+        for name in (PLAIN, COMPILED, OURS):
+            near = [psnr(one, other) for one, other in zip(self.pictures.get(name, []), exact, strict=False)]
+            found[f"{name}: PSNR to fp32, dB"] = [round(value, 2) for value in near]
+        means = [float(np.mean(value)) for value in list(found.values())[::2] if value]
+        if len(means) == 2:
+            found["ours less plain, dB (at least -1)"] = round(means[1] - means[0], 2)
+        return found
+
+
+def _no_beat() -> None:
+    pass
+
+
+@contextmanager
+def _as_usual() -> Iterator[None]:
+    """As torch is in a plain script, which asks for nothing that is the same every time."""
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.deterministic = True
+
+
+def table(content: dict[str, Any]) -> str:
+    """All variants of all models, with the ratio to the plain loop."""
+    lines = [
+        "| model | variant | images/s | times the plain loop | GPU busy | from exact mode |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, results in content["models"].items():
+        plain = results.get(PLAIN, {}).get("images/s")
+        for variant, result in results.items():
+            if isinstance(result, dict) and "images/s" in result:
+                ratio = f"{result['images/s'] / plain:.2f}" if plain else ""
+                busy = result.get("gpu_busy, mean after the first batch") or result.get("gpu_busy of the second")
+                distance = result.get("PSNR to exact mode, dB", {}).get("mean")
+                cells = (name, variant, f"{result['images/s']:.3f}", ratio, f"{100 * busy:.1f}%" if busy else "")
+                lines.append(f"| {' | '.join(cells)} | {f'{distance} dB' if distance else ''} |")
+    return "\n".join(lines)
+
+
+def main(words: Sequence[str]) -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--budget", type=float, default=480.0, help="seconds for everything")
+    parser.add_argument("--name", default="generate_speed_h200", help="of the result")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="where the result goes")
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args(words)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    settle(device)
+    given.output.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases:
-            model, size, batch = case.split("@")
-            height, width = map(int, size.split("x"))
-            path = Path(folder) / model.replace("/", "-")
-            if not path.exists():
-                MODELS[model][0](path)
-            results[case] = measure(path, (height, width), batch, Path(tempfile.mkdtemp(dir=folder)))
-            operations = 2 * STEPS * MODELS[model][1](height, width)  # guidance takes two passes a step
-            rate = results[case]["images per second, median batch"] * operations
-            results[case]["TFLOP of an image's denoising"] = round(operations / 1e12, 1)
-            results[case]["part of the matmul rate"] = round(rate / matmul, 3)
-            print(case, results[case], flush=True)
-    content = {
-        "command": f"python bench/generate_speed.py {name} {' '.join(cases)}",
-        "settings": f"{STEPS} steps, guidance 7.5, bf16, random weights of the published sizes, {ROWS} prompts",
-        "hardware": hardware() | {"matmul TFLOP/s": round(matmul / 1e12)},
-        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "results": results,
-    }
-    write_json(RESULTS / f"{name}.json", content)
+        bench = Bench(device, given.tiny, started + given.budget, given.output / f"{given.name}.json", Path(folder))
+        bench.content = {
+            "command": f"python bench/generate_speed.py {' '.join(words)}",
+            "settings": f"{STEPS} steps, guidance {GUIDANCE}, bf16, random weights of the published sizes",
+            "hardware": hardware(),
+            "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "matmul FLOP/s": matmul_rate(device, torch.bfloat16),
+            "models": {},
+        }
+        cases = [Case(bench, name) for name in given.models]
+        for priority in range(7):
+            for case in cases:
+                for stage in (stage for stage in case.stages() if stage.priority == priority):
+                    print(f"{time.monotonic() - started:.0f} s: {case.name}, {stage.what}", flush=True)
+                    bench.try_to(stage, case.results)
+        bench.content.pop("folders", None)
+        bench.content["seconds"] = round(time.monotonic() - started, 1)
+        bench.write()
+    print(table(bench.content), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1:])

@@ -268,3 +268,38 @@ def test_rows_that_fail_alike_do_not_keep_later_rows_from_being_made(
     generate(tmp_path, wan, *small, expect=1)
     assert list(files(images)) == ["000001_seed42.png", "000019_seed60.png"]
     assert "2 of 19 pictures are in" in capsys.readouterr().err
+
+
+def test_fast_mode_tells_how_far_it_is_from_exact_mode(
+    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = ("--num_inference_steps", 8, "--height", 64, "--width", 64, "--gpu_ids", 0, 1)
+    prompts = "prompt\n" + "".join(f"car number {row}\n" for row in range(10))
+    for folder in ("fast", "exact"):
+        table(tmp_path / folder, prompts)
+    fast = generate(tmp_path / "fast", wan, "--preset", "fast", "--batch_size", 2, *steps)
+    said = capsys.readouterr().err
+    exact = generate(tmp_path / "exact", wan, "--batch_size", 2, *steps)
+    compared = {file.name: file for file in (fast / ".exact").glob("*.png")}
+    assert sorted(compared) == [f"{row + 1:06d}_seed{row + 42}.png" for row in range(8)]
+    for name, file in compared.items():
+        assert np.array_equal(np.asarray(Image.open(file)), np.asarray(Image.open(exact / name)))
+    distances = [line.get("psnr_to_exact") for line in ledger_lines.read_lines(fast / "ledger.jsonl")]
+    distances = [distance for distance in distances if distance is not None]
+    assert len(distances) == 8 and all(5 < distance < 99 for distance in distances)
+    assert f"Fast mode is {np.mean(distances):.1f} dB (worst {min(distances):.1f} dB) from exact mode on 8" in said
+    header = ledger.Header.read(fast / "ledger.jsonl")
+    assert header and header.settings["preset"] == "fast: guidance in 4 and the network in 5 of 8 steps, fp8"
+    assert "preset" not in ledger.Header.read(exact / "ledger.jsonl").settings  # type: ignore[union-attr]
+    generate(tmp_path / "fast", wan, "--batch_size", 2, *steps, expect=1)
+    assert "preset fast: guidance in 4 and the network in 5 of 8 steps, fp8 -> " in capsys.readouterr().err
+    generate(tmp_path / "fast", wan, "--overwrite", "--batch_size", 2, *steps)
+    assert files(fast) == files(exact) and not (fast / ".exact").exists()
+
+
+def test_fast_mode_is_refused_where_there_is_none(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table(tmp_path, "prompt\n0\n")
+    generate(tmp_path, run, "--preset", "fast", expect=1)
+    assert "--preset fast is for pipelines of diffusers, and this is a JiT model." in capsys.readouterr().err

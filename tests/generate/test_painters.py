@@ -16,7 +16,7 @@ from diffusers import EulerAncestralDiscreteScheduler
 from transformers import PreTrainedModel
 
 from muralist.errors import UserError
-from muralist.generate.painter import CannotPaint, Order, Painter
+from muralist.generate.painter import CannotPaint, Order, Painter, Way
 from muralist.generate.pipelines import made_with, settle
 from tests.support.painting import (
     CAR,
@@ -159,7 +159,7 @@ def test_a_beat_at_every_step_and_fewer_steps_for_a_trial(painters: Callable[[st
     beats: list[int] = []
     painters("wan22").paint([CAR], SIZE, lambda: beats.append(1))
     assert len(beats) == STEPS
-    painters("wan22").paint([CAR], SIZE, lambda: beats.append(1), steps=2)
+    painters("wan22").paint([CAR], SIZE, lambda: beats.append(1), Way.TRIAL)
     assert len(beats) == STEPS + 2
 
 

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from muralist.generate.exactness import psnr
+from muralist.generate.fp8 import Fp8Linear, can_fp8
+from muralist.generate.fused import linear_gelu
 from muralist.generate.pipelines import open_painter, settle
-from tests.support.painting import CAR, CAT, DOGS, NIGHT, SIZE, SNOW, differ, paint, settings
+from tests.support.painting import CAR, CAT, DOGS, NIGHT, SIZE, SNOW, differ, no_beat, paint, settings
 from tests.support.pipelines import BUILDERS
 
 pytestmark = [
@@ -26,7 +29,7 @@ def test_a_picture_depends_on_neither_its_neighbours_nor_its_place(
 ) -> None:
     device = torch.device("cuda:0")
     settle(device)
-    painter = open_painter(settings(tiny_pipeline(name), dtype=dtype), device)
+    painter = open_painter(settings(tiny_pipeline(name), dtype=dtype, compile=False), device)
     first = paint(painter, CAR, NIGHT, SNOW)
     last = paint(painter, DOGS, CAT, CAR)
     assert first[0].shape == (*SIZE, 3)
@@ -39,6 +42,57 @@ def test_the_cut_of_guidance_is_exact_on_a_gpu(tiny_pipeline: Callable[[str], Pa
     device = torch.device("cuda:0")
     settle(device)
     for name in ("sdxl", "wan21", "hunyuan"):
-        whole = open_painter(settings(tiny_pipeline(name)), device)
-        cut_at_the_end = open_painter(settings(tiny_pipeline(name), cfg_truncation_step=4), device)
+        whole = open_painter(settings(tiny_pipeline(name), compile=False), device)
+        cut = settings(tiny_pipeline(name), cfg_truncation_step=4, compile=False)
+        cut_at_the_end = open_painter(cut, device)
         assert np.array_equal(paint(whole, CAR, NIGHT)[1], paint(cut_at_the_end, CAR, NIGHT)[1])
+
+
+@pytest.mark.parametrize("preset", ["exact", "fast"])
+@pytest.mark.parametrize("name", ["wan21", "hunyuan", "sdxl"])
+def test_compiled_pictures_are_the_same_at_any_place_and_near_the_others(
+    name: str, preset: str, tiny_pipeline: Callable[[str], Path]
+) -> None:
+    device = torch.device("cuda:0")
+    settle(device)
+    given = {"dtype": "bf16", "preset": preset, "num_inference_steps": 8}
+    eager = paint(open_painter(settings(tiny_pipeline(name), compile=False, **given), device), CAR, NIGHT)
+    painter = open_painter(settings(tiny_pipeline(name), **given), device)
+    assert painter.made_with()["compiled"] == "yes"
+    first, last = paint(painter, CAR, NIGHT), paint(painter, SNOW, CAR)
+    assert np.array_equal(first[0], last[1])
+    assert psnr(first[0], eager[0]) > 20
+
+
+def test_batches_in_flight_are_those_that_are_waited_for_and_the_clock_runs(
+    tiny_pipeline: Callable[[str], Path],
+) -> None:
+    device = torch.device("cuda:0")
+    settle(device)
+    painter = open_painter(settings(tiny_pipeline("wan21"), compile=False), device)
+    alone = [paint(painter, order)[0] for order in (CAR, NIGHT, SNOW)]
+    flying = [painter.begin([order], SIZE, no_beat) for order in (CAR, NIGHT, SNOW)]
+    assert all(np.array_equal(batch.wait()[0], picture) for batch, picture in zip(flying, alone, strict=True))
+    assert not flying[0].there and all(batch.gpu_busy is not None and 0 < batch.gpu_busy <= 1 for batch in flying)
+
+
+def test_products_in_8_bits_are_those_of_the_cpu() -> None:
+    if not can_fp8(torch.device("cuda:0")):
+        pytest.skip("this GPU has none")
+    torch.manual_seed(0)
+    layer = Fp8Linear(torch.nn.Linear(1536, 1536).bfloat16().requires_grad_(False))
+    rows = torch.randn(64, 1536, dtype=torch.bfloat16)
+    expected = layer(rows).float()
+    found = layer.cuda()(rows.cuda()).cpu().float()
+    assert (found - expected).norm() / expected.norm() < 0.01
+
+
+def test_product_and_gelu_in_one_kernel_are_the_two() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((2, 64, 256), (512, 256), (512,)))
+    exact = torch.nn.functional.gelu(
+        torch.nn.functional.linear(x.double(), weight.double(), bias.double()), approximate="tanh"
+    )
+    two = torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias), approximate="tanh")
+    one = linear_gelu(x, weight, bias)
+    assert (one.double() - exact).norm() <= 1.05 * (two.double() - exact).norm()

@@ -11,14 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from muralist.errors import UserError
 from muralist.generate import ledger, messages, worker
 from muralist.generate.messages import Stop, Task
-from muralist.generate.painter import CannotPaint, Order
+from muralist.generate.painter import CannotPaint, Order, Way
 from muralist.generate.worker import Worker
 from tests.support.crews import CPU, Atelier, Watched
 from tests.support.disks import leave_free, small_disk
@@ -27,7 +29,9 @@ PROMPTS = ["car", "tree", "house", "car", "tree", "house", "car", "tree"]
 Before = Callable[[str, Sequence[Order]], None]
 
 
-def serve(atelier: Atelier, before: Before, shape: int, groups: Sequence[Sequence[int]]) -> list[messages.Report]:
+def serve(
+    atelier: Atelier, before: Before, shape: int, groups: Sequence[Sequence[int]], painter: Watched | None = None
+) -> list[messages.Report]:
     """What a worker says of some tasks."""
     inbox: queue.Queue[messages.Order] = queue.Queue()
     for rows in groups:
@@ -40,7 +44,7 @@ def serve(atelier: Atelier, before: Before, shape: int, groups: Sequence[Sequenc
             inbox.put(Stop())
 
     try:
-        Worker(atelier.job, "0", CPU, Watched("0", before), hear).serve(inbox)
+        Worker(atelier.job, "0", CPU, painter or Watched("0", before), hear).serve(inbox)
     finally:
         ledger.merge(atelier.folder.ledger, atelier.folder.work)
     return said
@@ -130,10 +134,10 @@ def test_prompts_of_every_kind_reach_the_file_and_the_ledger_unchanged(tmp_path:
     class Anything(Watched):
         """Paints a car whatever is asked for."""
 
-        def paint(self, orders, size, beat, steps=None):  # type: ignore[no-untyped-def]
+        def begin(self, orders, size, beat, way=Way.USUAL):  # type: ignore[no-untyped-def]
             if inbox.empty():
                 inbox.put(Stop())
-            return super().paint([order._replace(prompt="car") for order in orders], size, beat, steps)
+            return super().begin([order._replace(prompt="car") for order in orders], size, beat, way)
 
     inbox.put(Task(tuple(samples), 5, 5))
     Worker(atelier.job, "0", CPU, Anything("0", lambda *_: None), said.append).serve(inbox)
@@ -213,3 +217,49 @@ def test_a_picture_carries_how_it_was_made(tmp_path: Path) -> None:
     line = atelier.lines()[1]
     assert line["bytes"] == len(data) and line["file"] == "000002_seed43.png" and line["gpu"] == "0"
     assert line["seconds"] > 0 and json.loads(json.dumps(line)) == line
+
+
+class Slow(Watched):
+    """A painter whose pictures are on their way until they are waited for; tells the order of events."""
+
+    def __init__(self, events: list[str], broken: set[str] | None = None) -> None:
+        super().__init__("0", lambda *_: None)
+        self.events, self.broken = events, broken or set()
+
+    def begin(self, orders, size, beat, way=Way.USUAL):  # type: ignore[no-untyped-def]
+        name = ",".join(str(order.seed) for order in orders)
+        self.events.append(f"begin {name}")
+        pictures = super().begin(orders, size, beat, way).wait()
+
+        def wait() -> list[np.ndarray]:
+            self.events.append(f"wait {name}")
+            if self.broken & {str(order.seed) for order in orders}:
+                raise UserError("Its numbers overflowed.")
+            return pictures
+
+        return SimpleNamespace(wait=wait, there=False, gpu_busy=0.75)
+
+
+def test_the_next_batch_is_begun_before_the_last_is_waited_for(tmp_path: Path) -> None:
+    atelier, events = Atelier(tmp_path, PROMPTS), list[str]()
+    said = serve(atelier, lambda *_: None, 1, [[0], [1], [2]], Slow(events))
+    assert events == ["begin 42", "begin 43", "wait 42", "begin 44", "wait 43", "wait 44"]
+    # Were the worker to die now, either of two might be why.
+    assert [report.numbers for report in said if isinstance(report, messages.Began)] == [(0,), (0, 1), (1, 2)]
+    assert [line["gpu_busy"] for line in atelier.lines().values()] == [0.75] * 3
+    at_once = Atelier(tmp_path / "at once", PROMPTS)
+    serve(at_once, lambda *_: None, 1, [[0], [1], [2]])
+    assert {row: line["sha256"] for row, line in at_once.lines().items()} == {
+        row: line["sha256"] for row, line in atelier.lines().items()
+    }
+    assert not any("gpu_busy" in line for line in at_once.lines().values())
+
+
+def test_a_picture_found_broken_on_its_way_is_tried_alone_and_recorded(tmp_path: Path) -> None:
+    atelier, events = Atelier(tmp_path, PROMPTS), list[str]()
+    said = serve(atelier, lambda *_: None, 1, [[0], [1], [2]], Slow(events, {"43"}))
+    assert done(said) == {0, 2}
+    assert [(report.number, report.reason) for report in said if isinstance(report, messages.Failed)] == [
+        (1, "Its numbers overflowed.")
+    ]
+    assert events.count("wait 43") == 2

@@ -19,7 +19,7 @@ from muralist.generate.folder import OutputFolder
 from muralist.generate.ledger import Header
 from muralist.generate.messages import Gone, Job, Order, Ready, Report, Stop
 from muralist.generate.painter import Order as PaintOrder
-from muralist.generate.painter import Painter
+from muralist.generate.painter import Painter, Pending, Way
 from muralist.generate.plan import Plan
 from muralist.generate.screen import Count
 from muralist.generate.worker import Worker
@@ -78,14 +78,22 @@ class Watched:
         with _one_at_a_time:
             self.painter.prepare(orders)
 
+    def made_with(self) -> dict[str, str]:
+        return self.painter.made_with()
+
     def paint(
-        self, orders: Sequence[PaintOrder], size: tuple[int, int], beat: Callable[[], None], steps: int | None = None
+        self, orders: Sequence[PaintOrder], size: tuple[int, int], beat: Callable[[], None], way: Way = Way.USUAL
     ) -> list[np.ndarray]:
+        return self.begin(orders, size, beat, way).wait()
+
+    def begin(
+        self, orders: Sequence[PaintOrder], size: tuple[int, int], beat: Callable[[], None], way: Way = Way.USUAL
+    ) -> Pending:
         self.before(self.label, orders)
         if self.ended.is_set():
             raise Death
         with _one_at_a_time:
-            return self.painter.paint(orders, size, beat, steps)
+            return self.painter.begin(orders, size, beat, way)
 
 
 class ThreadCrew:

@@ -206,10 +206,10 @@ class _Saboteur:
         """From now on this process gets no memory for pictures, in the words torch has for it."""
         from muralist.generate.jit_painter import JiTPainter
 
-        def paint(*rest: Any) -> Any:
+        def begin(*rest: Any) -> Any:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate much.")
 
-        JiTPainter.paint = paint  # type: ignore[method-assign]
+        JiTPainter.begin = begin  # type: ignore[method-assign]
 
     def _unheard(self) -> Any:
         saboteur = self

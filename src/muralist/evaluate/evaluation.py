@@ -17,6 +17,7 @@ from muralist.evaluate import dinov2, metrics
 from muralist.evaluate.cache import Item
 from muralist.evaluate.dinov2 import Dinov2Features
 from muralist.evaluate.extractors import ClipFeatures, Extractor, InceptionFeatures
+from muralist.evaluate.fast_mode import FastMode
 from muralist.evaluate.features import (
     Features,
     at_least_two,
@@ -53,6 +54,7 @@ class Evaluation:
     dinov2: Dinov2Features | None
     devices: dict[str, str]
     told: Told
+    fast_mode: FastMode
     missing: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -81,6 +83,7 @@ class Evaluation:
             Dinov2Features.of(Path(settings.dinov2_path)) if settings.dinov2_path else None,
             choose_devices(settings.gpu_ids),
             told,
+            FastMode(folder),
         )
         made._find_missing(f"{reason} The other scores go on without it.")
         output.mkdir(parents=True, exist_ok=True)
@@ -151,6 +154,9 @@ class Evaluation:
         if isinstance(self.reference, list):
             for index, why in reference.unreadable.items():
                 self.warnings.append(f"{self.reference[index]} of the reference is left out: {why}.")
+        if self.fast_mode:
+            self.fast_mode.compare(self.inception, self.clip, self.devices, Path(self.settings.output_dir) / "features")
+            self.warnings.append(self.fast_mode.sentence())
         sizes, reference_sizes = _sizes(items, found), _sizes(reference_items, reference)
         if len(sizes) > 1:
             named = " and ".join(size for size, _ in sizes.most_common(2))
@@ -308,6 +314,7 @@ class Evaluation:
             },
             "failures": self.told.failures,
             "speed": self.told.speed,
+            "distance_to_exact_mode": self.fast_mode.report,
             "warnings": self.warnings,
             "versions": _versions(self.devices),
             "seconds": round(seconds, 3),

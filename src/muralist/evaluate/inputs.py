@@ -113,7 +113,7 @@ _KEYS = ("mu", "sigma", "features", "number", "dinov2_features", "dinov2_sha256"
 _STATS_FIX = "`muralist stats DIR -o stats.npz` writes such a file."
 
 
-_OF_DONE = ("file", "prompt", "gpu", "seconds")
+_OF_DONE = ("file", "prompt", "gpu", "seconds", "gpu_busy")
 _OF_FAILED = ("id", "seed", "prompt", "error", "gpu")
 
 
@@ -137,6 +137,7 @@ def read_ledger(folder: Path) -> Told:
     told = Told()
     seconds: dict[str, float] = defaultdict(float)
     made: dict[str, int] = defaultdict(int)
+    busy: dict[str, list[float]] = defaultdict(list)
     for _, line in sorted(last.items(), key=lambda item: item[0]):
         if "error" in line:
             told.failures.append(line)
@@ -144,9 +145,13 @@ def read_ledger(folder: Path) -> Told:
             told.prompts[line["file"]] = line["prompt"]
             made[line["gpu"]] += 1
             seconds[line["gpu"]] += line.get("seconds", 0)
+            if isinstance(share := line.get("gpu_busy"), float):
+                busy[line["gpu"]].append(share)
     for gpu, images in sorted(made.items()):
         rate = images / seconds[gpu] if seconds[gpu] else 0.0
         told.speed[gpu] = {"images": images, "images_per_second": round(rate, 4)}
+        if busy[gpu]:
+            told.speed[gpu]["gpu_busy"] = round(sum(busy[gpu]) / len(busy[gpu]), 4)
     return told
 
 

@@ -98,6 +98,7 @@ class Speed(_Part):
 
     images: int | None = None
     images_per_second: Number = None
+    gpu_busy: Number = None
 
 
 class Results(_Part):

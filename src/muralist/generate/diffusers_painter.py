@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ from transformers.utils import logging as transformers_logging
 
 from muralist.errors import UserError, nearest
 from muralist.generate.adapters import add_adapters, check_adapters
+from muralist.generate.card import Copying
+from muralist.generate.fp8 import Fp8Linear, can_fp8, exactly, use_fp8
 from muralist.generate.guidance import DENOISERS, DenoisingLoop
 from muralist.generate.noise import own_noise
-from muralist.generate.painter import Beat, CannotPaint, Order
-from muralist.generate.text import TextMemory, joinable
+from muralist.generate.painter import TRIAL_STEPS, Beat, CannotPaint, Finished, Order, Pending, Way
+from muralist.generate.shortcuts import shortcut_of
+from muralist.generate.text import TextMemory, joinable, remember_few_texts
+from muralist.generate.tuned import Tuning, repeated_blocks, tune, tuned
 from muralist.settings import GenerateSettings
 from muralist.settings.generate import scheduler_name
 
@@ -33,7 +38,7 @@ _NO_NEGATIVE = " "  # pipelines with true_cfg_scale guide only where a negative 
 class DiffusersPainter:
     """A pipeline on one device."""
 
-    def __init__(self, pipe: Any, settings: GenerateSettings) -> None:
+    def __init__(self, pipe: Any, settings: GenerateSettings, device: torch.device, tuning: Tuning) -> None:
         assert settings.height and settings.width and settings.guidance_scale != "auto", "settled by check_model"
         self._pipe, self._size = pipe, (settings.height, settings.width)
         self._name = type(pipe).__name__
@@ -43,7 +48,15 @@ class DiffusersPainter:
         self._guidance = self._guidance_arguments(settings.guidance_scale)
         self._frames = self._frame_arguments(settings)
         self._precision = settings.dtype
-        self._loop = DenoisingLoop(pipe, self._steps, settings.cfg_truncation_step)
+        self._device, self._tuning = device, tuning
+        self._fast = settings.preset == "fast"
+        shortcut = shortcut_of(self._name) if self._fast else None
+        self._in_8_bits: list[Fp8Linear] = []
+        if shortcut is not None and shortcut.fp8 and can_fp8(device):
+            self._in_8_bits = use_fp8(block for network in _networks(pipe) for block in repeated_blocks(network))
+        self._loop = DenoisingLoop(pipe, self._steps, settings.cfg_truncation_step, shortcut, device)
+        tune(pipe, tuning, device)
+        remember_few_texts(pipe)
         self._text: TextMemory | None = None
         if hasattr(pipe, "encode_prompt"):
             self._text = TextMemory(pipe.encode_prompt)
@@ -56,6 +69,7 @@ class DiffusersPainter:
         device: torch.device,
         folder: Path | None = None,
         parts: dict[str, Any] | None = None,
+        tuning: Tuning | None = None,
     ) -> DiffusersPainter:
         """Read a pipeline's folder and bring it to a device; `parts` are used in place of those in the folder."""
         folder, dtype = folder or Path(settings.model_path), DTYPES[settings.dtype]
@@ -78,7 +92,7 @@ class DiffusersPainter:
         if settings.scheduler is not None:
             pipe.scheduler = another_scheduler(pipe.scheduler, settings.scheduler)
         add_adapters(pipe, check_adapters(settings.lora))
-        painter = cls(pipe, settings)
+        painter = cls(pipe, settings, device, tuning or Tuning.of(settings.compile, device))
         # Last: offloading wraps the parts' calls, and takes its wrapping off again, so it must be outermost.
         if device.type == "cuda" and _wants_offload(pipe, settings, device):
             pipe.enable_model_cpu_offload(gpu_id=device.index or 0)
@@ -130,18 +144,32 @@ class DiffusersPainter:
         if self._text is None:
             return False
         short, long = (self._said_of(Order(text, text, 0)) for text in (_SHORT, _LONG))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what was said is on its way to the host
         self._text.forget_others()
         return bool(short) and joinable(short, long)
+
+    @property
+    def _compiled(self) -> bool:
+        """Where embeddings are as long as the text, every length would be a graph of its own."""
+        return self._tuning.compiled and self.batches()
+
+    def made_with(self) -> dict[str, str]:
+        """How numbers are computed, where that shows in a picture's last bits."""
+        told = {"compiled": "yes"} if self._compiled else {}
+        return told | ({"products": "fp8"} if self._in_8_bits else {})
 
     def prepare(self, orders: Sequence[Order]) -> None:
         """Encode the text of these, and forget the rest."""
         if self._text is None:
             return
+        self._loop.clock.enter()
         self._text.open_window()
         for order in orders:
             self._said_of(order)
             self._text.keep()
         self._text.forget_others()
+        self._loop.clock.leave()
 
     def _said_of(self, order: Order) -> list[Any]:
         """The text encoders' answers for an order, by a call of the pipeline that ends before its first step."""
@@ -152,19 +180,34 @@ class DiffusersPainter:
         return self._text.touched()
 
     def paint(
-        self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, steps: int | None = None
+        self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, way: Way = Way.USUAL
     ) -> list[np.ndarray]:
+        """Pictures, or clips."""
+        return self.begin(orders, size, beat, way).wait()
+
+    def begin(self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, way: Way = Way.USUAL) -> Pending:
         """Pictures, or clips; one at a time where `batches` says no."""
         if len(orders) > 1 and not self.batches():
-            return [picture for order in orders for picture in self.paint([order], size, beat, steps)]
-        text = self._text
+            return Finished([picture for order in orders for picture in self.paint([order], size, beat, way)])
+        text, exact = self._text, way is Way.EXACT
         if text is not None:
             text.begin()
-        with self._loop.watched(len(orders), beat, lambda: text.positive if text is not None else None):
-            output = self._call(orders, size, steps or self._steps)
+        self._loop.clock.enter()
+        with ExitStack() as stack:
+            # A trial would compile a graph for every batch size that is tried; so would an exact picture in fast mode.
+            eager = way is Way.TRIAL or (exact and self._fast) or not self._compiled
+            stack.enter_context(tuned(self._tuning, self._device, eager))
+            stack.enter_context(exactly(self._in_8_bits if exact else ()))
+            stack.enter_context(
+                self._loop.watched(len(orders), beat, lambda: text.positive if text is not None else None, exact)
+            )
+            output = self._call(orders, size, TRIAL_STEPS if way is Way.TRIAL else self._steps)
+            pictures = self._pictures(output, size)
+        if way is not Way.USUAL:
+            self._loop.clock.forget()
         if text is not None:
             text.forget_others()
-        return self._pictures(output, size)
+        return pictures
 
     def _call(self, orders: Sequence[Order], size: tuple[int, int], steps: int) -> Any:
         generators = [torch.Generator("cpu").manual_seed(order.seed) for order in orders]
@@ -175,7 +218,7 @@ class DiffusersPainter:
             "width": size[1],
             "num_inference_steps": steps,
             "generator": generators,
-            "output_type": "np",
+            "output_type": "pt",
             "use_resolution_binning": False,  # it would make another size than asked for
             "clean_caption": False,  # it would depend on what else is installed
             **self._guidance,
@@ -192,24 +235,28 @@ class DiffusersPainter:
                 raise self._wrong_size(size, " ".join(str(error).split())) from None
             raise
 
-    def _pictures(self, output: Any, size: tuple[int, int]) -> list[np.ndarray]:
+    def _pictures(self, output: Any, size: tuple[int, int]) -> Pending:
         if any(getattr(output, "nsfw_content_detected", None) or ()):
             raise UserError(
                 "The model's safety checker took offence and made the picture black.",
                 fix="Change the prompt, or take safety_checker out of model_index.json.",
             )
-        values = np.asarray(output.frames if hasattr(output, "frames") else output.images)
-        if values.shape[-3:-1] != size:
-            made = f"{values.shape[-3]} x {values.shape[-2]}"
-            raise self._wrong_size(size, f"It makes {made} of that.")
-        if not np.isfinite(values).all():
-            raise UserError(
-                "The model made no picture: some of its numbers overflowed.",
-                f"It ran in {self._precision}.",
-                "Try --dtype bf16 or fp32.",
-            )
-        pictures = list((values * 255).round().astype(np.uint8))
-        return [picture[0] if picture.ndim == 4 and len(picture) == 1 else picture for picture in pictures]
+        values: Any = output.frames if hasattr(output, "frames") else output.images
+        values = (values if isinstance(values, torch.Tensor) else torch.stack(list(values))).float()
+        made = tuple(values.shape[-2:])
+        if made != size:
+            raise self._wrong_size(size, f"It makes {made[0]} x {made[1]} of that.")
+        if values.ndim == 5 and values.shape[1] == 1:
+            values = values[:, 0]
+        pixels = (values * 255).round().to(torch.uint8).movedim(-3, -1).contiguous()
+        whole = values.isfinite().all()
+        self._loop.clock.leave()
+        overflowed = UserError(
+            "The model made no picture: some of its numbers overflowed.",
+            f"It ran in {self._precision}.",
+            "Try --dtype bf16 or fp32.",
+        )
+        return Copying(pixels, whole, self._loop.clock.batch(), overflowed)
 
     def _wrong_size(self, size: tuple[int, int], why: str) -> UserError:
         step = self._size_step
@@ -227,10 +274,14 @@ class DiffusersPainter:
         """Pixels that one token of the network covers."""
         factor: Any = getattr(self._pipe, "vae_scale_factor", None)
         factor = factor or getattr(self._pipe, "vae_scale_factor_spatial", 8)
-        network = next(part for part in (getattr(self._pipe, name, None) for name in DENOISERS) if part is not None)
+        network = _networks(self._pipe)[0]
         patch = network.config.get("patch_size", 1)
         packed = "guidance_embeds" in network.config or "all_patch_size" in network.config
         return int(factor) * (2 if packed else patch[-1] if isinstance(patch, (list, tuple)) else int(patch or 1))
+
+
+def _networks(pipe: Any) -> list[Any]:
+    return [network for name in DENOISERS if (network := getattr(pipe, name, None)) is not None]
 
 
 def another_scheduler(scheduler: Any, wanted: str) -> Any:

@@ -56,6 +56,11 @@ class OutputFolder:
         """How far each worker of the running command is, for those who watch."""
         return self.work / "progress.beat"
 
+    @property
+    def exact(self) -> Path:
+        """In fast mode: some of the pictures as exact mode makes them; hidden, because they are not rows of their own."""
+        return self.root / ".exact"
+
     def failures(self, label: str) -> Path:
         """The prompts a worker could not draw."""
         return self.root / f"{_FAILURES}{label}.txt"
@@ -81,6 +86,7 @@ class OutputFolder:
     def clear(self) -> None:
         """Remove every file the old ledger names, and the ledger last: cut off in the middle, it can be done again."""
         ledgers = [*self.work.glob("*.jsonl"), self.ledger]
+        shutil.rmtree(self.exact, ignore_errors=True)
         for path in ledgers:
             for line in ledger_lines.read_lines(path):
                 # A name out of a file is not trusted to stay in the folder, nor to be one of a file.

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from muralist.diffusion.solvers import time_grid
 from muralist.errors import UserError
-from muralist.generate.painter import Beat, Order
+from muralist.generate.painter import TRIAL_STEPS, Beat, Finished, Order, Pending, Way
+from muralist.generate.tuned import Tuning, choose_by_rules, tuned
 from muralist.models.jit import JiT
 from muralist.models.jit_family import JiTFamily, Objective
 from muralist.models.weights import (
@@ -62,7 +63,9 @@ class JiTPainter:
         self._autocast = _AUTOCAST[settings.dtype]
         if self._autocast is not None:
             _convert_products(network, self._autocast)
-        if next(network.parameters()).is_cuda:
+        self._tuning = Tuning.of(settings.compile, next(network.parameters()).device)
+        if self._tuning.compiled:
+            choose_by_rules()
             network.compile(dynamic=False)
         self._sampling = _sampling(settings)
 
@@ -90,21 +93,34 @@ class JiTPainter:
         """There is no text to encode."""
 
     def paint(
-        self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, steps: int | None = None
+        self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, way: Way = Way.USUAL
     ) -> list[np.ndarray]:
         """Pictures of the one size that the model has."""
+        return self.begin(orders, size, beat, way).wait()
+
+    def begin(self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, way: Way = Way.USUAL) -> Pending:
+        """The same, handed to the device."""
         side = self._family.img_size
         if size != (side, side):
             raise UserError(  # a row's own mistake: the size of the command was looked at before
                 f"This JiT model makes pictures of {side} x {side} pixels, not {size[0]} x {size[1]}.",
                 fix="Leave height and width out, also in the table.",
             )
-        sampling = self._sampling if steps is None else self._sampling.model_copy(update={"steps": steps})
+        sampling = self._sampling if way is not Way.TRIAL else self._sampling.model_copy(update={"steps": TRIAL_STEPS})
         device = next(self._network.parameters()).device
         prompts, seeds = [order.prompt for order in orders], [order.seed for order in orders]
-        with torch.autocast(device.type, self._autocast, enabled=self._autocast is not None):
-            images = self._family.sample(_Beating(self._network, beat), prompts, seeds, sampling)
-        return list(to_u8(images))
+        beating = _Beating(self._network, beat)
+        # A trial would compile a graph for every batch size that is tried.
+        with (
+            tuned(self._tuning, device, eager=way is Way.TRIAL),
+            torch.autocast(device.type, self._autocast, enabled=self._autocast is not None),
+        ):
+            images = self._family.sample(beating, prompts, seeds, sampling)
+        return Finished(list(to_u8(images)))
+
+    def made_with(self) -> dict[str, str]:
+        """Compiled pictures differ from others in their last bits."""
+        return {"compiled": "yes"} if self._tuning.compiled else {}
 
 
 class _Beating(nn.Module):

@@ -18,7 +18,7 @@ import numpy as np
 
 from muralist.data.prompts import open_table
 from muralist.errors import UserError
-from muralist.generate import ledger, store
+from muralist.generate import exactness, ledger, store
 from muralist.generate.crew import Crew, LocalCrew
 from muralist.generate.fleet import Fleet, Not, Shape
 from muralist.generate.folder import Lock, OutputFolder, cannot_write, write_failures
@@ -29,6 +29,7 @@ from muralist.generate.plan import Plan
 from muralist.generate.progress import ToldScreen
 from muralist.generate.ranks import Ranks, RankScreen, Refused
 from muralist.generate.screen import Screen, open_screen
+from muralist.generate.shortcuts import shortcut_of
 from muralist.machine import choose_devices
 from muralist.runfolder import is_full
 from muralist.scale.checks.check import Circumstances
@@ -275,7 +276,9 @@ class _Command:
         guidance = f"guidance {settings.guidance_scale:g}"
         if "guidance_interval" in self.identity:
             guidance += " between {:g} and {:g}".format(*settings.guidance_interval)
-        if settings.cfg_truncation_step is not None:
+        if "preset" in self.identity:
+            guidance += f"; {self.identity['preset']}"
+        elif settings.cfg_truncation_step is not None:
             guidance += f" for {settings.cfg_truncation_step} steps"
         last = ", the official last step" if settings.official_last_step else ""
         clip = f" of {settings.num_frames} frames" if settings.num_frames > 1 else ""
@@ -309,7 +312,23 @@ class _Command:
             )
             return 1
         log.info("%s", told)
+        for sentence in self._measured() if tried else ():
+            log.info("%s", sentence)
         return 0
+
+    def _measured(self) -> Iterator[str]:
+        """What the ledger says of this folder's speed and of its distance to exact mode."""
+        busy: list[float] = []
+        distances: list[float] = []
+        for line in ledger.read_lines(self.folder.ledger):
+            if isinstance(share := line.get("gpu_busy"), float):
+                busy.append(share)
+            if (distance := exactness.distance_in(line)) is not None:
+                distances.append(distance)
+        if busy:
+            yield f"The GPU had work for {100 * sum(busy) / len(busy):.1f}% of the time after its first batch."
+        if told := exactness.told(distances, str(self.folder.exact)):
+            yield told
 
 
 def identity_of(settings: GenerateSettings, model: CheckedModel) -> dict[str, Any]:
@@ -329,7 +348,12 @@ def identity_of(settings: GenerateSettings, model: CheckedModel) -> dict[str, An
     ]
     if settings.num_frames > 1:
         names.append("video_format")
-    return model.identity | {name: getattr(settings, name) for name in names}
+    identity = model.identity | {name: getattr(settings, name) for name in names}
+    if settings.preset == "fast":  # else nothing: a folder made before there were presets stays what it is
+        pipeline = "HunyuanDiTPipeline" if model.kind == "hunyuandit" else identity["model"]
+        words = shortcut_of(pipeline).words(settings.num_inference_steps, settings.cfg_truncation_step)
+        identity["preset"] = words
+    return identity
 
 
 def _job() -> str:

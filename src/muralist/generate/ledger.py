@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,14 +100,18 @@ class Shard:
         os.write(self._file, b"\n")  # ends a line that a killed worker may have left torn
 
     def done(
-        self, sample: Sample, written: Path, sha256: str, gpu: str, seconds: float, batch_size: int | None
+        self,
+        sample: Sample,
+        written: Path,
+        sha256: str,
+        gpu: str,
+        seconds: float,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
-        """A picture is there; `batch_size` only where it is not the header's."""
+        """A picture is there; `more` is what is known only of some, such as a batch size that is not the header's."""
         status = written.stat()
         facts: dict[str, Any] = {"bytes": status.st_size, "sha256": sha256, "changed": status.st_mtime_ns}
-        if batch_size is not None:
-            facts["batch_size"] = batch_size
-        self._append(DONE, sample, gpu, seconds, facts)
+        self._append(DONE, sample, gpu, seconds, facts | dict(more or {}))
 
     def failed(self, sample: Sample, reason: str, gpu: str, seconds: float) -> None:
         """A picture could not be made, tried alone."""

@@ -171,7 +171,8 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
             "It was trained at that size and has no other.",
             "Leave --height and --width out.",
         )
-    for flag, value in (("scheduler", settings.scheduler), ("lora", settings.lora)):
+    fast = settings.preset == "fast"
+    for flag, value in (("scheduler", settings.scheduler), ("lora", settings.lora), ("preset fast", fast)):
         if value:
             raise UserError(f"--{flag} is for pipelines of diffusers, and this is a JiT model.", fix="Leave it out.")
     if settings.num_frames > 1:

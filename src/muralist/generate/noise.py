@@ -11,6 +11,8 @@ import torch
 from diffusers.utils import torch_utils
 from torch import Tensor
 
+from muralist.generate.card import to_device
+
 _NAME = "randn_tensor"
 
 
@@ -34,7 +36,7 @@ def own_noise(generators: Sequence[torch.Generator]) -> Iterator[None]:
         if len(drawers) != shape[0]:
             return original(shape, generator=generator, device=device, dtype=dtype, layout=layout)
         rows = [torch.randn((1, *shape[1:]), generator=drawer, dtype=torch.float32) for drawer in drawers]
-        return torch.cat(rows).to(device=device, dtype=dtype)
+        return to_device(torch.cat(rows), device, dtype)
 
     users = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "diffusers"]
     # Looked up in their dictionaries: asking a lazy module for a name would import what it stands for.

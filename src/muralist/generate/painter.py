@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -11,6 +12,44 @@ from muralist.errors import UserError
 
 Beat = Callable[[], None]
 """Called at every denoising step: the sign of life by which a hang is told from work."""
+
+
+class Way(Enum):
+    """How a batch is painted."""
+
+    USUAL = "as the settings say"
+    EXACT = "as --preset exact would, on the same steps"
+    TRIAL = "in a few steps, to see what fits into memory"
+
+
+TRIAL_STEPS = 2
+
+
+class Pending(Protocol):
+    """Pictures that a device may still be at work on."""
+
+    def wait(self) -> list[np.ndarray]:
+        """Them: uint8 [H, W, 3] each, or clips [F, H, W, 3]."""
+
+    @property
+    def there(self) -> bool:
+        """Whether `wait` returns at once because no device is at work on them."""
+
+    @property
+    def gpu_busy(self) -> float | None:
+        """After `wait`: for which part of the time since the last batch the GPU had work; None where nobody can tell."""
+
+
+class Finished(NamedTuple):
+    """Pictures that are there already."""
+
+    pictures: list[np.ndarray]
+    there: bool = True
+    gpu_busy: float | None = None
+
+    def wait(self) -> list[np.ndarray]:
+        """Them."""
+        return self.pictures
 
 
 class Order(NamedTuple):
@@ -31,13 +70,19 @@ class Painter(Protocol):
     def batches(self) -> bool:
         """Whether several pictures at once keep that promise; where not, the fleet paints one at a time."""
 
+    def made_with(self) -> dict[str, str]:
+        """What a picture's last bits depend on beside the settings, the device and the libraries."""
+
     def prepare(self, orders: Sequence[Order]) -> None:
         """Encode the text of orders that will be painted soon, and forget that of others."""
 
+    def begin(self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, way: Way = Way.USUAL) -> Pending:
+        """Pictures of a height and width, handed to the device; another batch may be begun before they are there."""
+
     def paint(
-        self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, steps: int | None = None
+        self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, way: Way = Way.USUAL
     ) -> list[np.ndarray]:
-        """Pictures of a height and width: uint8 [H, W, 3] each, or clips [F, H, W, 3]; fewer steps are a trial."""
+        """The same, waited for."""
 
 
 class CannotPaint(UserError):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from muralist.generate.card import to_device, to_host
+
 _TEXTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3 ...
+_ENCODER = re.compile(r"_get_\w+_prompt_embeds")
+_TEXTS_TO_KEEP = 2  # a prompt and the negative one
 
 
 class _Kept(NamedTuple):
@@ -20,7 +25,7 @@ class _Kept(NamedTuple):
     device: torch.device
 
     def back(self) -> Tensor:
-        return self.value.to(self.device, copy=True)  # a copy: what the pipeline does to it is not kept
+        return to_device(self.value, self.device)  # a copy: what the pipeline does to it is not kept
 
 
 class TextMemory:
@@ -89,13 +94,34 @@ class TextMemory:
         return self._rows[key]
 
 
+def remember_few_texts(pipe: Any) -> None:
+    """Let a pipeline's text encoders keep the last two answers: the negative prompt of most tables is always the same."""
+    for name in filter(_ENCODER.fullmatch, dir(type(pipe))):
+        setattr(pipe, name, _remembering(getattr(pipe, name)))
+
+
+def _remembering(encode: Callable[..., Any]) -> Callable[..., Any]:
+    kept: dict[str, Any] = {}
+
+    @functools.wraps(encode)
+    def answer(*arguments: Any, **named: Any) -> Any:
+        key = repr((arguments, named))  # texts, numbers, devices and precisions
+        said = kept.pop(key) if key in kept else encode(*arguments, **named)
+        kept[key] = said
+        if len(kept) > _TEXTS_TO_KEEP:
+            del kept[next(iter(kept))]
+        return said
+
+    return answer
+
+
 def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 
 def _put_away(said: Any) -> Any:
     if isinstance(said, Tensor):
-        return _Kept(said.detach().cpu(), said.device)
+        return _Kept(to_host(said), said.device)
     if isinstance(said, tuple):
         return tuple(map(_put_away, said))
     return list(map(_put_away, said)) if isinstance(said, list) else said

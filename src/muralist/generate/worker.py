@@ -16,18 +16,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from muralist.errors import UserError
-from muralist.generate import messages, store
+from muralist.generate import exactness, messages, store
 from muralist.generate.folder import OutputFolder, cannot_write
 from muralist.generate.ledger import Shard
 from muralist.generate.messages import Job, Measure, Stop, Task
-from muralist.generate.painter import CannotPaint, Painter
+from muralist.generate.painter import CannotPaint, Painter, Pending, Way
 from muralist.generate.painter import Order as PaintOrder
 from muralist.generate.plan import Sample, apart, place_of
 from muralist.runfolder import write_atomically
@@ -38,9 +38,8 @@ Send = Callable[[messages.Report], None]
 Inbox = queue.Queue[messages.Order]
 
 _MEMORY_TO_USE = 0.92  # of a GPU's; what is left is for the pieces into which memory breaks over hours
-_TRIAL_STEPS = 2
 _SECONDS_BETWEEN_BEATS = 1.0
-_SAVERS = 2
+_SAVERS = 4  # a picture of 1024 x 1024 is a file after a quarter of a second; no model makes sixteen of them in one
 _NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 STATUS_BROKEN_DEVICE = 70
 
@@ -52,7 +51,7 @@ def work(job: Job, label: str, device: torch.device, inbox: Inbox, send: Send) -
 
         settle(device)
         painter = open_painter(job.settings, device)
-        send(messages.Ready(painter.batches(), made_with(device)))
+        send(messages.Ready(painter.batches(), made_with(device) | painter.made_with()))
         Worker(job, label, device, painter, send).serve(inbox)
     except UserError as error:
         send(messages.Hopeless(error, everyone=True))
@@ -67,7 +66,33 @@ class _Painted(NamedTuple):
     sample: Sample
     pixels: np.ndarray
     seconds: float
-    batch_size: int | None  # only where it is not the ledger's
+    facts: dict[str, Any]  # for the ledger
+
+
+class _Part(NamedTuple):
+    """What one call of the painter makes: all of a task, or less of it when memory is short."""
+
+    samples: tuple[Sample, ...]
+    shape: int
+    pending: Pending
+
+    def pictures(self) -> dict[Sample, np.ndarray]:
+        """Wait for them."""
+        made = self.pending.wait()
+        return {sample: made[place_of(sample.row, sample.copy, self.shape)] for sample in self.samples}
+
+
+class _Batch(NamedTuple):
+    """A task that was handed to the device, or the reason why it could not be."""
+
+    task: Task
+    started: float
+    parts: list[_Part]
+    reason: str | None
+
+    @property
+    def there(self) -> bool:
+        return all(part.pending.there for part in self.parts)
 
 
 @dataclass
@@ -80,9 +105,15 @@ class Worker:
     painter: Painter
     send: Send
     prepared: set[PaintOrder] = field(default_factory=set)
+    in_flight: tuple[int, ...] = ()  # samples that the device is at work on while the next are begun
+    exact: dict[Sample, np.ndarray] = field(default_factory=dict)  # as exact mode makes them, until fast mode has too
+    ended: float = 0.0
 
     def serve(self, inbox: Inbox) -> None:
-        """Paint task after task; text of all tasks that are waiting is encoded at once."""
+        """Paint task after task; text of all tasks that are waiting is encoded at once.
+
+        A task is handed to the device before the pictures of the one before it are waited for, so that it has always work.
+        """
         waiting: list[Task] = []
         beaten = 0.0
 
@@ -95,12 +126,24 @@ class Worker:
         shard = Shard(OutputFolder(self.job.folder).shard(self.label), self.job.digest)
         with closing(shard), ThreadPoolExecutor(_SAVERS) as savers:
             saving: list[Future[None]] = []
+            flying: _Batch | None = None
+
+            def land() -> None:
+                nonlocal saving, flying
+                if flying is not None:
+                    painted = self._painted(flying, shard, beat)
+                    flying, self.in_flight = None, ()
+                    _finish(saving)  # at most one batch waits for the disk
+                    saving = [savers.submit(self._save, picture, shard) for picture in painted]
+
             while True:
                 while not waiting or not inbox.empty():
                     if not waiting and inbox.empty():
+                        land()
                         _finish(saving)  # whatever goes wrong is told before waiting for more, which may never come
                     message = inbox.get()
                     if isinstance(message, Stop):
+                        land()
                         _finish(saving)
                         return
                     if isinstance(message, Measure):
@@ -109,9 +152,14 @@ class Worker:
                         waiting.append(message)
                 task = waiting.pop(0)
                 self._prepare([task, *waiting])
-                painted = self._paint(task, shard, beat)
-                _finish(saving)  # at most one batch waits for the disk
-                saving = [savers.submit(self._save, picture, shard) for picture in painted]
+                if compared := self._to_compare(task):
+                    land()  # or the time that this takes would count as that of the batch before
+                    self._paint_exactly(compared, task.shape, beat)
+                begun = self._begin(task, beat)
+                land()
+                flying, self.in_flight = begun, tuple(sample.number for sample in task.samples)
+                if begun.there:
+                    land()
 
     def _prepare(self, tasks: list[Task]) -> None:
         if all(_order(sample) in self.prepared for sample in tasks[0].samples):
@@ -123,49 +171,98 @@ class Worker:
             log.debug("Text could not be encoded ahead: %s", error)
         self.prepared = set(orders)
 
-    def _paint(self, task: Task, shard: Shard, beat: Callable[[], None]) -> list[_Painted]:
-        """The pictures of a task; of a batch that fails, each sample is tried once more alone, in the same shape."""
-        painted, reason = self._try(task, task.samples, beat)
+    def _to_compare(self, task: Task) -> tuple[Sample, ...]:
+        """In fast mode: samples that are painted in exact mode too."""
+        fast = self.job.settings.preset == "fast"
+        return tuple(sample for sample in task.samples if fast and exactness.is_compared(sample))
+
+    def _paint_exactly(self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None]) -> None:
+        """Samples as exact mode makes them, kept for comparison and written aside."""
+        folder = OutputFolder(self.job.folder).exact
+        self._announce(samples)
+        try:
+            for part in self._parts(samples, shape, beat, Way.EXACT):
+                self.exact |= part.pictures()
+        except CannotPaint:
+            raise
+        except Exception as error:  # in fast mode it will fail too, and be told
+            self._check_device(error)
+            return
+        try:
+            folder.mkdir(exist_ok=True)
+            for sample in samples:
+                data = store.encode(self.exact[sample], sample, {}, self.job.settings.video_format)
+                write_atomically(folder / sample.file, data)
+        except OSError as error:
+            raise cannot_write(error, self.job.folder) from None
+
+    def _begin(self, task: Task, beat: Callable[[], None]) -> _Batch:
+        """Hand a task to the device; an error itself, which holds on to memory, is gone by the time this returns."""
+        started, parts, reason = time.monotonic(), [], None
+        self._announce(task.samples)
+        try:
+            parts = self._parts(task.samples, task.shape, beat)
+        except CannotPaint:
+            raise
+        except Exception as error:
+            self._check_device(error)
+            reason = _in_words(error)
+        return _Batch(task, started, parts, reason)
+
+    def _announce(self, samples: tuple[Sample, ...]) -> None:
+        self.send(messages.Began((*self.in_flight, *(sample.number for sample in samples))))
+
+    def _painted(self, batch: _Batch, shard: Shard, beat: Callable[[], None]) -> list[_Painted]:
+        """The pictures of a batch; of one that fails, each sample is tried once more alone, in the same shape."""
+        painted, reason = self._wait(batch)
         if reason is None:
             return painted
-        for sample in task.samples:
+        for sample in batch.task.samples:
+            alone = replace(batch.task, samples=(sample,))
             started = time.monotonic()
-            again, reason = self._try(task, (sample,), beat)
+            again, reason = self._wait(self._begin(alone, beat))
             painted += again
             if reason is not None:
                 self._fail(sample, reason, time.monotonic() - started, shard)
         return painted
 
-    def _try(
-        self, task: Task, samples: tuple[Sample, ...], beat: Callable[[], None]
-    ) -> tuple[list[_Painted], str | None]:
-        """Pictures, or the reason why there are none; the error itself, which holds on to memory, is gone by then."""
-        started = time.monotonic()
-        self.send(messages.Began(tuple(sample.number for sample in samples)))
+    def _wait(self, batch: _Batch) -> tuple[list[_Painted], str | None]:
+        """Pictures, or the reason why there are none."""
+        if batch.reason is not None:
+            return [], batch.reason
+        painted: list[_Painted] = []
         try:
-            pictures = self._batch(samples, task.shape, beat)
-        except CannotPaint:
-            raise
+            for part in batch.parts:
+                facts: dict[str, Any] = {} if part.shape == batch.task.agreed else {"batch_size": part.shape}
+                pictures = part.pictures()
+                if part.pending.gpu_busy is not None:
+                    facts["gpu_busy"] = round(part.pending.gpu_busy, 4)
+                painted += [_Painted(sample, pixels, 0.0, facts) for sample, pixels in pictures.items()]
         except Exception as error:
             self._check_device(error)
             return [], _in_words(error)
-        seconds = (time.monotonic() - started) / len(samples)
-        return [
-            _Painted(sample, pixels, seconds, None if shape == task.agreed else shape)
-            for sample, (pixels, shape) in zip(samples, pictures, strict=True)
-        ], None
+        # A batch that waited for the one before it was not being painted yet.
+        seconds = (time.monotonic() - max(batch.started, self.ended)) / len(painted)
+        self.ended = time.monotonic()
+        return [picture._replace(seconds=seconds, facts=self._compared(picture)) for picture in painted], None
 
-    def _batch(self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None]) -> list[tuple[np.ndarray, int]]:
-        """Pictures, and how many were made at once: tried twice when memory is short, then in halves where allowed."""
-        places = [place_of(sample.row, sample.copy, shape) for sample in samples]
+    def _compared(self, painted: _Painted) -> dict[str, Any]:
+        exact = self.exact.pop(painted.sample, None)
+        if exact is None:
+            return painted.facts
+        return painted.facts | {exactness.PSNR: round(exactness.psnr(painted.pixels, exact), 2)}
+
+    def _parts(
+        self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None], way: Way = Way.USUAL
+    ) -> list[_Part]:
+        """Samples in as many calls as needed: tried twice when memory is short, then in halves where allowed."""
         orders = [_order(samples[0])] * shape
-        for place, sample in zip(places, samples, strict=True):
-            orders[place] = _order(sample)
+        for sample in samples:
+            orders[place_of(sample.row, sample.copy, shape)] = _order(sample)
         size = (samples[0].height, samples[0].width)
         for _ in range(2):
             try:
-                pictures = self.painter.paint(orders, size, beat)
-                return [(pictures[place], shape) for place in places]
+                return [_Part(samples, shape, self.painter.begin(orders, size, beat, way))]
             except Exception as error:
                 if not _is_out_of_memory(error):
                     raise
@@ -174,14 +271,10 @@ class Worker:
             raise CannotPaint(*_out_of_memory(self.label, shape))
         half = shape // 2
         self.send(messages.Remark(f"GPU {self.label} is out of memory: {half} at once instead of {shape}."))
-        parts = apart(samples, half)
-        made = {
-            sample: made for part in parts for sample, made in zip(part, self._batch(part, half, beat), strict=True)
-        }
-        return [made[sample] for sample in samples]
+        return [part for few in apart(samples, half) for part in self._parts(few, half, beat, way)]
 
     def _save(self, painted: _Painted, shard: Shard) -> None:
-        sample, pixels, seconds, batch_size = painted
+        sample, pixels, seconds, facts = painted
         path = self.job.folder / sample.file
         try:
             data = store.encode(pixels, sample, self.job.facts, self.job.settings.video_format)
@@ -193,7 +286,7 @@ class Worker:
             try:
                 write_atomically(path, data)
                 shard.check_there()
-                shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, batch_size)
+                shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, facts)
             except FileNotFoundError:
                 path.unlink(missing_ok=True)  # alone in a new folder, it would stand in the way of the next command
                 shard.check_there()  # which says it better
@@ -217,7 +310,7 @@ class Worker:
         while shape <= asked.most:
             torch.cuda.reset_peak_memory_stats(self.device)
             try:
-                self.painter.paint([_order(sample)] * shape, (sample.height, sample.width), beat, _TRIAL_STEPS)
+                self.painter.paint([_order(sample)] * shape, (sample.height, sample.width), beat, Way.TRIAL)
             except Exception as error:
                 if not _is_out_of_memory(error) or shape == 1:
                     raise

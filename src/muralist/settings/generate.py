@@ -49,6 +49,9 @@ class GenerateSettings(Section):
     """Width in pixels, where a row does not say; default: 832, for models trained here their own."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision of the model."""
+    preset: Literal["exact", "fast"] = "exact"
+    """fast: guides, and runs the network, only at some of the steps, with 8-bit products where the GPU has them; the first
+    rows are painted both ways, and the distance is told."""
     cfg_truncation_step: Annotated[int, Field(ge=0)] | None = None
     """Guide only the first this many steps; the rest need half the work."""
     num_frames: PositiveInt = 1
@@ -67,6 +70,8 @@ class GenerateSettings(Section):
     """Another scheduler of diffusers that fits the model, such as EulerDiscrete or DPMSolverMultistep."""
     lora: list[str] = []
     """LoRA weights to add: PATH, or PATH:WEIGHT, or several."""
+    compile: bool | Literal["auto"] = "auto"
+    """torch.compile network and decoder, a minute at the start; auto: on GPUs."""
     cpu_offload: bool | Literal["auto"] = "auto"
     """Keep on the GPU only the part of the model that works; auto: where the model takes most of the card's memory."""
     engine: Literal["local", "ray"] = "local"

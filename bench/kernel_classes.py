@@ -1,0 +1,72 @@
+"""Where a GPU's time goes: kernels by class, how much of the time any ran, how often the host waited."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# The first that fits counts; a convolution may be called a gemm, and attention is made of them.
+_CLASSES = {
+    "attention": r"flash|fmha|sdpa|attention|attn",
+    "convolution": r"conv|fprop|dgrad|wgrad|implicit|im2col|nchw|nhwc",
+    "matmul": r"gemm|nvjet|cutlass|cublas|splitk|gemv|scaled_mm|matmul",
+    "copies": r"memcpy|memset|copy|catarray|cat_",
+    "norm and elementwise": r"triton|elementwise|reduce|norm|softmax|vectorized|index|gather|scatter|upsample|fill|arange"
+    r"|unrolled|silu|gelu|random|where",
+}
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+
+
+def class_of(kernel: str) -> str:
+    """The class of a kernel, by its name."""
+    return next((name for name, words in _CLASSES.items() if re.search(words, kernel, re.IGNORECASE)), "other")
+
+
+def profiled(work: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Milliseconds by class of kernel while something runs, and the share of the time in which any kernel ran."""
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        work()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    spans: list[tuple[float, float]] = []
+    classes: dict[str, float] = defaultdict(float)
+    names: dict[str, float] = defaultdict(float)
+    waits = 0
+    for event in profiler.events() or ():
+        if event.name in _WAITS:
+            waits += 1
+        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_device != on_gpu or (not on_gpu and event.cpu_children) or event.name.startswith("ProfilerStep"):
+            continue
+        start, end = event.time_range.start, event.time_range.end
+        spans.append((start, end))
+        classes[class_of(event.name)] += (end - start) / 1000
+        names[event.name] += (end - start) / 1000
+    total = sum(classes.values())
+    most = sorted(names.items(), key=lambda item: -item[1])[:12]
+    return {
+        "milliseconds by class": {name: round(time, 2) for name, time in sorted(classes.items(), key=lambda x: -x[1])},
+        "named classes' part": round(1 - classes.get("other", 0.0) / total, 4) if total else None,
+        "part of the time in which a kernel ran": round(_covered(spans), 4),
+        "waits of the host": waits,
+        "kernels": len(spans),
+        "longest kernels, milliseconds": {name[:90]: round(time, 2) for name, time in most},
+    }
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """The part of the time between the first beginning and the last end that some span covers."""
+    if not spans:
+        return 0.0
+    covered, reached = 0.0, min(spans)[0]
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    whole = reached - min(spans)[0]
+    return covered / whole if whole else 1.0

@@ -1,0 +1,157 @@
+"""What makes a GPU fast: the same pictures with and without, as far as a CPU can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, DiffusionPipeline
+from diffusers.models.activations import GELU
+
+from muralist.generate import tuned
+from muralist.generate.card import CardClock, Unhurried, to_device, to_host
+from muralist.generate.fused import fuse_gelus, linear_gelu
+from muralist.generate.one_frame import decode_frames_as_planes
+from muralist.generate.tuned import Tuning, repeated_blocks
+from tests.support.painting import CPU, painter_of
+
+Build = Callable[[str], Path]
+
+
+def vae_of(folder: Path) -> Any:
+    return AutoencoderKLWan.from_pretrained(folder, subfolder="vae").eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", ["wan21", "wan22"])
+@pytest.mark.parametrize("frames", [1, 2])
+def test_frames_decoded_as_planes_are_the_same_frames(name: str, frames: int, tiny_pipeline: Build) -> None:
+    usual, short = vae_of(tiny_pipeline(name)), vae_of(tiny_pipeline(name))
+    decode_frames_as_planes(short)
+    kinds: list[str] = []
+    with _Convolutions(kinds):
+        latents = torch.randn(2, usual.config.z_dim, frames, 4, 6, generator=torch.Generator().manual_seed(0))
+        mine = short.decode(latents).sample
+    theirs = usual.decode(latents).sample
+    assert mine.shape == theirs.shape and theirs.std() > 0.01
+    assert (mine - theirs).abs().max() < 1e-4
+    assert ("conv3d" in kinds) == (frames > 1) and "conv2d" in kinds
+
+
+class _Convolutions(torch.overrides.TorchFunctionMode):
+    def __init__(self, kinds: list[str]) -> None:
+        super().__init__()
+        self.kinds = kinds
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "conv" in getattr(func, "__name__", ""):
+            self.kinds.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("wan21", {"WanTransformerBlock"}),
+        ("hunyuan", {"HunyuanDiTBlock"}),
+        ("sdxl", {"BasicTransformerBlock", "ResnetBlock2D"}),
+        ("sd3", {"JointTransformerBlock"}),
+        ("flux", {"FluxTransformerBlock", "FluxSingleTransformerBlock"}),
+        ("pixart", {"BasicTransformerBlock"}),
+        ("sana", {"SanaTransformerBlock"}),
+    ],
+)
+def test_the_blocks_that_a_network_repeats(name: str, kinds: set[str], tiny_pipeline: Build) -> None:
+    pipe: Any = DiffusionPipeline.from_pretrained(tiny_pipeline(name), local_files_only=True)
+    network = pipe.unet if name == "sdxl" else pipe.transformer
+    blocks = repeated_blocks(network)
+    assert {type(block).__name__ for block in blocks} == kinds and blocks
+
+
+@pytest.mark.parametrize("name", ["wan21", "hunyuan", "sd3"])
+def test_product_and_gelu_in_one_are_the_same(name: str, tiny_pipeline: Build) -> None:
+    pipe: Any = DiffusionPipeline.from_pretrained(tiny_pipeline(name), local_files_only=True)
+    layers = [module for module in pipe.transformer.modules() if type(module) is GELU]
+    inputs = [torch.randn(2, 3, layer.proj.in_features) for layer in layers]
+    expected = [layer(rows) for layer, rows in zip(layers, inputs, strict=True)]
+    assert fuse_gelus(pipe.transformer) == len(layers) > 0
+    for layer, rows, wanted in zip(layers, inputs, expected, strict=True):
+        assert torch.equal(layer(rows), wanted)
+    torch.library.opcheck(linear_gelu, (inputs[0], layers[0].proj.weight.detach(), layers[0].proj.bias.detach()))
+
+
+def test_auto_compiles_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "can_compile", lambda: True)
+    assert not Tuning.of("auto", CPU).compiled
+    assert Tuning.of("auto", torch.device("cuda")).compiled
+    monkeypatch.setattr(tuned, "can_compile", lambda: False)
+    assert not Tuning.of("auto", torch.device("cuda")).compiled
+    assert Tuning.of(True, CPU).compiled and not Tuning.of(False, torch.device("cuda")).compiled
+
+
+def test_solving_without_a_look_gives_the_same() -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrix, right = torch.randn(3, 3, generator=generator), torch.randn(3, generator=generator)
+    expected = torch.linalg.solve(matrix, right)
+    with Unhurried():
+        assert torch.equal(torch.linalg.solve(matrix, right), expected)
+        assert matrix.to(torch.float64).dtype == torch.float64 and matrix.to("cpu") is matrix
+
+
+def test_what_is_brought_to_a_device_and_back_is_a_copy() -> None:
+    value = torch.arange(4.0)
+    there, back = to_device(value, CPU, torch.bfloat16), to_host(value)
+    value.zero_()
+    assert there.tolist() == back.tolist() == [0, 1, 2, 3] and there.dtype == torch.bfloat16
+
+
+def test_no_clock_pretends_to_know_how_busy_a_cpu_is() -> None:
+    clock = CardClock(CPU)
+    clock.enter()
+    clock.leave()
+    assert clock.batch() is None
+
+
+def test_the_part_of_the_time_in_which_there_was_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a GPU, played: every mark is passed at the next of these milliseconds."""
+    passed = iter([0.0, 0.5, 80.0, 90.0, 100.0, 130.0, 200.0])
+
+    class Mark:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(passed)
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, later: Mark) -> float:
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    clock = CardClock(torch.device("cuda"))
+    clock.enter()
+    clock.leave()  # at 0: the end of the first batch, which compiled
+    assert clock.batch() is None
+    clock.enter()  # 0.5: no pause
+    clock.leave()  # 80
+    clock.enter()  # 90: the host came late
+    clock.leave()  # 100
+    time = clock.batch()
+    assert time is not None and time.busy() == pytest.approx(1 - 10.5 / 100)
+    clock.enter()  # 130
+    clock.leave()  # 200
+    time = clock.batch()
+    assert time is not None and time.busy() == pytest.approx(0.7)
+    clock.forget()
+    assert clock.batch() is None
+
+
+@pytest.mark.parametrize(("name", "compiled"), [("wan21", True), ("zimage", False)])
+def test_what_would_need_a_graph_for_every_length_of_text_is_not_compiled(
+    name: str, compiled: bool, tiny_pipeline: Build
+) -> None:
+    assert painter_of(tiny_pipeline(name), compile=True).made_with() == ({"compiled": "yes"} if compiled else {})
