@@ -117,7 +117,7 @@ def main(rows: int) -> None:
     results = [line for name, costs in COSTS.items() for line in scaling(name, replace(case, costs=costs))]
     content = {
         "command": f"python bench/fleet_scaling.py {rows}",
-        "what": "The fleet's real scheduling, workers, files and ledger; painters only wait, on a clock that skips the waiting. "
+        "what": "The fleet's real scheduling, workers, files and ledger; painters only wait, on a clock that skips it. "
         "All workers share the cores of this machine, so that overhead is counted too high.",
         "measured": f"{WHICH} in {MEASURED.name}",
         "seconds per picture": round(case.seconds_per_picture, 3),
