@@ -116,6 +116,8 @@ class Fleet:
     shape: Shape | None = None
     measuring: str | None = None
     new_lives: int = 0
+    remarks: set[str] = field(default_factory=set)
+    first_made: float | None = None  # when the first picture was there
 
     def run(self, labels: Sequence[str], todo: np.ndarray) -> Outcome:
         """Make the samples; returns when each is made or has failed."""
@@ -170,6 +172,7 @@ class Fleet:
                 member.painting = numbers
             case messages.Done(number):
                 member.done += 1
+                self.first_made = self.first_made or time.monotonic()
                 member.finish(number)
                 self.new_lives = 0
             case messages.Failed(number, reason):
@@ -177,7 +180,9 @@ class Fleet:
                 member.finish(number)
                 self._count_failure(reason)
             case messages.Remark(text):
-                self.screen.say(text)
+                if text not in self.remarks:  # what is so for every worker is said once
+                    self.remarks.add(text)
+                    self.screen.say(text)
             case messages.Hopeless(error, everyone):
                 if everyone:
                     raise error
