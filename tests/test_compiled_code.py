@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,11 @@ def test_another_processor_has_another_folder(home: Path, monkeypatch: pytest.Mo
 def test_a_folder_that_was_named_is_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(home / "named"))
     assert keep().folder == home / "named" and not (home / "cache").exists()
+
+
+def test_torchs_own_choice_is_nobodys(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, f"{tempfile.gettempdir()}/torchinductor_somebody")
+    assert keep().folder.is_relative_to(home / "cache")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o707])

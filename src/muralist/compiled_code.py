@@ -61,6 +61,8 @@ class Kept:
 def keep() -> Kept:
     """Tell torch where to keep what it compiles: TORCHINDUCTOR_CACHE_DIR if it is set, else the user's cache folder."""
     named = os.environ.get(VARIABLE)
+    if named and named.startswith(f"{tempfile.gettempdir()}/torchinductor_"):
+        named = None  # torch's own choice, which it puts there when parts of it are imported
     folder = Path(named).absolute() if named else user_cache() / "compiled" / _this_kind()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
