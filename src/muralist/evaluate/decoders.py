@@ -32,9 +32,8 @@ class Decoders:
     def __init__(self, processes: int) -> None:
         # -P: a file in the current folder must not take the place of a library.
         command = [sys.executable, "-P", "-m", "muralist.evaluate.decoding"]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment)
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
             for _ in range(processes)
         ]
         self._free = list(self._processes)

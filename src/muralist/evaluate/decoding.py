@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,4 +53,6 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for whoever started this
+    with suppress(BrokenPipeError):  # who is gone
+        serve(sys.stdin.buffer, sys.stdout.buffer)

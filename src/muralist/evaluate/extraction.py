@@ -54,6 +54,8 @@ def extract(
     extractor: Extractor, cache: Cache, next_batch: NextBatch, device: torch.device, processes: int = 1
 ) -> Iterator[Finished]:
     """Compute and keep, batch after batch; while a GPU computes one, the one before it is kept and the next put together."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and page-locked memory belong to the current one
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         stack.enter_context(_exact(device))
@@ -125,7 +127,7 @@ class _Rows:
         if self._event:
             self._rows = torch.empty(features.shape, dtype=features.dtype, pin_memory=True)
             self._rows.copy_(features, non_blocking=True)
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(features.device))
 
     def fetch(self) -> np.ndarray:
         """Wait for them alone, not for what was begun after them."""
