@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -54,5 +54,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for whoever started this
-    with suppress(BrokenPipeError):  # who is gone
+    try:
         serve(sys.stdin.buffer, sys.stdout.buffer)
+    except BrokenPipeError:
+        os._exit(1)  # who is gone; Python itself would try to write once more, and complain
