@@ -3,7 +3,7 @@
 python bench/train_speed.py NAME [CASE ...] [--variants fused,plain] [--other STEP.py] [--profile]
 
 A case is MODEL@SIZExBATCH, such as JiT-B/4@64x256. Every variant takes the same steps on data that lie on the card. Their
-first losses are kept beside the times; `python -m tests.models.kernel_checks` compares the kernels with float64 before. STEP.py
+first losses are kept beside the times; `python -m tests.models.kernel_checks` compares the kernels with float64. STEP.py
 has a function `build(model, img_size, batch, device)` that returns a callable taking one step of another implementation.
 Writes bench/results/NAME.json as it goes.
 """

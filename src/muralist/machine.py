@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from muralist.errors import UserError
 from muralist.launch import chosen_processes
@@ -12,6 +13,11 @@ from muralist.launch import chosen_processes
 def usable_cores() -> int:
     """Count the cores this process may use, which on a cluster are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def user_cache() -> Path:
+    """The folder of this user for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "muralist"
 
 
 def choose_devices(gpu_ids: Sequence[int]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from muralist.errors import UserError
-from muralist.evaluate.inception import Inception, network_input
+from muralist.evaluate.inception import Inception, fold_norms, network_input, resized
 from muralist.evaluate.inception_weights import find_weights, load_inception
 from tests.conftest import SHARED_DATA
 from tests.support.evaluating import inception_weights
@@ -28,6 +28,29 @@ def test_features_are_those_of_the_reference(cifar10: Path) -> None:
     with torch.inference_mode():
         found = network(torch.stack([network_input(picture) for picture in pictures])).double().sum(1)
     assert found.tolist() == pytest.approx(expected[:3], abs=1e-2)
+
+
+def test_folded_norms_change_only_the_last_bits() -> None:
+    network = load_inception(inception_weights())
+    pictures = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 40, 40, 3), dtype=np.uint8))
+    with torch.inference_mode():
+        inputs = torch.stack([network_input(picture) for picture in pictures])
+        before = network(inputs)
+        folded = fold_norms(network)
+        after = folded(inputs)
+    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded.modules())
+    assert before.std() > 0.1 and (before - after).abs().max() < 1e-5
+
+
+def test_pictures_of_any_size_are_resized_as_each_alone() -> None:
+    generator = np.random.default_rng(0)
+    sizes = [(32, 32), (31, 40), (32, 32), (400, 300)]
+    pictures = [torch.from_numpy(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+    batch = resized(pictures, torch.device("cpu"))
+    assert batch.shape == (4, 3, 299, 299)
+    assert all(torch.equal(row, network_input(picture)) for row, picture in zip(batch, pictures, strict=True))
+    scaled = torch.nn.functional.interpolate(pictures[1].permute(2, 0, 1)[None] / 255, size=(299, 299), mode="bilinear")
+    assert (2 * scaled[0] - 1 - batch[1]).abs().max() < 1e-6
 
 
 def test_weights_of_the_usual_names_are_read(tmp_path: Path) -> None:

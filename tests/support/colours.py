@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from muralist.data.images import decode
+from muralist.evaluate.extractors import Loaded
 
 
 @dataclass(frozen=True)
@@ -23,15 +24,16 @@ class Colours:
     width: int = 3
     fails_as: str = ""
     source: Path = Path()
+    takes_pixels: bool = False
 
-    def load(self, device: torch.device) -> Colours:
-        return self
+    def load(self, device: torch.device) -> Loaded:
+        return Loaded(self.prepare, self.compute, takes_pixels=self.takes_pixels)
 
     def prepare(self, data: bytes) -> Tensor:
-        return torch.from_numpy(np.array(decode(data))).float()
+        return torch.from_numpy(np.array(decode(data)))
 
     def compute(self, batch: Tensor) -> Tensor:
         if multiprocessing.current_process().name == self.fails_as:
             raise RuntimeError("out of memory.\nmore")
         time.sleep(0.05)  # as long as it takes to do something to a process
-        return batch.mean((1, 2))
+        return batch.float().mean((1, 2))

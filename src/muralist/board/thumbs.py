@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from muralist.machine import usable_cores
+from muralist.machine import usable_cores, user_cache
 from muralist.runfolder import write_atomically
 from muralist.thumbnails import small_picture
 
@@ -100,8 +100,7 @@ def _fits(path: Path, side: int) -> bool:
 
 def _usual_cache() -> Path:
     """The user's cache folder, else one that goes with the machine's temporary files."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "muralist" / "board"
+    folder = user_cache() / "board"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from muralist.data.images import decode
 from muralist.errors import UserError
-from muralist.evaluate.extractors import Functions, Loaded, look_at_checkpoint, read_checkpoint
+from muralist.evaluate.extractors import Loaded, look_at_checkpoint, read_checkpoint
 
 SIDE = 224
 RESIZING = (
@@ -67,7 +67,7 @@ class Dinov2Features:
         model = read_checkpoint(self.folder, Dinov2Model, "DINOv2", _FIX)
         _place_patches(model)
         model.to(device)
-        return Functions(network_input, lambda batch: model(pixel_values=batch.to(device)).pooler_output)
+        return Loaded(network_input, lambda batch: model(pixel_values=batch.to(device)).pooler_output)
 
 
 def network_input(data: bytes) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one process does: decode ahead, compute in batches of one shape, keep the rows.
+"""What one process does: decode ahead, compute in batches of one shape, keep the rows; all three at the same time.
 
 An item's features are the same to the last bit whichever process computes them, in whichever batch: batches have one
 shape, padded where items are missing; a CPU process computes in one thread; and a device whose results depend on the place
@@ -7,27 +7,28 @@ in a batch is found out at the start and computes one item at a time.
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from muralist.data.images import BrokenImage, read_image_file
-from muralist.errors import UserError
+from muralist.data.images import BrokenImage
 from muralist.evaluate.cache import Cache, Item
 from muralist.evaluate.data_pictures import DataPicture
+from muralist.evaluate.decoders import Decoders
+from muralist.evaluate.decoding import unchanged
 from muralist.evaluate.extractors import Extractor, Loaded
 from muralist.loading import loading
 from muralist.machine import usable_cores
 
 BATCH = {"cpu": 1, "cuda": 64}  # a CPU is no faster with more
-DECODING_AHEAD = 2  # batches
+DECODING_AHEAD = 4  # batches: enough that every core of a large machine has something to decode
 
 Batch = Sequence[Item]
 NextBatch = Callable[[bool], Batch | None]
@@ -42,63 +43,109 @@ class Finished(NamedTuple):
 
 
 def content(item: Item) -> bytes | str:
-    """A prompt, or the bytes of a file: those that were hashed, or features would be kept under another's name."""
+    """A prompt, or the bytes of a file."""
     if isinstance(item.content, str):
         return item.content
     if isinstance(item.content, DataPicture):
         return item.content.file()
-    data = read_image_file(item.content)
-    if hashlib.sha256(data).digest() != item.key:
-        raise UserError(
-            f"The image {item.content} changed while it was evaluated.",
-            "Something still writes into its folder.",
-            "Run the same command again when that is done: it computes only what is missing.",
-        )
-    return data
+    return unchanged(item.content, item.key)
 
 
 def extract(
     extractor: Extractor, cache: Cache, next_batch: NextBatch, device: torch.device, processes: int = 1
 ) -> Iterator[Finished]:
-    """Compute and keep, batch after batch."""
-    decoders = max(1, usable_cores() // processes)
-    with torch.inference_mode(), _exact(device), cache.writer() as write, ThreadPoolExecutor(decoders) as pool:
+    """Compute and keep, batch after batch; while a GPU computes one, the one before it is kept and the next put together."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and page-locked memory belong to the current one
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(_exact(device))
+        write = stack.enter_context(cache.writer())
         with loading(f"the weights of {extractor.name}", extractor.source):
             loaded = extractor.load(device)
+        prepare = stack.enter_context(_preparing(loaded, max(1, usable_cores() // processes)))
         size = 0
-        ahead: deque[tuple[Batch, list[Future[Tensor | str]]]] = deque()
+        ahead: deque[tuple[Batch, list[Future[list[Tensor | str]]]]] = deque()
+        computing: tuple[list[bytes], _Rows | None, Finished] | None = None
         while True:
-            while len(ahead) < DECODING_AHEAD and (taken := next_batch(not ahead)) is not None:
-                ahead.append((taken, [pool.submit(_prepared, loaded, item) for item in taken]))
-            if not ahead:
+            idle = computing is None  # else what is computed is kept before anything is waited for
+            while len(ahead) < DECODING_AHEAD and (taken := next_batch(idle and not ahead)) is not None:
+                ahead.append((taken, prepare(taken)))
+            if idle and not ahead:
                 return
-            batch, futures = ahead.popleft()
-            prepared = [(item.key, future.result()) for item, future in zip(batch, futures, strict=True)]
-            good = [(key, row) for key, row in prepared if not isinstance(row, str)]
-            if good:
-                rows = [row for _, row in good]
-                size = size or _batch_size(loaded, rows[0], BATCH[device.type])
-                write([key for key, _ in good], _in_batches(loaded, rows, size))
-            yield Finished(len(batch), {key: row for key, row in prepared if isinstance(row, str)})
+            before, computing = computing, None
+            if ahead:
+                batch, futures = ahead.popleft()
+                rows = [row for future in futures for row in future.result()]
+                good = [(item.key, row) for item, row in zip(batch, rows, strict=True) if not isinstance(row, str)]
+                broken = {item.key: row for item, row in zip(batch, rows, strict=True) if isinstance(row, str)}
+                if good:
+                    size = size or _batch_size(loaded, good[0][1], BATCH[device.type])
+                made = _in_batches(loaded, [row for _, row in good], size) if good else None
+                computing = [key for key, _ in good], made, Finished(len(batch), broken)
+            if before:
+                keys, made, finished = before
+                if made:
+                    write(keys, made.fetch())
+                yield finished
 
 
-def _prepared(loaded: Loaded, item: Item) -> Tensor | str:
+Prepare = Callable[[Batch], list[Future[list[Tensor | str]]]]
+
+
+@contextmanager
+def _preparing(loaded: Loaded, cores: int) -> Iterator[Prepare]:
+    """What turns items into rows ahead of time: threads; or processes, where files only need to be decoded."""
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(cores))
+        decoders: Decoders | None = None
+
+        def prepare(batch: Batch) -> list[Future[list[Tensor | str]]]:
+            nonlocal decoders
+            files = [(item.content, item.key) for item in batch if isinstance(item.content, Path)]
+            if not loaded.takes_pixels or len(files) < len(batch):
+                return [pool.submit(_prepared, loaded, item) for item in batch]
+            decoders = decoders or stack.enter_context(Decoders(cores))
+            return decoders.decode(files)
+
+        yield prepare
+
+
+def _prepared(loaded: Loaded, item: Item) -> list[Tensor | str]:
     # Each thread has its own modes: these pixels are computed outside the worker's.
     with torch.inference_mode():
         try:
-            return loaded.prepare(content(item))
+            return [loaded.prepare(content(item))]
         except BrokenImage as error:
-            return error.reason
+            return [error.reason]
 
 
-def _in_batches(loaded: Loaded, rows: Sequence[Tensor], size: int) -> np.ndarray:
+class _Rows:
+    """Features on their way to the CPU."""
+
+    def __init__(self, features: Tensor) -> None:
+        self._event = torch.cuda.Event() if features.is_cuda else None
+        self._rows = features
+        if self._event:
+            self._rows = torch.empty(features.shape, dtype=features.dtype, pin_memory=True)
+            self._rows.copy_(features, non_blocking=True)
+            self._event.record(torch.cuda.current_stream(features.device))
+
+    def fetch(self) -> np.ndarray:
+        """Wait for them alone, not for what was begun after them."""
+        if self._event:
+            self._event.synchronize()
+        return self._rows.numpy()
+
+
+def _in_batches(loaded: Loaded, rows: Sequence[Tensor], size: int) -> _Rows:
     """Features of rows, in batches of one shape."""
     made = []
     for start in range(0, len(rows), size):
         part = list(rows[start : start + size])
-        batch = torch.stack(part + [part[-1]] * (size - len(part)))
-        made.append(loaded.compute(batch)[: len(part)].float().cpu().numpy())
-    return np.concatenate(made)
+        batch = loaded.stack(part + [part[-1]] * (size - len(part)))
+        made.append(loaded.compute(batch)[: len(part)].float())
+    return _Rows(torch.cat(made))
 
 
 def _batch_size(loaded: Loaded, row: Tensor, size: int) -> int:
@@ -106,8 +153,8 @@ def _batch_size(loaded: Loaded, row: Tensor, size: int) -> int:
     if size == 1:
         return 1
     other = row.roll(1, -1)
-    alike = loaded.compute(torch.stack([row] * size))
-    mixed = loaded.compute(torch.stack([row, other] * (size // 2)))[::2]
+    alike = loaded.compute(loaded.stack([row] * size))
+    mixed = loaded.compute(loaded.stack([row, other] * (size // 2)))[::2]
     same = torch.equal(alike, alike[:1].expand_as(alike)) and torch.equal(mixed, alike[: len(mixed)])
     return size if same else 1
 

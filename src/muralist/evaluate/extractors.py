@@ -20,14 +20,18 @@ from muralist.evaluate import inception
 TEXT_LENGTH = 77
 
 
-class Loaded(Protocol):
-    """An extractor on its device; `prepare` runs on the CPU, in threads."""
+@dataclass(frozen=True)
+class Loaded:
+    """An extractor on its device, as functions; those of a CPU's work run in threads."""
 
-    def prepare(self, item: Any) -> Tensor:
-        """One picture, as the bytes of its file, or one prompt as a row of a batch."""
-
-    def compute(self, batch: Tensor) -> Tensor:
-        """A batch to float32 features [B, D]."""
+    prepare: Callable[[Any], Tensor]
+    """On the CPU: one picture, as the bytes of its file, or one prompt, as a row of a batch."""
+    compute: Callable[[Tensor], Tensor]
+    """A batch to float32 features [B, D]."""
+    stack: Callable[[list[Tensor]], Tensor] = torch.stack
+    """Rows to a batch."""
+    takes_pixels: bool = False
+    """Whether `prepare` only decodes a picture, to uint8 [H, W, 3]: then other processes can do it."""
 
 
 class Extractor(Protocol):
@@ -59,14 +63,6 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@dataclass(frozen=True)
-class Functions:
-    """An extractor on its device, as two functions."""
-
-    prepare: Callable[[Any], Tensor]
-    compute: Callable[[Tensor], Tensor]
-
-
 def _pixels(data: bytes) -> Tensor:
     return torch.from_numpy(np.array(decode(data)))
 
@@ -80,10 +76,13 @@ class InceptionFeatures:
     name: str = "inception"
     width: int = inception.FEATURES
 
+    tf32: bool = False
+    """Whether a GPU may round to 10 bits before it multiplies, which bench/fid_speed.py measures."""
+
     @classmethod
-    def of(cls, weights: Path) -> InceptionFeatures:
+    def of(cls, weights: Path, tf32: bool = False) -> InceptionFeatures:
         """Features by the weights of a file."""
-        return cls(weights, file_digest(weights))
+        return cls(weights, file_digest(weights) + tf32 * "-tf32", tf32=tf32)
 
     @property
     def source(self) -> Path:
@@ -94,13 +93,16 @@ class InceptionFeatures:
         """Read the weights."""
         from muralist.evaluate.inception_weights import load_inception
 
-        network = load_inception(self.weights).to(device)
+        network = inception.fold_norms(load_inception(self.weights)).to(device)
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a fifth faster on CPUs
 
         def compute(batch: Tensor) -> Tensor:
-            return network(batch.to(device).contiguous(memory_format=torch.channels_last))
+            with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=self.tf32):
+                return network(batch.to(device).contiguous(memory_format=torch.channels_last))
 
-        return Functions(lambda data: inception.network_input(_pixels(data)), compute)
+        if device.type == "cpu":
+            return Loaded(lambda data: inception.network_input(_pixels(data)), compute)
+        return Loaded(_pixels, compute, lambda rows: inception.resized(rows, device), takes_pixels=True)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class ClipFeatures:
         def compute(batch: Tensor) -> Tensor:
             return _unit(model.visual_projection(model.vision_model(pixel_values=batch.to(device)).pooler_output))
 
-        return Functions(prepare, compute)
+        return Loaded(prepare, compute)
 
     def _load_text(self, device: torch.device) -> Loaded:
         model = _read_clip(self.folder).to(device)
@@ -158,7 +160,7 @@ class ClipFeatures:
             words, mask = batch.to(device).unbind(1)
             return _unit(model.text_projection(model.text_model(input_ids=words, attention_mask=mask).pooler_output))
 
-        return Functions(prepare, compute)
+        return Loaded(prepare, compute)
 
     def tokenizer(self) -> Any:
         """What cuts prompts into CLIP's words."""

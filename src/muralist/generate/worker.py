@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from muralist import compiled_code
 from muralist.errors import UserError
 from muralist.generate import exactness, messages, store
 from muralist.generate.folder import OutputFolder, cannot_write
@@ -50,9 +51,10 @@ def work(job: Job, label: str, device: torch.device, inbox: Inbox, send: Send) -
         from muralist.generate.pipelines import made_with, open_painter, settle
 
         settle(device)
+        kept = compiled_code.keep()
         painter = open_painter(job.settings, device)
         send(messages.Ready(painter.batches(), made_with(device) | painter.made_with()))
-        Worker(job, label, device, painter, send).serve(inbox)
+        Worker(job, label, device, painter, _telling(kept, send)).serve(inbox)
     except UserError as error:
         send(messages.Hopeless(error, everyone=True))
     except Exception as error:
@@ -60,6 +62,21 @@ def work(job: Job, label: str, device: torch.device, inbox: Inbox, send: Send) -
             log.debug("GPU %s", label, exc_info=True)
         short = _too_large(label) if _is_out_of_memory(error) else UserError(f"GPU {label}: {_in_words(error)}.")
         send(messages.Hopeless(short, everyone=False))
+
+
+def _telling(kept: compiled_code.Kept, send: Send) -> Send:
+    """Reports go on their way; with the first picture, what was compiled for it is told as well."""
+    told = False
+
+    def passed_on(report: messages.Report) -> None:
+        nonlocal told
+        send(report)
+        if isinstance(report, messages.Done) and not told:
+            told = True
+            if words := kept.words():
+                send(messages.Remark(words))
+
+    return passed_on
 
 
 class _Painted(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from muralist import compiled_code
 from muralist.data.loader import Batch, held_out_batches, training_batches
 from muralist.data.on_device import PicturesOnDevice, put_on
 from muralist.errors import UserError
@@ -171,6 +172,7 @@ def _train(
     beside = sum(parameter.numel() for name, parameter in network.named_parameters() if not family.stores(name))
     strategy = build_strategy(engine)
     compiled = device.type == "cuda" if settings.compile == "auto" else settings.compile
+    kept = compiled_code.keep() if compiled else None
     if compiled and data.buckets:
         compile_each_size(len(data.buckets.sizes))
     strategy.place(network, compiled)
@@ -222,11 +224,18 @@ def _train(
         parts = training_batches(data.source, data.split, order, numbers, settings.data)
     if engine.size > 1 or device.type == "cuda":
         heartbeat.report("compiling" if compiled else "warming up")
-        if compiled:
-            log.info("Compiling the training step: about a minute, once for each start.")
+        if kept:
+            log.info(
+                "Compiling the training step: %s",
+                f"seconds, if it is among what was compiled before in {kept.folder}; else about a minute."
+                if kept.holds_code
+                else "about a minute, once.",
+            )
         first_images = np.arange(plan.part)
         same = np.full_like(first_images, data.largest)
         stepper.warm_up(next(held_out_batches(data.source, same, first_images, plan.part)))
+        if kept and (words := kept.words()):
+            log.info("%s", words)
     if found and engine.is_main and found[0].parent.resolve() == run.checkpoints.resolve():
         # A run that is set back stays set back, even if it dies before its next checkpoint.
         write_atomically(run.checkpoints / "latest", found[0].name + "\n")

@@ -1,0 +1,104 @@
+"""Where torch keeps what it compiles: a folder of the user's own, so that the second start of a model is a quick one.
+
+torch's own choice is a folder under /tmp, which a cluster empties after every job and shares with other users. What lies in
+such a folder is run. So ours can be written by nobody else, and one that others can write, or own, is not used: then code
+is compiled into a folder that ends with the command. Many processes may use it at once: torch writes every file aside and
+renames it, under a name that depends on the code, the GPU, and the versions of torch, CUDA and Triton.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from muralist.machine import user_cache
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_GRAPHS = "fxgraph"  # torch's own name for the folder of whole graphs
+_PROCESSOR = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where compiled code goes."""
+
+    folder: Path
+    note: str = ""
+    """A sentence where that is not where it would be found again."""
+
+    @property
+    def holds_code(self) -> bool:
+        """Whether earlier starts, of whatever model, left something."""
+        return (self.folder / _GRAPHS).is_dir()
+
+    def words(self) -> str:
+        """What this process compiled and what it found; nothing where it did neither."""
+        dynamo = sys.modules.get("torch._dynamo.utils")  # where nothing is compiled, it need not be loaded
+        if dynamo is None:
+            return ""
+        counters = dynamo.counters
+        found, compiled = (counters["inductor"][f"fxgraph_cache_{how}"] for how in ("hit", "miss"))
+        if not found + compiled:
+            return ""
+        if not compiled:
+            told = f"All {found} parts of the model had been compiled before and were found in {self.folder}."
+        else:
+            more = f", {found} were found there" if found else ""
+            kept = self.note or f"They are kept in {self.folder}{more}: the next start is a quick one."
+            told = f"{compiled} parts of the model were compiled. {kept}"
+        return told
+
+
+def keep() -> Kept:
+    """Tell torch where to keep what it compiles: TORCHINDUCTOR_CACHE_DIR if it is set, else the user's cache folder."""
+    named = os.environ.get(VARIABLE)
+    if named and named.startswith(f"{tempfile.gettempdir()}/torchinductor_"):
+        named = None  # torch's own choice, which it puts there when parts of it are imported
+    folder = Path(named).absolute() if named else user_cache() / "compiled" / _this_kind()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fault = _untrusted(folder)
+        if not fault and not os.access(folder, os.W_OK | os.X_OK):
+            fault = f"{folder} cannot be written"
+    except OSError as error:
+        fault = f"{error.filename or folder} cannot be used ({error.strerror})"
+    kept = Kept(folder)
+    if fault:
+        aside = Path(tempfile.mkdtemp(prefix="muralist-compiled-"))
+        atexit.register(shutil.rmtree, aside, ignore_errors=True)
+        kept = Kept(aside, f"They are not kept: {fault}. Name a folder of your own with {VARIABLE}.")
+    os.environ[VARIABLE] = str(kept.folder)
+    return kept
+
+
+def _this_kind() -> str:
+    """Versions and processor: code for one may not run on another, and a home folder may be that of many machines."""
+    try:
+        lines = _PROCESSOR.read_text(errors="replace").split("\n\n", 1)[0].splitlines()
+        told = "".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))
+    except OSError:
+        told = platform.processor()
+    processor = hashlib.sha256(told.encode()).hexdigest()[:8]
+    return f"torch-{version('torch')}-python-{platform.python_version()}-{platform.machine()}-{processor}"
+
+
+def _untrusted(folder: Path) -> str:
+    """Why code in a folder may be somebody else's, if so: they own it or a folder above it, or may write there."""
+    real = folder.resolve()
+    for place in (real, *real.parents, *folder.parents):
+        found = place.stat()
+        if found.st_uid not in (os.geteuid(), 0) or (place == real and found.st_uid != os.geteuid()):
+            return f"{place} belongs to somebody else"
+        others = found.st_mode & (stat.S_IWOTH if found.st_uid == found.st_gid else stat.S_IWOTH | stat.S_IWGRP)
+        if others and (place == real or not found.st_mode & stat.S_ISVTX):
+            return f"others can write to {place}"
+    return ""

@@ -1,0 +1,112 @@
+"""Compiled code: kept where only its owner can put any, found again by the next process."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from muralist import compiled_code
+from muralist.compiled_code import VARIABLE, keep
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, "")  # so that it is put back
+    monkeypatch.delenv(VARIABLE)
+    return tmp_path
+
+
+def test_the_usual_folder_is_the_users_own(home: Path) -> None:
+    kept = keep()
+    assert kept.folder.parent == home / "cache" / "muralist" / "compiled" and kept.note == ""
+    assert kept.folder.stat().st_mode & 0o777 == 0o700
+    assert re.fullmatch(r"torch-[\w.+]+-python-3\.\d+\.\d+-\w+-[0-9a-f]{8}", kept.folder.name)
+    assert os.environ[VARIABLE] == str(kept.folder)
+    assert keep() == kept and not kept.holds_code
+
+
+def test_another_processor_has_another_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = keep().folder
+    monkeypatch.delenv(VARIABLE)
+    (home / "cpuinfo").write_text("model name : another\nflags : amx\n\nmodel name : another\n")
+    monkeypatch.setattr(compiled_code, "_PROCESSOR", home / "cpuinfo")
+    assert keep().folder != here
+
+
+def test_a_folder_that_was_named_is_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(home / "named"))
+    assert keep().folder == home / "named" and not (home / "cache").exists()
+
+
+def test_torchs_own_choice_is_nobodys(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, f"{tempfile.gettempdir()}/torchinductor_somebody")
+    assert keep().folder.is_relative_to(home / "cache")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o707])
+def test_a_folder_that_others_can_write_is_not_used(home: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    (home / "shared").mkdir()
+    (home / "shared").chmod(mode)
+    monkeypatch.setenv(VARIABLE, str(home / "shared"))
+    _not_used(home / "shared", f"others can write to {home / 'shared'}")
+
+
+def test_nor_one_that_others_could_replace(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "shared" / "mine").mkdir(parents=True, mode=0o700)
+    (home / "shared").chmod(0o777)
+    for name in ("mine", "link"):
+        monkeypatch.setenv(VARIABLE, str(home / "shared" / name))
+        _not_used(home / "shared" / name, f"others can write to {home / 'shared'}")
+        (home / "own").mkdir(exist_ok=True, mode=0o700)
+        (home / "shared" / "link").unlink(missing_ok=True)
+        (home / "shared" / "link").symlink_to(home / "own")
+    (home / "shared").chmod(0o1777)  # as /tmp: what is there stays its owner's
+    monkeypatch.setenv(VARIABLE, str(home / "shared" / "mine"))
+    assert keep().folder == home / "shared" / "mine"
+
+
+def test_nor_one_of_somebody_else(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "theirs").mkdir(mode=0o700)
+    monkeypatch.setenv(VARIABLE, str(home / "theirs"))
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    kept = keep()
+    assert kept.folder != home / "theirs" and f"{home / 'theirs'} belongs to somebody else" in kept.note
+
+
+def test_a_file_in_its_place_is_no_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "file").write_text("")
+    monkeypatch.setenv(VARIABLE, str(home / "file"))
+    _not_used(home / "file", f"{home / 'file'} cannot be used (File exists)")
+
+
+def _not_used(folder: Path, why: str) -> None:
+    kept = keep()
+    assert kept.folder != folder and kept.folder.name.startswith("muralist-compiled-")
+    assert kept.folder.stat().st_mode & 0o777 == 0o700 and os.environ[VARIABLE] == str(kept.folder)
+    assert kept.note == f"They are not kept: {why}. Name a folder of your own with {VARIABLE}."
+    kept.folder.rmdir()
+
+
+@pytest.mark.slow
+def test_the_second_start_finds_what_the_first_compiled(home: Path) -> None:
+    import torch
+    from torch._dynamo.utils import counters
+
+    kept, said = keep(), []
+    assert not kept.holds_code
+    for _ in range(2):
+        torch._dynamo.reset()  # as good as another process: it compiles everything anew
+        counters.clear()
+        assert kept.words() == ""
+        torch.compile(lambda x: x @ x)(torch.ones(8, 8))  # no C++ is built for it
+        said.append(kept.words())
+    assert kept.holds_code
+    assert said == [
+        f"1 parts of the model were compiled. They are kept in {kept.folder}: the next start is a quick one.",
+        f"All 1 parts of the model had been compiled before and were found in {kept.folder}.",
+    ]
