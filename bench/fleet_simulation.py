@@ -25,6 +25,7 @@ from muralist.generate.fleet import Fleet, Shape
 from muralist.generate.folder import OutputFolder
 from muralist.generate.ledger import Header
 from muralist.generate.messages import Began, Done, Failed, Gone, Job, Order, Ready, Report
+from muralist.generate.painter import Finished, Way
 from muralist.generate.painter import Order as PaintOrder
 from muralist.generate.plan import Plan
 from muralist.generate.screen import Lines
@@ -201,12 +202,12 @@ class _Painter:
     def prepare(self, orders: Sequence[PaintOrder]) -> None:
         pass
 
-    def paint(
-        self, orders: Sequence[PaintOrder], size: tuple[int, int], beat: Callable[[], None], steps: int | None = None
-    ) -> list[np.ndarray]:
+    def begin(
+        self, orders: Sequence[PaintOrder], size: tuple[int, int], beat: Callable[[], None], way: Way = Way.USUAL
+    ) -> Finished:
         self.crew.paint(self.member, orders, self.slow)
         beat()
-        return [np.full((*size, 3), order.seed % 256, np.uint8) for order in orders]
+        return Finished([np.full((*size, 3), order.seed % 256, np.uint8) for order in orders])
 
 
 def simulate(case: Case, folder: Path) -> Outcome:

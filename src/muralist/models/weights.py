@@ -47,7 +47,8 @@ _MOST_PIXELS = (
 _PAGE, _READ_AT_ONCE = 4096, 1 << 24  # bytes
 _MOST_TOKENS, _MOST_BLOCKS = 1024, 1000  # tokens along one side
 _Side = Annotated[int, Field(ge=1, le=_MOST_PIXELS)]
-_JIT_ARGUMENTS = tuple(inspect.signature(JiT).parameters)
+# What a network is; `recomputed` is how it is trained.
+_JIT_ARGUMENTS = tuple(name for name in inspect.signature(JiT).parameters if name != "recomputed")
 _FRACTIONS = ("mlp_ratio", "attn_drop", "proj_drop")  # of them; the others count something
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from muralist.models.fused.launch import launcher
 
 EPSILON = 1e-6
-_WARPS = 4
+_WARPS = {"forward": 2, "backward": 4}
 _CHUNKS = (32, 16)  # tokens of one program in the backward pass: the first with which there are enough programs
 _ENOUGH = 4000
 
@@ -115,7 +115,7 @@ def forward(
     q, k, v = (qkv.new_empty((batch, tokens, heads, head_dim)) for _ in range(3))
     launcher(_heads_forward)[(batch * tokens, 3)](
         qkv, q_weight, k_weight, cos, sin, q, k, v, tokens, heads, head_dim // 2,
-        EPS=EPSILON, **_blocks(heads, head_dim),
+        EPS=EPSILON, num_warps=_WARPS["forward"], **_blocks(heads, head_dim),
     )  # fmt: skip
     return q, k, v
 
@@ -137,14 +137,10 @@ def backward(
     launcher(_heads_backward)[(batch, chunks, 3)](
         qkv, q_weight, k_weight, cos, sin, *given, dqkv, dweight, dbias, tokens, heads, head_dim // 2,
         *(stride for gradient in given for stride in gradient.stride()[:3]),
-        EPS=EPSILON, CHUNK=chunk, **_blocks(heads, head_dim),
+        EPS=EPSILON, CHUNK=chunk, num_warps=_WARPS["backward"], **_blocks(heads, head_dim),
     )  # fmt: skip
     return dqkv, dweight.sum(0), dbias.sum(0)
 
 
 def _blocks(heads: int, head_dim: int) -> dict[str, int]:
-    return {
-        "HEADS": triton.next_power_of_2(heads),
-        "HALF": triton.next_power_of_2(head_dim // 2),
-        "num_warps": _WARPS,
-    }
+    return {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(head_dim // 2)}
