@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -10,21 +9,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-# The first that fits counts; a convolution may be called a gemm, and attention is made of them.
-_CLASSES = {
-    "attention": r"flash|fmha|sdpa|attention|attn",
-    "convolution": r"conv|fprop|dgrad|wgrad|implicit|im2col|nchw|nhwc",
-    "matmul": r"gemm|nvjet|cutlass|cublas|splitk|gemv|scaled_mm|matmul",
-    "copies": r"memcpy|memset|copy|catarray|cat_",
-    "norm and elementwise": r"triton|elementwise|reduce|norm|softmax|vectorized|index|gather|scatter|upsample|fill|arange"
-    r"|unrolled|silu|gelu|random|where",
-}
+from muralist.scale.kernels import kind_of
+
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-
-
-def class_of(kernel: str) -> str:
-    """The class of a kernel, by its name."""
-    return next((name for name, words in _CLASSES.items() if re.search(words, kernel, re.IGNORECASE)), "other")
 
 
 def profiled(work: Callable[[], Any], device: torch.device) -> dict[str, Any]:
@@ -46,7 +33,7 @@ def profiled(work: Callable[[], Any], device: torch.device) -> dict[str, Any]:
             continue
         start, end = event.time_range.start, event.time_range.end
         spans.append((start, end))
-        classes[class_of(event.name)] += (end - start) / 1000
+        classes[kind_of(event.name)] += (end - start) / 1000
         names[event.name] += (end - start) / 1000
     total = sum(classes.values())
     most = sorted(names.items(), key=lambda item: -item[1])[:12]

@@ -11,21 +11,23 @@ from torch.autograd import DeviceType
 
 KINDS = {
     "exchange between GPUs": r"nccl|gloo|c10d::",
-    "attention": r"flash|fmha|cudnn.*sdpa|attention|cudnn_generated",
-    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK|^aten::\w*mm$",
+    "attention": r"flash|fmha|sdpa|attention|cudnn_generated|cudnn::fusion",
+    "compiled": r"^triton_",
     "norm, gate, modulation": r"^_norm_(for|back)ward|^aten::\w*(rms|layer)_norm",
     "heads: norm and rotation": r"^_heads_(for|back)ward",
     "SwiGLU": r"^_swiglu_(for|back)ward",
     "optimizer and averages": r"multi_tensor|adam|lerp|foreach",
-    "copies": r"Memcpy|Memset|memcpy|memset|^aten::(copy_|cat)$",
-    "compiled": r"^triton_",
+    "convolutions": r"conv|fprop|dgrad|wgrad|implicit|im2col|nchw|nhwc",
+    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|gemv|scaled_mm|^aten::\w*mm$",
+    "copies": r"memcpy|memset|direct_copy|catarray|^aten::(copy_|cat)$",
+    "norms and other elementwise work": r"elementwise|reduce|norm|softmax|vectorized|index|gather|scatter|upsample|fill|arange",
 }
 """Names of kernels and operations by kind; the first pattern that is found counts."""
 
 
 def kind_of(name: str) -> str:
     """The kind of a kernel or operation by its name."""
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
 def times_by_name(averages: Iterable[Any], steps: int, on_card: bool) -> dict[str, float]:
