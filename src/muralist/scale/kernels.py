@@ -20,7 +20,7 @@ KINDS = {
     "convolutions": r"conv|fprop|dgrad|wgrad|implicit|im2col|nchw|nhwc",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|gemv|scaled_mm|^aten::\w*mm$",
     "copies": r"memcpy|memset|direct_copy|catarray|^aten::(copy_|cat)$",
-    "norms and other elementwise work": r"elementwise|reduce|norm|softmax|vectorized|index|gather|scatter|upsample|fill|arange",
+    "other elementwise work": r"elementwise|reduce|norm|softmax|vectorized|index|gather|scatter|upsample|fill|arange",
 }
 """Names of kernels and operations by kind; the first pattern that is found counts."""
 
