@@ -30,6 +30,28 @@ def test_the_usual_folder_is_the_users_own(home: Path) -> None:
     assert keep() == kept and not kept.holds_code
 
 
+def test_folders_on_the_way_are_the_users_own_too_whatever_others_may_usually_do(home: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        kept = keep()
+    finally:
+        os.umask(before)
+    assert kept.note == ""
+    assert {place.stat().st_mode & 0o777 for place in (home / "cache", *kept.folder.parents[:2])} == {0o700}
+
+
+def test_code_around_other_kernels_is_not_found(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.compiler import config
+
+    keep()
+    mine = config.cache_key_tag
+    (home / "models" / "fused").mkdir(parents=True)
+    (home / "models" / "fused" / "norm.py").write_text("another")
+    monkeypatch.setattr(compiled_code, "__file__", str(home / "compiled_code.py"))
+    keep()
+    assert len(mine) == 16 and config.cache_key_tag not in ("", mine)
+
+
 def test_another_processor_has_another_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = keep().folder
     monkeypatch.delenv(VARIABLE)

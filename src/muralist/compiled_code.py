@@ -65,7 +65,10 @@ def keep() -> Kept:
         named = None  # torch's own choice, which it puts there when parts of it are imported
     folder = Path(named).absolute() if named else user_cache() / "compiled" / _this_kind()
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for place in reversed(folder.parents):  # mkdir's own `parents` would make them with the usual mode
+            if not place.exists():
+                place.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         fault = _untrusted(folder)
         if not fault and not os.access(folder, os.W_OK | os.X_OK):
             fault = f"{folder} cannot be written"
@@ -77,7 +80,16 @@ def keep() -> Kept:
         atexit.register(shutil.rmtree, aside, ignore_errors=True)
         kept = Kept(aside, f"They are not kept: {fault}. Name a folder of your own with {VARIABLE}.")
     os.environ[VARIABLE] = str(kept.folder)
+    _tell_kernels_apart()
     return kept
+
+
+def _tell_kernels_apart() -> None:
+    """Make the source of our own kernels part of what is kept: torch does not look into the operations they are."""
+    from torch.compiler import config
+
+    sources = sorted((Path(__file__).parent / "models" / "fused").glob("*.py"))
+    config.cache_key_tag = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16]
 
 
 def _this_kind() -> str:

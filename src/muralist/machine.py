@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from muralist.errors import UserError
@@ -13,6 +15,12 @@ from muralist.launch import chosen_processes
 def usable_cores() -> int:
     """Count the cores this process may use, which on a cluster are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def can_compile() -> bool:
+    """Whether Triton is installed, and the C compiler that it calls."""
+    compilers = (os.environ.get("CC"), "gcc", "clang")
+    return find_spec("triton") is not None and any(name and shutil.which(name) for name in compilers)
 
 
 def user_cache() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,12 @@ from muralist.data.packed import pack
 from muralist.data.sources import Source, open_source
 from muralist.data.stream import Split, Stream, split
 from muralist.errors import UserError
-from muralist.settings import DataSettings, OptimSettings
+from muralist.settings import DataSettings, ModelSettings, OptimSettings, TrainSettings
+from muralist.train import loop
+from muralist.train.data import open_data
+from muralist.train.distributed import Engine
 from muralist.train.schedule import plan_batch
+from muralist.train.stop import Requests
 
 SIDE = 16
 CPU = torch.device("cpu")
@@ -120,3 +125,15 @@ def test_what_lies_on_the_device(wish: str, needed: int, free: float | None, who
 def test_more_than_the_card_holds_is_refused() -> None:
     with pytest.raises(UserError, match="the pictures take 15.0 GB, and the GPU has 14.0 GB free"):
         lies_on_device("device", 15 * 10**9, 14e9, True)
+
+
+def test_a_stop_while_pictures_are_on_their_way_is_a_stop(photo_folder: Path, tmp_path: Path) -> None:
+    settings = TrainSettings(
+        data=DataSettings(path=str(photo_folder)), model=ModelSettings(name="JiT-T/8", img_size=16)
+    )
+    requests = Requests(tmp_path / "save")
+    requests.signal_name = "SIGTERM"
+    said: list[str] = []
+    heartbeat = SimpleNamespace(report=said.append)
+    assert loop._pictures_on_device(settings, open_data(settings), Engine(), heartbeat, requests) is None
+    assert len(said) == 1 and said[0].startswith("bringing pictures to the device")

@@ -16,6 +16,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 FEATURES = 2048
 SIDE = 299
+_RESIZED_AT_ONCE = 64 << 20  # numbers of full-size pictures, each four bytes, in two copies
 RESIZING = "bilinear to 299 x 299 without antialiasing, corners not aligned, as pytorch-fid does"
 
 
@@ -197,13 +198,16 @@ def resized(pictures: Sequence[Tensor], device: torch.device) -> Tensor:
     for place, picture in enumerate(pictures):
         by_shape[picture.shape].append(place)
     batch = torch.empty(len(pictures), 3, SIDE, SIDE, device=device)
-    for shape, places in by_shape.items():
-        pixels = torch.empty((len(places), *shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
-        torch.stack([pictures[place] for place in places], out=pixels)
-        inputs = network_inputs(pixels.to(device, non_blocking=True))
-        if len(by_shape) == 1:
-            return inputs
-        batch[places] = inputs
+    for shape, all_places in by_shape.items():
+        count = max(1, _RESIZED_AT_ONCE // shape.numel())
+        for first in range(0, len(all_places), count):
+            places = all_places[first : first + count]
+            pixels = torch.empty((len(places), *shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            torch.stack([pictures[place] for place in places], out=pixels)
+            inputs = network_inputs(pixels.to(device, non_blocking=True))
+            if len(places) == len(pictures):
+                return inputs
+            batch[places] = inputs
     return batch
 
 

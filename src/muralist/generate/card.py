@@ -17,7 +17,8 @@ def to_device(tensor: Tensor, device: torch.device | str | None, dtype: torch.dt
     """A copy on a device, in the order of its queue; the host goes on at once."""
     if device is not None and torch.device(device).type == "cuda" and tensor.device.type == "cpu":
         # Cast on the device: a cast on the way goes through ordinary memory.
-        return tensor.pin_memory().to(device=device, non_blocking=True).to(dtype or tensor.dtype)
+        # Contiguous: what is expanded, as time steps are, cannot be page-locked as it lies.
+        return tensor.contiguous().pin_memory().to(device=device, non_blocking=True).to(dtype or tensor.dtype)
     return tensor.to(device=device, dtype=dtype, copy=True)
 
 

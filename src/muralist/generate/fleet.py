@@ -76,6 +76,7 @@ class _Member:
     alive: bool = True
     hopeless: UserError | None = None  # it cannot work, however often it is started
     lives: int = 0
+    compiling: bool = False  # until its first picture is there
     heard: float = field(default_factory=time.monotonic)
     done: int = 0
     failed: int = 0
@@ -166,7 +167,7 @@ class Fleet:
         member.heard = time.monotonic()
         match report:
             case messages.Ready():
-                member.ready = report
+                member.ready, member.compiling = report, "compiled" in report.made_with
             case messages.Measured(shape):
                 assert member.ready is not None
                 settled = self.settle(member.ready, shape)
@@ -176,6 +177,7 @@ class Fleet:
                 member.painting = numbers
             case messages.Done(number):
                 member.done += 1
+                member.compiling = False
                 self.first_made = self.first_made or time.monotonic()
                 member.finish(number)
                 self.new_lives = 0
@@ -247,7 +249,8 @@ class Fleet:
         member.tasks.append(set(numbers))
         member.given += len(numbers)
         samples = tuple(self.plan.sample(number) for number in numbers)
-        self.crew.send(member.label, Task(samples, *self.shape))
+        alone = any(self.deaths[number] for number in numbers)
+        self.crew.send(member.label, Task(samples, *self.shape, alone=alone))
 
     def _next(self, member: _Member, own: bool) -> list[int]:
         """What to do next: a suspect alone, else a batch of the worker's own, else of what others left or have left."""
@@ -300,7 +303,7 @@ class Fleet:
         """Give up workers that have been silent for too long; bring one back when none is left."""
         now = time.monotonic()
         for member in self.members.values():
-            limit = self.timeout if member.ready else self.timeout + _LOADING
+            limit = self.timeout if member.ready and not member.compiling else self.timeout + _LOADING
             busy = member.tasks or not member.ready or self.measuring == member.label
             if member.alive and busy and now - member.heard > limit:
                 self._lose(member, f"GPU {member.label} gave no sign of life for {limit:.0f} s and was given up.")
@@ -314,7 +317,7 @@ class Fleet:
         if self.measuring == member.label:
             self.measuring = None
         open_numbers = member.open
-        suspects = [number for number in member.painting if number in open_numbers]
+        suspects = [number for number in dict.fromkeys(member.painting) if number in open_numbers]
         member.tasks.clear()
         member.painting = ()
         member.total = member.done + member.failed

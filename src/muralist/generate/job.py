@@ -262,7 +262,11 @@ class _Command:
         return shape
 
     def _compare(self, now: dict[str, str], before: dict[str, str]) -> None:
-        changed = [f"{name} {before.get(name)} -> {now.get(name)}" for name in now if now[name] != before.get(name)]
+        changed = [
+            f"{name} {before.get(name)} -> {now.get(name)}"
+            for name in now | before
+            if now.get(name) != before.get(name)
+        ]
         if changed:
             self._say(f"Not made with the same as before ({', '.join(changed)}): last bits may differ.")
 

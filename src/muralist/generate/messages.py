@@ -36,6 +36,7 @@ class Task:
     samples: tuple[Sample, ...]
     shape: int
     agreed: int  # the ledger's shape: pictures made in another one are marked
+    alone: bool = False  # nothing else is with the device meanwhile: a worker died with this before
 
 
 @dataclass(frozen=True)

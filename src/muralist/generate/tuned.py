@@ -6,9 +6,6 @@ rules and not by a stopwatch, one graph for each size of pictures.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +15,7 @@ import torch
 from torch import nn
 
 from muralist.generate.guidance import DENOISERS
+from muralist.machine import can_compile
 
 _SIZES = 64  # of pictures in one table, each with a graph of its own
 _HOPPER = (9, 0)
@@ -42,12 +40,6 @@ class Tuning:
     def of(cls, compiled: bool | str, device: torch.device) -> Tuning:
         """As the settings say; auto: compiled on GPUs, where there is what it takes."""
         return cls(compiled=device.type == "cuda" and can_compile() if compiled == "auto" else bool(compiled))
-
-
-def can_compile() -> bool:
-    """Whether Triton is installed, and the C compiler that it calls."""
-    compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
-    return importlib.util.find_spec("triton") is not None and any(name and shutil.which(name) for name in compilers)
 
 
 def repeated_blocks(network: nn.Module) -> list[nn.Module]:

@@ -145,9 +145,10 @@ class Worker:
             saving: list[Future[None]] = []
             flying: _Batch | None = None
 
-            def land() -> None:
+            def land(following: tuple[int, ...] = ()) -> None:
                 nonlocal saving, flying
                 if flying is not None:
+                    self.in_flight = following  # what is with the device when one of the landing batch is tried alone
                     painted = self._painted(flying, shard, beat)
                     flying, self.in_flight = None, ()
                     _finish(saving)  # at most one batch waits for the disk
@@ -169,13 +170,21 @@ class Worker:
                         waiting.append(message)
                 task = waiting.pop(0)
                 self._prepare([task, *waiting])
-                if compared := self._to_compare(task):
-                    land()  # or the time that this takes would count as that of the batch before
+                compared = self._to_compare(task)
+                if task.alone or compared:
+                    land()  # or the time that comparing takes would count as that of the batch before
+                if compared:
                     self._paint_exactly(compared, task.shape, beat)
-                begun = self._begin(task, beat)
-                land()
-                flying, self.in_flight = begun, tuple(sample.number for sample in task.samples)
-                if begun.there:
+                numbers = tuple(sample.number for sample in task.samples)
+                try:
+                    begun = self._begin(task, beat)
+                except CannotPaint:
+                    land()  # what was begun before is there
+                    _finish(saving)
+                    raise
+                land(following=numbers)
+                flying, self.in_flight = begun, numbers
+                if begun.there or task.alone:
                     land()
 
     def _prepare(self, tasks: list[Task]) -> None:
@@ -208,7 +217,11 @@ class Worker:
         try:
             folder.mkdir(exist_ok=True)
             for sample in samples:
-                data = store.encode(self.exact[sample], sample, {}, self.job.settings.video_format)
+                try:
+                    data = store.encode(self.exact[sample], sample, {}, self.job.settings.video_format)
+                except Exception:  # it cannot be a file in fast mode either, which will be told
+                    self.exact.pop(sample)
+                    continue
                 write_atomically(folder / sample.file, data)
         except OSError as error:
             raise cannot_write(error, self.job.folder) from None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from muralist.machine import can_compile
 
 _EPSILON = 1e-6
 _CAPABILITY = (8, 0)  # the first cards with bf16
@@ -86,7 +87,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def fused(x: Tensor) -> bool:
-    """Whether the kernels do the work: on NVIDIA cards since 2020, where Triton is."""
+    """Whether the kernels do the work: on NVIDIA cards since 2020, where there is what compiles them."""
     return x.is_cuda and _kernels_run()
 
 
@@ -97,7 +98,7 @@ def _kernels_run() -> bool:
 
 @cache
 def _have_kernels() -> bool:
-    return find_spec("triton") is not None and torch.cuda.get_device_capability() >= _CAPABILITY
+    return can_compile() and torch.cuda.get_device_capability() >= _CAPABILITY
 
 
 def _without_bias_gradient(layer: nn.Linear, x: Tensor) -> Tensor:

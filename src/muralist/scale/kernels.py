@@ -10,9 +10,9 @@ from typing import Any
 from torch.autograd import DeviceType
 
 KINDS = {
+    "compiled": r"^triton_",  # first: they are named after all that was fused in them
     "exchange between GPUs": r"nccl|gloo|c10d::",
     "attention": r"flash|fmha|sdpa|attention|cudnn_generated|cudnn::fusion",
-    "compiled": r"^triton_",
     "norm, gate, modulation": r"^_norm_(for|back)ward|^aten::\w*(rms|layer)_norm",
     "heads: norm and rotation": r"^_heads_(for|back)ward",
     "SwiGLU": r"^_swiglu_(for|back)ward",

@@ -66,13 +66,15 @@ class Data:
         """The number of a picture that takes as much memory as any."""
         return self.buckets.largest if self.buckets else 0
 
-    def bytes_on(self, device: torch.device, settings: TrainSettings, steps: range, total_batch: int) -> int:
-        """Bytes of the training pictures if they are to lie on a device for these steps, else 0."""
+    def bytes_on(
+        self, device: torch.device, settings: TrainSettings, steps: range, total_batch: int, ranks: int
+    ) -> int:
+        """Bytes of the training pictures if they are to lie on each rank's device for these steps, else 0."""
         if self.encoded or self.buckets:
             return 0
         count = self.split.training_size
         needed = picture_bytes(count, settings.model.img_size)
-        whole_epoch = len(steps) * total_batch >= count
+        whole_epoch = len(steps) * total_batch >= ranks * count  # every rank reads all of them once
         return needed if lies_on_device(settings.data.cache, needed, free_memory(device), whole_epoch) else 0
 
     @property

@@ -20,6 +20,7 @@ from muralist import compiled_code
 from muralist.data.loader import Batch, held_out_batches, training_batches
 from muralist.data.on_device import PicturesOnDevice, put_on
 from muralist.errors import UserError
+from muralist.machine import can_compile
 from muralist.models import variants
 from muralist.models.family import build_family, prepare_family
 from muralist.runfolder import RunFolder, is_full, no_space, write_atomically
@@ -171,7 +172,7 @@ def _train(
     trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
     beside = sum(parameter.numel() for name, parameter in network.named_parameters() if not family.stores(name))
     strategy = build_strategy(engine)
-    compiled = device.type == "cuda" if settings.compile == "auto" else settings.compile
+    compiled = device.type == "cuda" and can_compile() if settings.compile == "auto" else settings.compile
     kept = compiled_code.keep() if compiled else None
     if compiled and data.buckets:
         compile_each_size(len(data.buckets.sizes))
@@ -196,7 +197,7 @@ def _train(
     if found:
         stepper.restore(found[0], manifest["loss_scale"])
 
-    on_device = data.bytes_on(device, settings, range(first_step, last_step), plan.total)
+    on_device = data.bytes_on(device, settings, range(first_step, last_step), plan.total, engine.size)
     peak = matmul_rate(device, stepper.autocast or torch.float32)
     floor = (last_step - first_step) * plan.total * family.flops_per_image() / (peak * engine.size)
     _say_contract(settings, engine, run, found[0] if found else None, first_step,
@@ -219,7 +220,11 @@ def _train(
     order = data.order(settings.seed, plan.total)
     numbers = plan.numbers(engine.rank, range(first_step, last_step))
     if on_device:
-        parts = _pictures_on_device(settings, data, engine, heartbeat).batches(order, numbers)
+        pictures = _pictures_on_device(settings, data, engine, heartbeat, requests)
+        if pictures is None or engine.largest(0):
+            _say_stopped(requests, first_step, saved=False)
+            return
+        parts = pictures.batches(order, numbers)
     else:
         parts = training_batches(data.source, data.split, order, numbers, settings.data)
     if engine.size > 1 or device.type == "cuda":
@@ -268,15 +273,38 @@ def _train(
         samples.write_sheet(run.samples, prompts)  # once more, now that every rank's last pictures are there
 
 
-def _pictures_on_device(settings: TrainSettings, data: Data, engine: Engine, heartbeat: Heartbeat) -> PicturesOnDevice:
-    """Bring the training pictures to this process's device, with signs of life."""
+class _Stopped(Exception):
+    """Somebody asked for an end while pictures were brought to the device."""
+
+
+def _pictures_on_device(
+    settings: TrainSettings, data: Data, engine: Engine, heartbeat: Heartbeat, requests: Requests
+) -> PicturesOnDevice | None:
+    """Bring the training pictures to this process's device, with signs of life; None if a stop was asked for meanwhile."""
+
+    def told(count: int) -> None:
+        heartbeat.report(f"bringing pictures to the device, {count:,} so far")
+        if requests.signal_name is not None:
+            raise _Stopped
+
     before = time.perf_counter()
-    pictures = put_on(
-        engine.device, data.source, data.split, settings.model.img_size, settings.data,
-        told=lambda count: heartbeat.report(f"bringing pictures to the device, {count:,} so far"), shown=engine.is_main,
-    )  # fmt: skip
+    try:
+        pictures = put_on(
+            engine.device, data.source, data.split, settings.model.img_size, settings.data, told, shown=engine.is_main
+        )
+    except (UserError, _Stopped):
+        if requests.signal_name is None:
+            raise
+        engine.largest(1)  # a signal to the whole job ends loader processes too: it is the signal that counts
+        return None
     log.info("%s pictures are on the device after %.1f s.", f"{len(pictures.labels):,}", time.perf_counter() - before)
     return pictures
+
+
+def _say_stopped(requests: Requests, step: int, saved: bool) -> None:
+    what = "saved" if saved else "before the first step, so nothing was to be saved"
+    log.info("Stopped by %s at step %d: %s. The same command goes on from here.",
+             requests.signal_name or "another process", step, what)  # fmt: skip
 
 
 def _loop(
@@ -310,9 +338,7 @@ def _loop(
             raise error or UserError("Another process ran into trouble.", keeper.heartbeat.diagnosis())
         if request == Request.STOP:
             keeper.finish()
-            what = "saved" if step > steps.start else "before the first step, so nothing was to be saved"
-            log.info("Stopped by %s at step %d: %s. The same command goes on from here.",
-                     requests.signal_name or "another process", step, what)  # fmt: skip
+            _say_stopped(requests, step, saved=step > steps.start)
             return
         keeper.heartbeat.report("computing", step)
         result = stepper.step(batch, images=step * stepper.plan.total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -148,7 +149,14 @@ class Stepper:
     def _without_graphs(self) -> None:
         """Gradients that add up over several pieces may not lie where the next replay would write."""
         if self.graphs:
+            from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
             self.graphs = False
+            # The recording keeps the memory of what did not fit until nothing refers to it.
+            torch._dynamo.reset()
+            reset_cudagraph_trees()
+            gc.collect()
+            torch.cuda.empty_cache()
             self.module = self.strategy.wrap(self.loss_module, self.optimizer, self.compiled, graphs=False)
 
     def warm_up(self, batch: Batch) -> None:
@@ -160,6 +168,8 @@ class Stepper:
             try:
                 # Without the exchange: a rank that runs out of memory must not leave the others waiting in it.
                 self._gradients([batch] * self.plan.parts, exchange=False)
+                if self.graphs:  # the recording keeps its memory to itself: held-out loss must fit beside it
+                    self.losses(batch.to(self.engine.device), self.seed)
                 fits = 1
             except torch.cuda.OutOfMemoryError:
                 fits = 0
@@ -170,7 +180,7 @@ class Stepper:
             if self.micro == 1:
                 raise UserError(
                     "Not even one image at a time fits into the GPU's memory.",
-                    fix="Use a smaller model or image size, --use_amp, or a GPU that other programs leave free.",
+                    fix="Use a smaller model or image size, --use_amp, --cache none, or a GPU that others leave free.",
                 )
             self.micro = next(size for size in range(self.micro // 2, 0, -1) if self.plan.part % size == 0)
             self._without_graphs()
