@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from muralist.data.ledger_lines import read_lines
 from muralist.errors import UserError
 from muralist.train import checkpoint
 from tests.faults.schedule import Evaluating, Generating, Training
@@ -232,7 +233,7 @@ class GeneratingJob(Job):
         different = [name for name, data in made.items() if data != expected[name]]
         assert not different, f"{len(different)} pictures differ, e.g. {different[:3]}"
         # The last line about a row counts: one at which two workers were killed is given up until the next start.
-        last = {line["index"]: line for line in map(json.loads, _whole_lines(self.output / "ledger.jsonl"))}
+        last = {line["index"]: line for line in read_lines(self.output / "ledger.jsonl")}
         assert set(last) == set(range(self.case.rows))
         for line in last.values():
             assert line["status"] == "done", line
@@ -251,11 +252,6 @@ class GeneratingJob(Job):
             assert set(makers(aside)) == set(range(self.case.rows))
             aside.rename(output)
         return output
-
-
-def _whole_lines(ledger: Path) -> list[str]:
-    """Lines about pictures; a torn one is passed over, as the product does."""
-    return [line for line in ledger.read_text().splitlines()[1:] if line.startswith("{") and line.endswith("}")]
 
 
 class EvaluatingJob(Job):

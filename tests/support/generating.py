@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from muralist.data.ledger_lines import read_lines
 
 SCRIPT = "batch_generate_t2i_multigpu.py"
 # Batches of three: on a CPU, with these sizes, the last place in them gives other bits than the first.
@@ -31,8 +32,7 @@ def pictures(output: Path) -> dict[str, bytes]:
 
 def makers(output: Path) -> dict[int, str]:
     """Which worker made each row, as the ledger says."""
-    lines = [json.loads(line) for line in (output / "ledger.jsonl").read_text().splitlines()[1:]]
-    return {line["index"]: line["gpu"] for line in lines}
+    return {line["index"]: line["gpu"] for line in read_lines(output / "ledger.jsonl")}
 
 
 def made_by(output: Path, label: object) -> int:

@@ -218,6 +218,8 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each shifted, scaled and gated by the condition."""
 
+    gathered_as_one = True  # under ZeRO: weights are read beside the modules that hold them
+
     def __init__(
         self,
         width: int,
@@ -262,6 +264,8 @@ class Block(nn.Module):
 
 class FinalLayer(nn.Module):
     """Tokens back to the pixels of their patches."""
+
+    gathered_as_one = True
 
     def __init__(self, width: int, patch: int, channels: int) -> None:
         super().__init__()

@@ -47,9 +47,8 @@ class Zero(Replicated):
         if self.in_parts:
             from deepspeed.utils import set_z3_leaf_module
 
-            # Gathered whole: what is in them reads its neighbours' weights.
             for unit in units(module.network):  # type: ignore[arg-type]
-                set_z3_leaf_module(unit, True)
+                set_z3_leaf_module(unit, getattr(unit, "gathered_as_one", False))
         self.deepspeed, _ = self.engine.accelerator.prepare(module, optimizer)
         # DeepSpeed makes this state at the first step, but links only the first group of parameters to it.
         for flat in self._flat_weights():
