@@ -65,6 +65,7 @@ lint: setup
 # The documentation as pages: open .cache/site/index.html
 docs: setup
 	$(BIN)/python scripts/draw_docs.py docs
+	$(BIN)/python scripts/draw_fid_curve.py docs
 	$(BIN)/python -m muralist.scale.troubleshooting > docs/troubleshooting.md
 	$(BIN)/python -m mkdocs build --strict --quiet
 
