@@ -93,6 +93,22 @@ def heads(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype
     return worst(ours, plain, [qkv, bias, q_weight, k_weight, angle.cos(), angle.sin()], leaves=4)
 
 
+def attention(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype, device: str) -> float:
+    """Attention; queries and keys lie token by token, values between them, and no two samples are alike in size."""
+    width = count * head_dim
+    q, k, v = torch.randn(batch, tokens, 3 * width, dtype=dtype, device=device).unflatten(-1, (3, count, -1)).unbind(2)
+    q = q * torch.linspace(0.5, 4, batch, dtype=dtype, device=device)[:, None, None, None]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        return (ops.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)),)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return ((q @ k.transpose(-2, -1) * head_dim**-0.5).softmax(dim=-1) @ v,)
+
+    return worst(ours, plain, [q, k, v], leaves=3)
+
+
 def swiglu(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str) -> float:
     """The gated linear unit."""
     h, bias = torch.randn(*shape, 2 * hidden, dtype=dtype, device=device), torch.randn(2 * hidden, device=device)

@@ -21,6 +21,7 @@ from muralist import keyed_random
 from muralist.keyed_random import Purpose, SampleKeys
 from muralist.models.jit_ops import (
     Rotation,
+    attention,
     gated_linear_unit,
     gated_norm,
     gated_sum,
@@ -197,7 +198,7 @@ class Attention(nn.Module):
             scores = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])
             out = _drop(scores.softmax(dim=-1), self.attn_drop, keys, self.site).to(v.dtype) @ v
         else:
-            out = F.scaled_dot_product_attention(q, k, v)
+            out = attention(q, k, v)
         return out.transpose(1, 2).flatten(2)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.library import triton_op
 
+from muralist.models.fused import attention as attention_kernels
 from muralist.models.fused import heads as head_kernels
 from muralist.models.fused import norm, swiglu
 
@@ -79,6 +80,31 @@ def _heads_gradients(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tens
 _heads.register_autograd(_heads_gradients, setup_context=_keep_heads)
 
 
+@triton_op("muralist::attention", mutates_args={})
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return attention_kernels.forward(q, k, v)
+
+
+@triton_op("muralist::attention_backward", mutates_args={})
+def _attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, dout: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return attention_kernels.backward(q, k, v, out, log_sum, dout)
+
+
+def _keep_attention(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    out, log_sum = output
+    ctx.mark_non_differentiable(log_sum)
+    ctx.save_for_backward(*inputs, out, log_sum)
+
+
+def _attention_gradients(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _attention_backward(*ctx.saved_tensors, dout)
+
+
+_attention.register_autograd(_attention_gradients, setup_context=_keep_attention)
+
+
 @triton_op("muralist::swiglu", mutates_args={})
 def _swiglu(h: Tensor, bias: Tensor) -> Tensor:
     return swiglu.forward(h)
@@ -118,6 +144,12 @@ def rotated_heads(
     """Queries and keys normalised and rotated, and values, [B, heads, tokens, head_dim] each."""
     q, k, v = _heads(qkv, bias, q_weight, k_weight, cos, sin, heads)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each query's mean of the values, [B, heads, tokens, head_dim] like the three."""
+    out, _ = _attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    return out.transpose(1, 2)
 
 
 def gated_linear_unit(h: Tensor, bias: Tensor) -> Tensor:
