@@ -138,6 +138,9 @@ def _key_block(
         # Queries beyond the last get no weight; keys beyond the last are not stored, but must stay finite.
         log_sum = tl.load(log_sum_ptr + start + column, mask=start + column < TOKENS, other=float("inf"))
         dot = tl.load(dot_ptr + start + column, mask=start + column < TOKENS, other=0.0)
+        here = partial_ptr + start * DIM + tl.arange(0, DIM)[:, None] * QUERIES + column[None, :]
+        if not OPENS:
+            grown = tl.load(here)  # early, so that it is there when it is needed
         weights = tl.exp2(tl.dot(k, tl.trans(q)) * scale - log_sum[None, :])  # [keys, queries]
         if not WHOLE:
             weights = tl.where((FIRST + tl.arange(0, KEYS))[:, None] < TOKENS, weights, 0.0)
@@ -145,9 +148,8 @@ def _key_block(
         dv = tl.dot(weights.to(dout.dtype), dout, dv)
         dk = tl.dot(dscores, q, dk)
         dq = tl.dot(tl.trans(k), dscores)  # [channels, queries]
-        here = partial_ptr + start * DIM + tl.arange(0, DIM)[:, None] * QUERIES + column[None, :]
         if not OPENS:
-            dq += tl.load(here)
+            dq += grown
         if CLOSES:
             _store_rows(dq_ptr, start, dq_token, tl.trans(dq) * dscale, TOKENS, QUERIES, EVEN, DIM)
         else:
