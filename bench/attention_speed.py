@@ -4,7 +4,7 @@ python bench/attention_speed.py NAME [SHAPE ...] [--budget SECONDS]
 
 A shape is SAMPLESxHEADSxTOKENSxHEAD_DIM, such as 256x12x288x64. Every layout is first compared with float64 on a few
 samples; one that does not compile, does not start or is wrong is named and left out. Times are those of recorded
-launches, without the host. Of shapes with a number of tokens that was swept before only the layouts in use and the best are measured.
+launches, without the host. Of a number of tokens that was swept before only the layout in use and the best are measured.
 Writes bench/results/NAME.json as it goes. With TRITON_INTERPRET=1 it runs on a CPU, for small shapes.
 """
 
