@@ -50,27 +50,30 @@ OTHERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "Flash": SDPBackend.FLASH_ATTENTI
 
 
 class Case:
-    """Inputs of one shape, as the network has them: values lie between queries and keys of other tokens."""
+    """Inputs of one shape, as the network has them: values are a third of the qkv layer's output."""
 
     def __init__(self, shape: str, device: torch.device) -> None:
         self.shape = shape
         self.batch, self.heads, self.tokens, self.head_dim = map(int, shape.split("x"))
         generator = torch.Generator(device).manual_seed(self.tokens)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        size = self.batch, self.tokens, 3, self.heads, self.head_dim
-        drawn = torch.randn(size, device=device, dtype=dtype, generator=generator)
-        self.q, self.k, self.v = drawn[:, :, 0].contiguous(), drawn[:, :, 1].contiguous(), drawn[:, :, 2]
-        self.dout = torch.randn(self.q.shape, device=device, dtype=dtype, generator=generator)
+        made = {"device": device, "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32}
+        size = self.batch, self.tokens, self.heads, self.head_dim
+        self.q, self.k, self.dout = (torch.randn(size, generator=generator, **made) for _ in range(3))
+        self.qkv = torch.randn((*size[:2], 3 * self.heads * self.head_dim), generator=generator, **made)
         self.operations = 4 * self.batch * self.heads * self.tokens**2 * self.head_dim  # of the forward pass
 
+    def values(self, qkv: Tensor) -> Tensor:
+        """The last third, [B, tokens, heads, head_dim]."""
+        return qkv.unflatten(-1, (3, self.heads, self.head_dim))[:, :, 2]
+
     def first(self) -> list[Tensor]:
-        """The inputs and the result's gradient of a few samples."""
-        return [tensor[:CHECKED] for tensor in (self.q, self.k, self.v, self.dout)]
+        """Queries, keys, the layer's output and the result's gradient of a few samples."""
+        return [tensor[:CHECKED] for tensor in (self.q, self.k, self.qkv, self.dout)]
 
     def reference(self) -> list[Tensor]:
         """Result and gradients of a few samples in float64."""
-        *inputs, dout = (tensor.double() for tensor in self.first())
-        leaves = [tensor.requires_grad_() for tensor in inputs]
+        q, k, qkv, dout = (tensor.double() for tensor in self.first())
+        leaves = [tensor.requires_grad_() for tensor in (q, k, self.values(qkv))]
         q, k, v = (leaf.transpose(1, 2) for leaf in leaves)
         out = ((q @ k.transpose(-2, -1) * self.head_dim**-0.5).softmax(dim=-1) @ v).transpose(1, 2)
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
@@ -95,19 +98,18 @@ def difference(ours: Sequence[Tensor], references: Sequence[Tensor]) -> float:
 
 def forward_rows(case: Case, layout: Forward, references: list[Tensor], device: torch.device) -> list[dict[str, Any]]:
     """Our forward pass in one layout."""
-    q, k, v, _ = case.first()
-    wrong = difference([attention.forward(q, k, v, layout)[0]], references[:1])
-    work = partial(attention.forward, case.q, case.k, case.v, layout)
+    wrong = difference([attention.forward(*case.first()[:3], layout)[0]], references[:1])
+    work = partial(attention.forward, case.q, case.k, case.qkv, layout)
     return [row(case, "forward", str(tuple(layout)), wrong, work, 1.0, device)]
 
 
 def backward_rows(case: Case, layout: Backward, references: list[Tensor], device: torch.device) -> list[dict[str, Any]]:
     """Our backward pass in one layout."""
-    q, k, v, dout = case.first()
-    kept = attention.forward(q, k, v)
-    wrong = difference(attention.backward(q, k, v, *kept, dout, layout), references[1:])
-    whole = attention.forward(case.q, case.k, case.v)
-    work = partial(attention.backward, case.q, case.k, case.v, *whole, case.dout, layout)
+    *inputs, dout = case.first()
+    dq, dk, dqkv, _ = attention.backward(*inputs, *attention.forward(*inputs), dout, layout)
+    wrong = difference([dq, dk, case.values(dqkv)], references[1:])
+    kept = attention.forward(case.q, case.k, case.qkv)
+    work = partial(attention.backward, case.q, case.k, case.qkv, *kept, case.dout, layout)
     return [row(case, "backward", str(tuple(layout)), wrong, work, 2.5, device)]
 
 
@@ -131,8 +133,8 @@ def row(
 def other_rows(case: Case, name: str, references: list[Tensor], device: torch.device) -> list[dict[str, Any]]:
     """PyTorch's attention with one of its backends, forward, and forward with backward; backward is what is between."""
 
-    def both(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-        leaves = [tensor.detach().transpose(1, 2).requires_grad_() for tensor in (q, k, v)]
+    def both(q: Tensor, k: Tensor, qkv: Tensor, dout: Tensor) -> list[Tensor]:
+        leaves = [tensor.detach().transpose(1, 2).requires_grad_() for tensor in (q, k, case.values(qkv))]
         out = F.scaled_dot_product_attention(*leaves)
         return [
             tensor.transpose(1, 2).detach() for tensor in (out, *torch.autograd.grad(out, leaves, dout.transpose(1, 2)))
@@ -140,12 +142,14 @@ def other_rows(case: Case, name: str, references: list[Tensor], device: torch.de
 
     def alone() -> None:
         with torch.no_grad():
-            F.scaled_dot_product_attention(*(tensor.transpose(1, 2) for tensor in (case.q, case.k, case.v)))
+            F.scaled_dot_product_attention(
+                *(tensor.transpose(1, 2) for tensor in (case.q, case.k, case.values(case.qkv)))
+            )
 
     with sdpa_kernel(OTHERS[name]):
         wrong = difference(both(*case.first()), references)
         first = row(case, "forward", name, wrong, alone, 1.0, device)
-        work = partial(both, case.q, case.k, case.v, case.dout)
+        work = partial(both, case.q, case.k, case.qkv, case.dout)
         second = row(case, "forward and backward", name, wrong, work, 3.5, device)
     between = second["ms"] - first["ms"]
     third = {"pass": "backward", "ms": round(between, 4), "TFLOP/s": round(case.operations * 2.5 / between / 1e9, 1)}

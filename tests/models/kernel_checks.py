@@ -68,47 +68,50 @@ def norm(batch: int, tokens: int, width: int, dtype: torch.dtype, device: str) -
 
 def heads(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype, device: str) -> float:
     """Norm and rotation of queries and keys."""
-    width = count * head_dim
-    qkv = torch.randn(batch, tokens, 3 * width, dtype=dtype, device=device)
-    bias = torch.randn(3 * width, device=device)
-    q_weight, k_weight = torch.randn(2, head_dim, device=device)
-    angle = torch.randn(tokens, head_dim // 2, device=device)
 
-    def ours(
-        qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
-    ) -> Sequence[Tensor]:
-        return ops.rotated_heads(qkv + bias.detach().to(qkv.dtype), bias, q_weight, k_weight, cos, sin, count)
+    def ours(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        return ops.rotated_heads(qkv + bias.detach().to(qkv.dtype), bias, *others, count)
 
-    def plain(
-        qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
-    ) -> Sequence[Tensor]:
-        q, k, v = (qkv + bias).unflatten(-1, (3, count, head_dim)).permute(2, 0, 3, 1, 4)
-        q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k))
-        turned = []
-        for x, weight in ((q, q_weight), (k, k_weight)):
-            even, odd = (x * weight).unflatten(-1, (-1, 2)).unbind(-1)
-            turned.append(torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2))
-        return *turned, v
+    def plain(*inputs: Tensor) -> Sequence[Tensor]:
+        return plain_heads(*inputs, count)
 
-    return worst(ours, plain, [qkv, bias, q_weight, k_weight, angle.cos(), angle.sin()], leaves=4)
+    return worst(ours, plain, head_inputs(batch, tokens, count, head_dim, dtype, device), leaves=4)
 
 
 def attention(batch: int, tokens: int, count: int, dtype: torch.dtype, device: str) -> float:
-    """Attention of heads of 64 channels; queries, keys and values are parts of one tensor, no two samples alike in size."""
-    qkv = torch.randn(batch, tokens, 3 * count * 64, dtype=dtype, device=device)
-    qkv *= torch.linspace(0.5, 2, batch, dtype=dtype, device=device)[:, None, None]
+    """Attention with heads of 64 channels."""
 
-    def split(qkv: Tensor) -> tuple[Tensor, ...]:
-        return qkv.unflatten(-1, (3, count, 64)).permute(2, 0, 3, 1, 4).unbind(0)
+    def ours(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        return (ops.attention(qkv + bias.detach().to(qkv.dtype), bias, *others, count),)
 
-    def ours(qkv: Tensor) -> Sequence[Tensor]:
-        return (ops.attention(*split(qkv)),)
+    def plain(*inputs: Tensor) -> Sequence[Tensor]:
+        q, k, v = plain_heads(*inputs, count)
+        return (((q @ k.transpose(-2, -1) / 8).softmax(dim=-1) @ v).transpose(1, 2).flatten(2),)
 
-    def plain(qkv: Tensor) -> Sequence[Tensor]:
-        q, k, v = split(qkv)
-        return ((q @ k.transpose(-2, -1) / 8).softmax(dim=-1) @ v,)
+    return worst(ours, plain, head_inputs(batch, tokens, count, 64, dtype, device), leaves=4)
 
-    return worst(ours, plain, [qkv], leaves=1)
+
+def head_inputs(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Output and bias of a qkv layer, weights of two norms, cosines and sines."""
+    width = count * head_dim
+    qkv = torch.randn(batch, tokens, 3 * width, dtype=dtype, device=device)
+    angle = torch.randn(tokens, head_dim // 2, device=device)
+    return [
+        qkv, torch.randn(3 * width, device=device), *torch.randn(2, head_dim, device=device), angle.cos(), angle.sin()
+    ]  # fmt: skip
+
+
+def plain_heads(
+    qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, count: int
+) -> Sequence[Tensor]:
+    """Queries and keys normalised and rotated, and values."""
+    q, k, v = (qkv + bias).unflatten(-1, (3, count, -1)).permute(2, 0, 3, 1, 4)
+    q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k))
+    turned = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        even, odd = (x * weight).unflatten(-1, (-1, 2)).unbind(-1)
+        turned.append(torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2))
+    return *turned, v
 
 
 def swiglu(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str) -> float:

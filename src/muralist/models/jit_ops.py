@@ -73,13 +73,20 @@ def rotated_heads(
     return q, k, v
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each query's mean of the values, [B, heads, tokens, head_dim] like the three."""
-    if fused(q) and q.dtype in _SHORT_TYPES and q.shape[-1] in _SHORT_HEADS and q.shape[-2] <= _SHORT:
+def attention(
+    layer: nn.Linear, x: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Rotation, heads: int
+) -> Tensor:
+    """Attention among all tokens of each sample with such queries, keys and values, [B, tokens, heads * head_dim]."""
+    if fused(x):
         from muralist.models.fused import ops
 
-        return ops.attention(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v)
+        qkv = _without_bias_gradient(layer, x)
+        if qkv.dtype in _SHORT_TYPES and qkv.shape[2] // 3 // heads in _SHORT_HEADS and qkv.shape[1] <= _SHORT:
+            return ops.attention(qkv, layer.bias, q_weight, k_weight, *rotation, heads)
+        q, k, v = ops.rotated_heads(qkv, layer.bias, q_weight, k_weight, *rotation, heads)
+    else:
+        q, k, v = rotated_heads(layer, x, q_weight, k_weight, rotation, heads)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def gated_linear_unit(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -1,15 +1,17 @@
 """Attention among the tokens of short samples: all keys of a head at once, no mask, no dropout.
 
-Queries, keys, values and the result are [B, tokens, heads, head_dim]; all but the last dimension may have any stride. The
-forward pass keeps a head's keys and values in shared memory and a whole row of scores in registers. In the backward pass
-one program does all of a head: it goes through the keys in blocks, and the gradients of queries grow from block to block
-in a scratch of its own. Nothing is added by two programs, so the result is the same every time.
+Queries and keys are [B, tokens, heads, head_dim]. Values are read where the qkv layer left them, the last third of its
+output [B, tokens, 3 * heads * head_dim], and their gradients are written into the last third of that output's gradient.
+
+The forward pass keeps a head's keys and values in shared memory and a whole row of scores in registers. In the backward
+pass one program does all of a head: it goes through the keys in blocks, and the gradients of queries grow from block to
+block in a scratch of its own. Nothing is added by two programs, so the bits are the same every time.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -76,30 +78,31 @@ def _scores(q, k, first, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.co
 
 @triton.jit
 def _attention_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, log_sum_ptr, heads, scale,
-    q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head, out_sample, out_token, out_head,
+    q_ptr, k_ptr, qkv_ptr, out_ptr, log_sum_ptr, heads, scale,
     TOKENS: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, TILES: tl.constexpr,
     LARGE: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(1)
     sample, head = (number // heads).to(tl.int64), number % heads
-    q_ptr += sample * q_sample + head * q_head
-    k_ptr += sample * k_sample + head * k_head
-    v_ptr += sample * v_sample + head * v_head
-    out_ptr += sample * out_sample + head * out_head
+    width = heads * DIM
+    place = sample * TOKENS * width + head * DIM
+    q_ptr += place
+    k_ptr += place
+    v_ptr = qkv_ptr + sample * TOKENS * 3 * width + 2 * width + head * DIM
+    out_ptr += place
     log_sum_ptr += number.to(tl.int64) * TOKENS
     # Two powers of two hold all keys: 288 are 256 and 32, not 512.
     ALL: tl.constexpr = LARGE <= TOKENS
     BOTH: tl.constexpr = LARGE + SMALL == TOKENS
     EVEN: tl.constexpr = TOKENS % QUERIES == 0
-    k = _rows(k_ptr, 0, k_token, TOKENS, LARGE, ALL, DIM)
-    v = _rows(v_ptr, 0, v_token, TOKENS, LARGE, ALL, DIM)
+    k = _rows(k_ptr, 0, width, TOKENS, LARGE, ALL, DIM)
+    v = _rows(v_ptr, 0, 3 * width, TOKENS, LARGE, ALL, DIM)
     if SMALL > 0:
-        more_k = _rows(k_ptr, LARGE, k_token, TOKENS, SMALL, BOTH, DIM)
-        more_v = _rows(v_ptr, LARGE, v_token, TOKENS, SMALL, BOTH, DIM)
+        more_k = _rows(k_ptr, LARGE, width, TOKENS, SMALL, BOTH, DIM)
+        more_v = _rows(v_ptr, LARGE, 3 * width, TOKENS, SMALL, BOTH, DIM)
     first = tl.program_id(0) * TILES * QUERIES
     for start in tl.range(first, tl.minimum(first + TILES * QUERIES, TOKENS), QUERIES):
-        q = _rows(q_ptr, start, q_token, TOKENS, QUERIES, EVEN, DIM)
+        q = _rows(q_ptr, start, width, TOKENS, QUERIES, EVEN, DIM)
         scores = _scores(q, k, 0, TOKENS, LARGE, ALL)
         top = tl.max(scores, axis=1)
         if SMALL > 0:
@@ -113,28 +116,27 @@ def _attention_forward(
             more = tl.exp2(more * scale - top[:, None])
             total += tl.sum(more, axis=1)
             out = tl.dot(more.to(v.dtype), more_v, out)
-        _store_rows(out_ptr, start, out_token, out / total[:, None], TOKENS, QUERIES, EVEN, DIM)
+        _store_rows(out_ptr, start, width, out / total[:, None], TOKENS, QUERIES, EVEN, DIM)
         row = start + tl.arange(0, QUERIES)
         tl.store(log_sum_ptr + row, top + tl.log2(total), mask=row < TOKENS)
 
 
 @triton.jit
 def _key_block(
-    q_ptr, k_ptr, v_ptr, dout_ptr, log_sum_ptr, dot_ptr, partial_ptr, dq_ptr, dk_ptr, dv_ptr, scale, dscale,
-    q_token, k_token, v_token, dout_token, dq_token, dk_token, dv_token,
-    FIRST: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, QUERIES: tl.constexpr,
-    OPENS: tl.constexpr, CLOSES: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, log_sum_ptr, dot_ptr, partial_ptr, dq_ptr, dk_ptr, dv_ptr, sums_ptr, width,
+    scale, dscale, FIRST: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    QUERIES: tl.constexpr, OPENS: tl.constexpr, CLOSES: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = FIRST + KEYS <= TOKENS
     EVEN: tl.constexpr = TOKENS % QUERIES == 0
-    k = _rows(k_ptr, FIRST, k_token, TOKENS, KEYS, WHOLE, DIM)
-    v = _rows(v_ptr, FIRST, v_token, TOKENS, KEYS, WHOLE, DIM)
+    k = _rows(k_ptr, FIRST, width, TOKENS, KEYS, WHOLE, DIM)
+    v = _rows(v_ptr, FIRST, 3 * width, TOKENS, KEYS, WHOLE, DIM)
     dk = tl.zeros((KEYS, DIM), tl.float32)
     dv = tl.zeros((KEYS, DIM), tl.float32)
     column = tl.arange(0, QUERIES)
     for start in tl.range(0, TOKENS, QUERIES):
-        q = _rows(q_ptr, start, q_token, TOKENS, QUERIES, EVEN, DIM)
-        dout = _rows(dout_ptr, start, dout_token, TOKENS, QUERIES, EVEN, DIM)
+        q = _rows(q_ptr, start, width, TOKENS, QUERIES, EVEN, DIM)
+        dout = _rows(dout_ptr, start, width, TOKENS, QUERIES, EVEN, DIM)
         # Queries beyond the last get no weight; keys beyond the last are not stored, but must stay finite.
         log_sum = tl.load(log_sum_ptr + start + column, mask=start + column < TOKENS, other=float("inf"))
         dot = tl.load(dot_ptr + start + column, mask=start + column < TOKENS, other=0.0)
@@ -151,63 +153,58 @@ def _key_block(
         if not OPENS:
             dq += grown
         if CLOSES:
-            _store_rows(dq_ptr, start, dq_token, tl.trans(dq) * dscale, TOKENS, QUERIES, EVEN, DIM)
+            _store_rows(dq_ptr, start, width, tl.trans(dq) * dscale, TOKENS, QUERIES, EVEN, DIM)
         else:
             tl.store(here, dq)
-    _store_rows(dk_ptr, FIRST, dk_token, dk * dscale, TOKENS, KEYS, WHOLE, DIM)
-    _store_rows(dv_ptr, FIRST, dv_token, dv, TOKENS, KEYS, WHOLE, DIM)
+    _store_rows(dk_ptr, FIRST, width, dk * dscale, TOKENS, KEYS, WHOLE, DIM)
+    stored = dv.to(dv_ptr.dtype.element_ty)
+    _store_rows(dv_ptr, FIRST, 3 * width, stored, TOKENS, KEYS, WHOLE, DIM)
+    tl.store(sums_ptr + tl.arange(0, DIM), tl.sum(stored.to(tl.float32), axis=0))
 
 
 @triton.jit
 def _attention_backward(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, log_sum_ptr, dot_ptr, partial_ptr, dq_ptr, dk_ptr, dv_ptr, heads,
-    scale, dscale,
-    q_sample, q_token, q_head, k_sample, k_token, k_head, v_sample, v_token, v_head, out_sample, out_token, out_head,
-    dout_sample, dout_token, dout_head, dq_sample, dq_token, dq_head, dk_sample, dk_token, dk_head,
-    dv_sample, dv_token, dv_head,
-    TOKENS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, QUERIES: tl.constexpr,
-    SCRATCH: tl.constexpr,
+    q_ptr, k_ptr, qkv_ptr, out_ptr, dout_ptr, log_sum_ptr, dot_ptr, partial_ptr, dq_ptr, dk_ptr, dqkv_ptr, sums_ptr,
+    heads, scale, dscale, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    KEYS: tl.constexpr, TAIL: tl.constexpr, QUERIES: tl.constexpr, SCRATCH: tl.constexpr,
 ):  # fmt: skip
+    EVEN: tl.constexpr = TOKENS % QUERIES == 0
+    BLOCKS: tl.constexpr = TOKENS // KEYS
+    width = heads * DIM
     number = tl.program_id(0).to(tl.int64)
     sample, head = number // heads, number % heads
-    q_ptr += sample * q_sample + head * q_head
-    k_ptr += sample * k_sample + head * k_head
-    v_ptr += sample * v_sample + head * v_head
-    out_ptr += sample * out_sample + head * out_head
-    dout_ptr += sample * dout_sample + head * dout_head
-    dq_ptr += sample * dq_sample + head * dq_head
-    dk_ptr += sample * dk_sample + head * dk_head
-    dv_ptr += sample * dv_sample + head * dv_head
     log_sum_ptr += number * TOKENS
     dot_ptr += number * TOKENS
     partial_ptr += number * SCRATCH
-    EVEN: tl.constexpr = TOKENS % QUERIES == 0
+    place = sample * TOKENS * width + head * DIM
+    v_place = sample * TOKENS * 3 * width + 2 * width + head * DIM
+    sums_place = sample * (BLOCKS + (TAIL > 0)) * width + head * DIM
     for start in tl.range(0, TOKENS, QUERIES):
-        out = _rows(out_ptr, start, out_token, TOKENS, QUERIES, EVEN, DIM).to(tl.float32)
-        dout = _rows(dout_ptr, start, dout_token, TOKENS, QUERIES, EVEN, DIM).to(tl.float32)
+        out = _rows(out_ptr + place, start, width, TOKENS, QUERIES, EVEN, DIM).to(tl.float32)
+        dout = _rows(dout_ptr + place, start, width, TOKENS, QUERIES, EVEN, DIM).to(tl.float32)
         row = start + tl.arange(0, QUERIES)
         tl.store(dot_ptr + row, tl.sum(out * dout, axis=1), mask=row < TOKENS)
     tl.debug_barrier()  # other threads of this program read what these have written
-    BLOCKS: tl.constexpr = TOKENS // KEYS
     for block in tl.static_range(BLOCKS):
         _key_block(
-            q_ptr, k_ptr, v_ptr, dout_ptr, log_sum_ptr, dot_ptr, partial_ptr, dq_ptr, dk_ptr, dv_ptr, scale, dscale,
-            q_token, k_token, v_token, dout_token, dq_token, dk_token, dv_token,
+            q_ptr + place, k_ptr + place, qkv_ptr + v_place, dout_ptr + place, log_sum_ptr,
+            dot_ptr, partial_ptr, dq_ptr + place, dk_ptr + place, dqkv_ptr + v_place,
+            sums_ptr + sums_place + block * width, width, scale, dscale,
             block * KEYS, TOKENS, DIM, KEYS, QUERIES, block == 0, (TAIL == 0) & (block == BLOCKS - 1),
         )  # fmt: skip
         tl.debug_barrier()
     if TAIL > 0:
         _key_block(
-            q_ptr, k_ptr, v_ptr, dout_ptr, log_sum_ptr, dot_ptr, partial_ptr, dq_ptr, dk_ptr, dv_ptr, scale, dscale,
-            q_token, k_token, v_token, dout_token, dq_token, dk_token, dv_token,
+            q_ptr + place, k_ptr + place, qkv_ptr + v_place, dout_ptr + place, log_sum_ptr,
+            dot_ptr, partial_ptr, dq_ptr + place, dk_ptr + place, dqkv_ptr + v_place,
+            sums_ptr + sums_place + BLOCKS * width, width, scale, dscale,
             BLOCKS * KEYS, TOKENS, DIM, TAIL, QUERIES, BLOCKS == 0, True,
         )  # fmt: skip
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, layout: Forward | None = None) -> tuple[Tensor, Tensor]:
-    """The result, and for every query the logarithm (to base 2) of the sum of its weights, [B, heads, tokens]."""
+def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) -> tuple[Tensor, Tensor]:
+    """The result like q, and for every query the logarithm (to base 2) of the sum of its weights, [B, heads, tokens]."""
     layout = layout or FORWARD
-    q, k, v = _dense(q), _dense(k), _dense(v)
     batch, tokens, heads, head_dim = q.shape
     out = q.new_empty(q.shape)
     log_sum = q.new_empty((batch, heads, tokens), dtype=torch.float32)
@@ -217,7 +214,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: Forward | None = None) -> t
     while tiles > 1 and batch * heads * triton.cdiv(tokens, tiles * queries) < _ENOUGH:
         tiles //= 2
     launcher(_attention_forward)[(triton.cdiv(tokens, tiles * queries), batch * heads)](
-        q, k, v, out, log_sum, heads, math.log2(math.e) / math.sqrt(head_dim), *_strides(q, k, v, out),
+        q, k, qkv.contiguous(), out, log_sum, heads, math.log2(math.e) / math.sqrt(head_dim),
         TOKENS=tokens, DIM=head_dim, QUERIES=queries, TILES=tiles,
         LARGE=large, SMALL=_power_above(tokens - large) if tokens > large else 0,
         num_warps=layout.warps, num_stages=layout.stages,
@@ -226,36 +223,28 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: Forward | None = None) -> t
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, dout: Tensor, layout: Backward | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, [B, tokens, heads, head_dim] each."""
+    q: Tensor, k: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor, dout: Tensor, layout: Backward | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and qkv (of its last third only), and the sum of that third over all tokens."""
     layout = layout or BACKWARD
-    q, k, v, dout = _dense(q), _dense(k), _dense(v), _dense(dout)
     batch, tokens, heads, head_dim = q.shape
-    dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
+    dq, dk, dqkv = q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(qkv.shape)
     queries = min(layout.queries, _power_above(tokens))
     rest = tokens % layout.keys
     tail = min(layout.keys, max(_GROUP, _power_above(rest))) if rest else 0
-    # The gradients of queries between blocks of keys, a tile after the other; one block needs none.
     blocks = tokens // layout.keys + (tail > 0)
+    # The gradients of queries between blocks of keys, a tile after the other.
     scratch = triton.cdiv(tokens, queries) * queries * head_dim if blocks > 1 else 0
     partial = q.new_empty((max(1, batch * heads * scratch),), dtype=torch.float32)
     dot = q.new_empty((batch, heads, tokens), dtype=torch.float32)
+    sums = q.new_empty((batch * blocks, heads * head_dim), dtype=torch.float32)
     launcher(_attention_backward)[(batch * heads,)](
-        q, k, v, out, dout, log_sum, dot, partial, dq, dk, dv, heads,
-        math.log2(math.e) / math.sqrt(head_dim), 1 / math.sqrt(head_dim), *_strides(q, k, v, out, dout, dq, dk, dv),
+        q, k, qkv.contiguous(), out, dout.contiguous(), log_sum, dot, partial, dq, dk, dqkv, sums,
+        heads, math.log2(math.e) / math.sqrt(head_dim), 1 / math.sqrt(head_dim),
         TOKENS=tokens, DIM=head_dim, KEYS=layout.keys, TAIL=tail, QUERIES=queries, SCRATCH=scratch,
         num_warps=layout.warps, num_stages=layout.stages,
     )  # fmt: skip
-    return dq, dk, dv
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 else x.contiguous()
-
-
-def _strides(*tensors: Tensor) -> list[Any]:
-    return [stride for tensor in tensors for stride in tensor.stride()[:3]]
+    return dq, dk, dqkv, sums.sum(0)
 
 
 def _power_below(count: int) -> int:
