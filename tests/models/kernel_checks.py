@@ -68,29 +68,50 @@ def norm(batch: int, tokens: int, width: int, dtype: torch.dtype, device: str) -
 
 def heads(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype, device: str) -> float:
     """Norm and rotation of queries and keys."""
+
+    def ours(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        return ops.rotated_heads(qkv + bias.detach().to(qkv.dtype), bias, *others, count)
+
+    def plain(*inputs: Tensor) -> Sequence[Tensor]:
+        return plain_heads(*inputs, count)
+
+    return worst(ours, plain, head_inputs(batch, tokens, count, head_dim, dtype, device), leaves=4)
+
+
+def attention(batch: int, tokens: int, count: int, dtype: torch.dtype, device: str) -> float:
+    """Attention with heads of 64 channels."""
+
+    def ours(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        return (ops.attention(qkv + bias.detach().to(qkv.dtype), bias, *others, count),)
+
+    def plain(*inputs: Tensor) -> Sequence[Tensor]:
+        q, k, v = plain_heads(*inputs, count)
+        return (((q @ k.transpose(-2, -1) / 8).softmax(dim=-1) @ v).transpose(1, 2).flatten(2),)
+
+    return worst(ours, plain, head_inputs(batch, tokens, count, 64, dtype, device), leaves=4)
+
+
+def head_inputs(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Output and bias of a qkv layer, weights of two norms, cosines and sines."""
     width = count * head_dim
     qkv = torch.randn(batch, tokens, 3 * width, dtype=dtype, device=device)
-    bias = torch.randn(3 * width, device=device)
-    q_weight, k_weight = torch.randn(2, head_dim, device=device)
     angle = torch.randn(tokens, head_dim // 2, device=device)
+    return [
+        qkv, torch.randn(3 * width, device=device), *torch.randn(2, head_dim, device=device), angle.cos(), angle.sin()
+    ]  # fmt: skip
 
-    def ours(
-        qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
-    ) -> Sequence[Tensor]:
-        return ops.rotated_heads(qkv + bias.detach().to(qkv.dtype), bias, q_weight, k_weight, cos, sin, count)
 
-    def plain(
-        qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
-    ) -> Sequence[Tensor]:
-        q, k, v = (qkv + bias).unflatten(-1, (3, count, head_dim)).permute(2, 0, 3, 1, 4)
-        q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k))
-        turned = []
-        for x, weight in ((q, q_weight), (k, k_weight)):
-            even, odd = (x * weight).unflatten(-1, (-1, 2)).unbind(-1)
-            turned.append(torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2))
-        return *turned, v
-
-    return worst(ours, plain, [qkv, bias, q_weight, k_weight, angle.cos(), angle.sin()], leaves=4)
+def plain_heads(
+    qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, count: int
+) -> Sequence[Tensor]:
+    """Queries and keys normalised and rotated, and values."""
+    q, k, v = (qkv + bias).unflatten(-1, (3, count, -1)).permute(2, 0, 3, 1, 4)
+    q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k))
+    turned = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        even, odd = (x * weight).unflatten(-1, (-1, 2)).unbind(-1)
+        turned.append(torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2))
+    return *turned, v
 
 
 def swiglu(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str) -> float:
@@ -131,7 +152,19 @@ def main() -> None:
             ("swiglu 4x288x2048", swiglu((4, 288), 2048, dtype, device)),
             ("swiglu 3x261x2730", swiglu((3, 261), 2730, dtype, device)),
         ]  # fmt: skip
-        for name, value in small + large:
+        short = [] if dtype == torch.float32 and not interpreted else [  # in float32 it is PyTorch's
+            ("attention 2x5x1", attention(2, 5, 1, dtype, device)),
+            ("attention 1x37x3", attention(1, 37, 3, dtype, device)),
+            ("attention 1x64x1", attention(1, 64, 1, dtype, device)),
+            ("attention 2x100x2", attention(2, 100, 2, dtype, device)),
+            ("attention 1x288x1", attention(1, 288, 1, dtype, device)),
+        ]  # fmt: skip
+        many = [] if interpreted or not short else [
+            ("attention 8x256x12", attention(8, 256, 12, dtype, device)),
+            ("attention 60x288x12", attention(60, 288, 12, dtype, device)),
+            ("attention 3x319x16", attention(3, 319, 16, dtype, device)),
+        ]  # fmt: skip
+        for name, value in small + large + short + many:
             fine = value <= BOUNDS[dtype]
             failures += not fine
             print(f"{'ok' if fine else 'WRONG'} {name} {dtype} {value:.2e}", flush=True)

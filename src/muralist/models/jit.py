@@ -21,6 +21,7 @@ from muralist import keyed_random
 from muralist.keyed_random import Purpose, SampleKeys
 from muralist.models.jit_ops import (
     Rotation,
+    attention,
     gated_linear_unit,
     gated_norm,
     gated_sum,
@@ -191,13 +192,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Tensor:
         """Attend among all tokens of each sample, [B, tokens, width]; `proj` is left to be applied."""
-        q, k, v = rotated_heads(self.qkv, x, self.q_norm.weight, self.k_norm.weight, rotation, self.heads)
-        if keys is not None and self.attn_drop > 0:
-            # The fused kernel draws its own masks, so keyed ones need the weights in the open.
-            scores = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])
-            out = _drop(scores.softmax(dim=-1), self.attn_drop, keys, self.site).to(v.dtype) @ v
-        else:
-            out = F.scaled_dot_product_attention(q, k, v)
+        inputs = self.qkv, x, self.q_norm.weight, self.k_norm.weight, rotation, self.heads
+        if keys is None or self.attn_drop == 0:
+            return attention(*inputs)
+        # A kernel would draw its own masks; keyed ones need the weights in the open.
+        q, k, v = rotated_heads(*inputs)
+        scores = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])
+        out = _drop(scores.softmax(dim=-1), self.attn_drop, keys, self.site).to(v.dtype) @ v
         return out.transpose(1, 2).flatten(2)
 
 

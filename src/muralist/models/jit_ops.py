@@ -12,6 +12,10 @@ from muralist.machine import can_compile
 
 _EPSILON = 1e-6
 _CAPABILITY = (8, 0)  # the first cards with bf16
+# What our own attention is for: other kernels waste a third of their work on so few tokens.
+_SHORT = 320
+_SHORT_HEADS = (64,)
+_SHORT_TYPES = (torch.bfloat16, torch.float16)
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, [tokens, head_dim / 2] each
 
@@ -67,6 +71,22 @@ def rotated_heads(
     q = rotate(rms_norm(q, q_weight), rotation).to(v.dtype)
     k = rotate(rms_norm(k, k_weight), rotation).to(v.dtype)
     return q, k, v
+
+
+def attention(
+    layer: nn.Linear, x: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Rotation, heads: int
+) -> Tensor:
+    """Attention among all tokens of each sample with such queries, keys and values, [B, tokens, heads * head_dim]."""
+    if fused(x):
+        from muralist.models.fused import ops
+
+        qkv = _without_bias_gradient(layer, x)
+        if qkv.dtype in _SHORT_TYPES and qkv.shape[2] // 3 // heads in _SHORT_HEADS and qkv.shape[1] <= _SHORT:
+            return ops.attention(qkv, layer.bias, q_weight, k_weight, *rotation, heads)
+        q, k, v = ops.rotated_heads(qkv, layer.bias, q_weight, k_weight, *rotation, heads)
+    else:
+        q, k, v = rotated_heads(layer, x, q_weight, k_weight, rotation, heads)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def gated_linear_unit(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 The layer's output is [B, tokens, 3, heads, head_dim]. Queries and keys come out normalised and rotated, values as they
 are, [B, tokens, heads, head_dim] each. The backward pass takes the three gradients in that shape and writes the layer's
 gradient in one piece; it also sums what the layer's bias gets, first over the tokens of a program, then over programs.
+Where values are read in place, both passes leave them and their gradient alone.
 """
 
 from __future__ import annotations
@@ -99,21 +100,22 @@ def _heads_backward(
         tl.store(dqkv_ptr + place, stored, mask=here)
         dbias += stored.to(tl.float32)
     program = sample * tl.num_programs(1) + chunk
-    tl.store(dbias_ptr + (program * 3 + which) * width + head * half * 2 + channel, dbias, mask=inside)
+    tl.store(dbias_ptr + (program * tl.num_programs(2) + which) * width + head * half * 2 + channel, dbias, mask=inside)
     if which != 2:
         flat = tl.arange(0, 2 * HALF)
         tl.store(dweight_ptr + (program * 2 + which) * half * 2 + flat, tl.sum(dweight, axis=0), mask=flat < 2 * half)
 
 
 def forward(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int, values: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, [B, tokens, heads, head_dim] each."""
+    """Queries, keys and values, [B, tokens, heads, head_dim] each; values only where they are asked for."""
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     batch, tokens, three = qkv.shape
     head_dim = three // 3 // heads
-    q, k, v = (qkv.new_empty((batch, tokens, heads, head_dim)) for _ in range(3))
-    launcher(_heads_forward)[(batch * tokens, 3)](
+    q, k = (qkv.new_empty((batch, tokens, heads, head_dim)) for _ in range(2))
+    v = qkv.new_empty(q.shape if values else (1,))
+    launcher(_heads_forward)[(batch * tokens, 3 if values else 2)](
         qkv, q_weight, k_weight, cos, sin, q, k, v, tokens, heads, head_dim // 2,
         EPS=EPSILON, num_warps=_WARPS["forward"], **_blocks(heads, head_dim),
     )  # fmt: skip
@@ -122,19 +124,26 @@ def forward(
 
 def backward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int,
-    dq: Tensor, dk: Tensor, dv: Tensor,
+    dq: Tensor, dk: Tensor, dv: Tensor | None, dqkv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the layer's output, of the two norms' weights [2, head_dim] and of the layer's bias."""
+    """Gradients of the layer's output, of the two norms' weights [2, head_dim] and of the layer's bias.
+
+    Without dv, those of the values are in dqkv already, and the bias's part of them is left out.
+    """
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     batch, tokens, three = qkv.shape
     head_dim = three // 3 // heads
-    dqkv = qkv.new_empty(qkv.shape)
-    chunk = next((size for size in _CHUNKS if 3 * batch * triton.cdiv(tokens, size) >= _ENOUGH), _CHUNKS[-1])
+    dqkv = qkv.new_empty(qkv.shape) if dqkv is None else dqkv
+    parts = 2 if dv is None else 3
+    chunk = next((size for size in _CHUNKS if parts * batch * triton.cdiv(tokens, size) >= _ENOUGH), _CHUNKS[-1])
     chunks = triton.cdiv(tokens, chunk)
     dweight = qkv.new_empty((batch * chunks, 2, head_dim), dtype=torch.float32)
-    dbias = qkv.new_empty((batch * chunks, three), dtype=torch.float32)
-    given = [gradient if gradient.stride(3) == 1 else gradient.contiguous() for gradient in (dq, dk, dv)]
-    launcher(_heads_backward)[(batch, chunks, 3)](
+    dbias = qkv.new_empty((batch * chunks, parts * heads * head_dim), dtype=torch.float32)
+    given = [
+        gradient if gradient.stride(3) == 1 else gradient.contiguous()
+        for gradient in (dq, dk, dk if dv is None else dv)
+    ]
+    launcher(_heads_backward)[(batch, chunks, parts)](
         qkv, q_weight, k_weight, cos, sin, *given, dqkv, dweight, dbias, tokens, heads, head_dim // 2,
         *(stride for gradient in given for stride in gradient.stride()[:3]),
         EPS=EPSILON, CHUNK=chunk, num_warps=_WARPS["backward"], **_blocks(heads, head_dim),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.library import triton_op
 
+from muralist.models.fused import attention as attention_kernels
 from muralist.models.fused import heads as head_kernels
 from muralist.models.fused import norm, swiglu
 
@@ -79,6 +81,40 @@ def _heads_gradients(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tens
 _heads.register_autograd(_heads_gradients, setup_context=_keep_heads)
 
 
+@triton_op("muralist::attention", mutates_args={})
+def _attention(
+    qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, _ = head_kernels.forward(qkv, q_weight, k_weight, cos, sin, heads, values=False)
+    return *attention_kernels.forward(q, k, qkv), q, k
+
+
+@triton_op("muralist::attention_backward", mutates_args={})
+def _attention_backward(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int,
+    out: Tensor, log_sum: Tensor, q: Tensor, k: Tensor, dout: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dqkv, dbias_of_values = attention_kernels.backward(q, k, qkv, out, log_sum, dout)
+    dqkv, dweight, dbias = head_kernels.backward(qkv, q_weight, k_weight, cos, sin, heads, dq, dk, None, dqkv)
+    return dqkv, dweight, torch.cat((dbias, dbias_of_values))
+
+
+def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    qkv, bias, *tensors, ctx.heads = inputs
+    ctx.bias = bias.dtype
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(qkv, *tensors, *output)
+
+
+def _attention_gradients(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    qkv, q_weight, k_weight, cos, sin, *made = ctx.saved_tensors
+    dqkv, dweight, dbias = _attention_backward(qkv, q_weight, k_weight, cos, sin, ctx.heads, *made, dout)
+    return dqkv, dbias.to(ctx.bias), dweight[0].to(q_weight.dtype), dweight[1].to(k_weight.dtype), None, None, None
+
+
+_attention.register_autograd(_attention_gradients, setup_context=_keep_attention)
+
+
 @triton_op("muralist::swiglu", mutates_args={})
 def _swiglu(h: Tensor, bias: Tensor) -> Tensor:
     return swiglu.forward(h)
@@ -118,6 +154,13 @@ def rotated_heads(
     """Queries and keys normalised and rotated, and values, [B, heads, tokens, head_dim] each."""
     q, k, v = _heads(qkv, bias, q_weight, k_weight, cos, sin, heads)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def attention(
+    qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> Tensor:
+    """Attention with queries and keys normalised and rotated, [B, tokens, heads * head_dim]."""
+    return _attention(qkv, bias, q_weight, k_weight, cos, sin, heads)[0].flatten(2)
 
 
 def gated_linear_unit(h: Tensor, bias: Tensor) -> Tensor:
