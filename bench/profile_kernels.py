@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from muralist.scale.kernels import times_by_kind, times_by_name
 
 
-def time_by_kind(step: Callable[[], Any], steps: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds of a step by kind, with the time in which the card did nothing, and by the largest kernels."""
+def time_by_kind(step: Callable[[], Any], steps: int) -> tuple[dict[str, float], dict[str, float], float]:
+    """Milliseconds of a step by kind, with the time in which the card did nothing; by the largest kernels; how many ran."""
     step()
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -23,9 +24,11 @@ def time_by_kind(step: Callable[[], Any], steps: int) -> tuple[dict[str, float],
         end.record()
         torch.cuda.synchronize()
     whole = start.elapsed_time(end) / steps
-    kernels = times_by_name(trace.key_averages(), steps, on_card=True)
+    averages = trace.key_averages()
+    count = sum(event.count for event in averages if event.device_type == DeviceType.CUDA) / steps
+    kernels = times_by_name(averages, steps, on_card=True)
     kinds = times_by_kind(kernels)
     kinds["the card waits"] = whole - sum(kinds.values())
     kinds["step under the profiler"] = whole
     largest = sorted(kernels.items(), key=lambda item: -item[1])[:60]
-    return {k: round(v, 3) for k, v in kinds.items()}, {k[:160]: round(v, 3) for k, v in largest}
+    return {k: round(v, 3) for k, v in kinds.items()}, {k[:160]: round(v, 3) for k, v in largest}, count

@@ -5,6 +5,9 @@ python bench/train_speed.py NAME [CASE ...] [--variants fused,plain] [--other ST
 A case is MODEL@SIZExBATCH, such as JiT-B/4@64x256. Every variant takes the same steps on data that lie on the card. Their
 first losses are kept beside the times; `python -m tests.models.kernel_checks` compares the kernels with float64. STEP.py
 has a function `build(model, img_size, batch, device)` that returns a callable taking one step of another implementation.
+A variant is fused or plain (with our kernels or without) and words after a +: graphs (recorded and replayed), apart (AdamW
+and the averages one after the other), combo (Inductor puts small kernels that do not wait for each other into one), cudnn,
+flash (attention). Joined, such as fused+graphs+combo.
 Writes bench/results/NAME.json as it goes.
 """
 
@@ -27,6 +30,7 @@ import torch
 from bench.measure_training import RESULTS, hardware
 from bench.profile_kernels import time_by_kind
 from torch import Tensor
+from torch._inductor import config as inductor
 
 from muralist import __version__
 from muralist.data.loader import Batch
@@ -45,7 +49,7 @@ CLASSES = [str(number) for number in range(1000)]
 STEPS = 30
 
 
-def our_step(model: str, img_size: int, batch: int, device: torch.device, graphs: bool) -> Callable[[], Any]:
+def our_step(model: str, img_size: int, batch: int, device: torch.device, words: list[str]) -> Callable[[], Any]:
     """A step of `muralist train`: draws, forward, backward, AdamW, two averages."""
     settings = TrainSettings(
         model=ModelSettings(name=model, img_size=img_size, enable_condition=True),
@@ -65,10 +69,12 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, graphs
         seed=0,
         autocast=torch.bfloat16,
         compiled=device.type == "cuda",
-        graphs=graphs,
+        graphs="graphs" in words,
         max_grad_norm=None,
         half_lives=(7e6, 2e6),
     )
+    if "apart" in words:
+        stepper.one_pass = None
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (batch, img_size, img_size, 3), dtype=torch.uint8, generator=generator)
     labels = torch.randint(0, len(CLASSES), (batch,), generator=generator)
@@ -85,7 +91,7 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, graphs
 
 @contextlib.contextmanager
 def variant(name: str) -> Iterator[None]:
-    """What a name such as fused, plain, fused+cudnn or plain+flash stands for."""
+    """What a name such as fused, plain, fused+combo or plain+flash stands for around a step."""
     kernels, *more = name.split("+")
     before = jit_ops._kernels_run
     backends = torch.backends.cuda
@@ -97,7 +103,9 @@ def variant(name: str) -> Iterator[None]:
         backends.enable_cudnn_sdp("cudnn" in more)
         backends.enable_mem_efficient_sdp(False)
     try:
-        yield
+        # Nothing is tried out by the clock: what is computed may not depend on it.
+        with inductor.patch({"combo_kernels": True, "combo_kernels_autotune": 0} if "combo" in more else {}):
+            yield
     finally:
         jit_ops._kernels_run = before
         for enable, state in zip(
@@ -152,7 +160,7 @@ def measure(case: str, name: str, options: argparse.Namespace, device: torch.dev
         if name == "other":
             step = loaded(options.other).build(model, img_size, batch, device)
         else:
-            step = our_step(model, img_size, batch, device, graphs="graphs" in name)
+            step = our_step(model, img_size, batch, device, name.split("+"))
         losses = [float(step())]
         first = time.perf_counter() - started
         losses += [float(step()) for _ in range(4)]
@@ -172,7 +180,7 @@ def measure(case: str, name: str, options: argparse.Namespace, device: torch.dev
         if device.type == "cuda":
             row["peak memory, GB"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
             if options.profile and name != "other":
-                row["ms by kind"], row["kernels"] = time_by_kind(step, 5)
+                row["ms by kind"], row["kernels"], row["kernels a step"] = time_by_kind(step, 5)
     return row
 
 

@@ -19,10 +19,12 @@ from muralist.train.stepper import LossModule, Stepper, build_optimizer
 from muralist.train.strategy import Replicated
 
 
-def make_stepper() -> Stepper:
+def make_stepper(trained: str = "") -> Stepper:
     settings = TrainSettings(model=ModelSettings(name="JiT-T/8", img_size=16), optim=OptimSettings(warmup_steps=0))
     family = build_family(settings, [])
     network = family.network()
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name.startswith(trained))
     plan = plan_batch(DataSettings(batch_size=8), settings.optim, ranks=1)
     return Stepper(
         family=family,

@@ -26,7 +26,7 @@ from muralist.models.jit_ops import (
     gated_norm,
     gated_sum,
     modulated,
-    projected_norm,
+    projection,
     rms_norm,
     rotated_heads,
 )
@@ -50,23 +50,25 @@ class Stream(NamedTuple):
 
     tokens: Tensor  # [B, tokens, width]
     branch: Tensor | None = None
+    bias: Tensor | None = None  # already in the branch, see `projection`
     gate: Tensor | None = None  # [B, width]
 
     def settled(self) -> Tensor:
         """The tokens with the branch added."""
         if self.branch is None or self.gate is None:
             return self.tokens
-        return gated_sum(self.tokens, self.branch, self.gate)
+        return gated_sum(self.tokens, self.branch, self.bias, self.gate)
 
     def without_first(self, count: int) -> Stream:
         """The same without its first tokens."""
-        return Stream(self.tokens[:, count:], None if self.branch is None else self.branch[:, count:], self.gate)
+        branch = None if self.branch is None else self.branch[:, count:]
+        return self._replace(tokens=self.tokens[:, count:], branch=branch)
 
     def modulated(self, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens with the branch added, and those normalised, scaled and shifted."""
         if self.branch is None or self.gate is None:
             return self.tokens, modulated(self.tokens, weight, shift, scale)
-        return gated_norm(self.tokens, self.branch, self.gate, weight, shift, scale)
+        return gated_norm(self.tokens, self.branch, self.bias, self.gate, weight, shift, scale)
 
 
 def build(
@@ -211,9 +213,9 @@ class SwiGLU(nn.Module):
         self.w12 = nn.Linear(width, 2 * hidden)
         self.w3 = nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor, keys: SampleKeys | None) -> Tensor:
-        """Transform each token on its own."""
-        return self.w3(_drop(gated_linear_unit(self.w12, x), self.drop, keys, self.site))
+    def forward(self, x: Tensor, keys: SampleKeys | None) -> tuple[Tensor, Tensor | None]:
+        """Transform each token on its own; a branch and its bias."""
+        return projection(self.w3, _drop(gated_linear_unit(self.w12, x), self.drop, keys, self.site))
 
 
 class Block(nn.Module):
@@ -244,23 +246,23 @@ class Block(nn.Module):
         if not (self.recomputed and torch.is_grad_enabled()):
             return self._layer(stream, condition, rotation, keys)
 
-        def again(tokens: Tensor, branch: Tensor | None, gate: Tensor | None, condition: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self._layer(Stream(tokens, branch, gate), condition, rotation, keys))  # type: ignore[arg-type]
+        def again(condition: Tensor, *stream: Tensor) -> tuple[Tensor | None, ...]:
+            return tuple(self._layer(Stream(*stream), condition, rotation, keys))
 
         # Tensors one by one, so that autograd lets go of them after the backward pass. Dropout is keyed: no state to keep.
-        inputs = (*stream, condition)
-        return Stream(*recompute(again, *inputs, use_reentrant=False, preserve_rng_state=False))
+        return Stream(*recompute(again, condition, *stream, use_reentrant=False, preserve_rng_state=False))
 
     def _layer(self, stream: Stream, condition: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Stream:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(condition).chunk(6, dim=-1)
         x, y = stream.modulated(self.norm1.weight, shift1, scale1)
         heads, proj = self.attn(y, rotation, keys), self.attn.proj
         if keys is not None and self.attn.proj_drop > 0:
-            branch = _drop(proj(heads), self.attn.proj_drop, keys, self.attn.site + 1)
-            x, y = gated_norm(x, branch, gate1, self.norm2.weight, shift2, scale2)
+            branch, bias = _drop(proj(heads), self.attn.proj_drop, keys, self.attn.site + 1), None
         else:
-            x, y = projected_norm(x, proj, heads, gate1, self.norm2.weight, shift2, scale2)
-        return Stream(x, self.mlp(y, keys), gate2)
+            branch, bias = projection(proj, heads)
+        x, y = gated_norm(x, branch, bias, gate1, self.norm2.weight, shift2, scale2)
+        branch, bias = self.mlp(y, keys)
+        return Stream(x, branch, bias, gate2)
 
 
 class FinalLayer(nn.Module):

@@ -30,32 +30,31 @@ def modulated(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> Tensor
     return rms_norm(x, weight) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
-def gated_sum(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
+def projection(layer: nn.Linear, inner: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A branch that a layer makes of its inner values, and the bias whose gradient the one who adds it is to pass on."""
+    if fused(inner):
+        # A copy of the bias: where weights lie in parts, the layer's own is gone when the next block is at work.
+        return _without_bias_gradient(layer, inner), layer.bias.clone()
+    return layer(inner), None
+
+
+def gated_sum(x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor) -> Tensor:
     """A branch added to the residual stream, through the sample's gate."""
+    if bias is not None:
+        branch = branch + (bias - bias.detach()).to(branch.dtype)  # nothing, but it has the bias's gradient
     return x + gate.unsqueeze(1) * branch
 
 
 def gated_norm(
-    x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
+    x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The residual stream with a branch added, and that modulated."""
     if fused(x):
         from muralist.models.fused import ops
 
-        return ops.gated_norm(x, branch, None, gate, weight, shift, scale)
-    residual = gated_sum(x, branch, gate)
+        return ops.gated_norm(x, branch, bias, gate, weight, shift, scale)
+    residual = gated_sum(x, branch, bias, gate)
     return residual, modulated(residual, weight, shift, scale)
-
-
-def projected_norm(
-    x: Tensor, layer: nn.Linear, inner: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The residual stream with a branch added that a layer makes of its inner values, and that modulated."""
-    if fused(x):
-        from muralist.models.fused import ops
-
-        return ops.gated_norm(x, _without_bias_gradient(layer, inner), layer.bias, gate, weight, shift, scale)
-    return gated_norm(x, layer(inner), gate, weight, shift, scale)
 
 
 def rotated_heads(

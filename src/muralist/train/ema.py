@@ -24,8 +24,11 @@ class WeightAverage:
     def update(self, trained: Mapping[str, Tensor], images: int, step_images: int) -> None:
         """Take in the weights after the step that started at `images` images."""
         weights = [_here(value) for value in trained.values()]
-        decay = ema_decay(images, step_images, self.half_life)
-        torch._foreach_lerp_([_here(value) for value in self.values], weights, 1.0 - decay)
+        torch._foreach_lerp_([_here(value) for value in self.values], weights, self.toward(images, step_images))
+
+    def toward(self, images: int, step_images: int) -> float:
+        """How far it goes toward the weights after the step that started at `images` images."""
+        return 1.0 - ema_decay(images, step_images, self.half_life)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Names and averaged tensors."""

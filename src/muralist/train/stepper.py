@@ -6,8 +6,9 @@ import gc
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from muralist.train import checkpoint
 from muralist.train.ema import WeightAverage
 from muralist.train.schedule import BatchPlan, LearningRate
 from muralist.train.strategy import Replicated
+
+if TYPE_CHECKING:
+    from muralist.train.one_pass import OnePass
 
 log = logging.getLogger("muralist")
 
@@ -112,13 +116,30 @@ class Stepper:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         loss = self._gradients(parts)
+        change = None
+        if self.one_pass:
+            toward = [average.toward(images, self.plan.total) for average in self.averages]
+            change = partial(self.one_pass.step, toward)
         grad_norm = self.strategy.update(
-            self.network, self.optimizer, self.scaler, self.max_grad_norm, self.skip_non_finite
+            self.network, self.optimizer, self.scaler, self.max_grad_norm, self.skip_non_finite, change
         )
-        trained = self.strategy.trained(self.network)
-        for average in self.averages:
-            average.update(trained, images, self.plan.total)
+        if not change:
+            trained = self.strategy.trained(self.network)
+            for average in self.averages:
+                average.update(trained, images, self.plan.total)
         return StepResult(loss, grad_norm, learning_rate)
+
+    @cached_property
+    def one_pass(self) -> OnePass | None:
+        """What changes weights and averages at once, where all lie whole on a GPU; asked for when there are gradients."""
+        whole = type(self.strategy) is Replicated and self.compiled and self.engine.device.type == "cuda"
+        if not whole or self.scaler.is_enabled() or self.skip_non_finite:
+            return None
+        from muralist.train.one_pass import OnePass
+
+        checkpoint.optimizer_tensors(self.network, self.optimizer)  # AdamW makes its state in its own first step only
+        trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        return OnePass(self.optimizer, trained, self.averages) if OnePass.suits(self.optimizer, trained) else None
 
     def _gradients(self, parts: Iterable[Batch], exchange: bool = True) -> Tensor:
         loss = torch.zeros((), device=self.engine.device)

@@ -6,7 +6,7 @@ A checkpoint is the same for all of them: a run can go on under any strategy, on
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -75,10 +75,12 @@ class Replicated:
         scaler: torch.amp.GradScaler,
         most: float | None,
         skip: bool = False,
+        change: Callable[[], None] | None = None,
     ) -> Tensor:
         """Clip the gradients at norm `most`, change the weights, forget the gradients; returns the norm there was.
 
         With `skip`, gradients that are not finite change nothing. The norm is that of all processes, so they agree.
+        Where there is a `change`, it takes the place of the optimizer's step.
         """
         scaler.unscale_(optimizer)
         parameters = [parameter for parameter in network.parameters() if parameter.grad is not None]
@@ -92,8 +94,11 @@ class Replicated:
             return norm
         if most is not None:
             clip_grads_with_norm_(parameters, most, norm, foreach=True)
-        scaler.step(optimizer)
-        scaler.update()
+        if change:
+            change()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad(set_to_none=True)
         return norm
 

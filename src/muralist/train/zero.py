@@ -7,6 +7,7 @@ as those of any other strategy.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ class Zero(Replicated):
         scaler: torch.amp.GradScaler,
         most: float | None,
         skip: bool = False,
+        change: Callable[[], None] | None = None,
     ) -> Tensor:
         """Let DeepSpeed clip and step; the loop has refused to skip steps here."""
         self.deepspeed.optimizer.clip_grad = most or 0.0
