@@ -45,12 +45,13 @@ CLASSES = [str(number) for number in range(1000)]
 STEPS = 30
 
 
-def our_step(model: str, img_size: int, batch: int, device: torch.device, graphs: bool) -> Callable[[], Any]:
+def our_step(model: str, img_size: int, batch: int, device: torch.device, graphs: bool, fp8: bool) -> Callable[[], Any]:
     """A step of `muralist train`: draws, forward, backward, AdamW, two averages."""
     settings = TrainSettings(
         model=ModelSettings(name=model, img_size=img_size, enable_condition=True),
         data=DataSettings(batch_size=batch),
         optim=OptimSettings(warmup_steps=0),
+        precision="fp8" if fp8 else "auto",
     )
     family = build_family(settings, CLASSES)
     network = family.network().to(device)
@@ -85,7 +86,7 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, graphs
 
 @contextlib.contextmanager
 def variant(name: str) -> Iterator[None]:
-    """What a name such as fused, plain, fused+cudnn or plain+flash stands for."""
+    """What a name such as fused, plain, fused+cudnn, plain+flash or fused+fp8+graphs stands for."""
     kernels, *more = name.split("+")
     before = jit_ops._kernels_run
     backends = torch.backends.cuda
@@ -152,7 +153,7 @@ def measure(case: str, name: str, options: argparse.Namespace, device: torch.dev
         if name == "other":
             step = loaded(options.other).build(model, img_size, batch, device)
         else:
-            step = our_step(model, img_size, batch, device, graphs="graphs" in name)
+            step = our_step(model, img_size, batch, device, graphs="graphs" in name, fp8="fp8" in name)
         losses = [float(step())]
         first = time.perf_counter() - started
         losses += [float(step()) for _ in range(4)]

@@ -19,7 +19,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from muralist import keyed_random
 from muralist.keyed_random import Purpose, SampleKeys
+from muralist.models.fp8_products import fits
 from muralist.models.jit_ops import (
+    Linear,
     Rotation,
     gated_linear_unit,
     gated_norm,
@@ -186,8 +188,8 @@ class Attention(nn.Module):
         self.heads, self.attn_drop, self.proj_drop, self.site = heads, attn_drop, proj_drop, site
         self.q_norm = RMSNorm(width // heads)
         self.k_norm = RMSNorm(width // heads)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.qkv = Linear(width, 3 * width)
+        self.proj = Linear(width, width)
 
     def forward(self, x: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Tensor:
         """Attend among all tokens of each sample, [B, tokens, width]; `proj` is left to be applied."""
@@ -207,8 +209,8 @@ class SwiGLU(nn.Module):
     def __init__(self, width: int, hidden: int, drop: float, site: int) -> None:
         super().__init__()
         self.drop, self.site = drop, site
-        self.w12 = nn.Linear(width, 2 * hidden)
-        self.w3 = nn.Linear(hidden, width)
+        self.w12 = Linear(width, 2 * hidden)
+        self.w3 = Linear(hidden, width)
 
     def forward(self, x: Tensor, keys: SampleKeys | None) -> Tensor:
         """Transform each token on its own."""
@@ -364,6 +366,12 @@ class JiT(nn.Module):
         """Lay the patches out as an image, [B, tokens, patch * patch * C] to [B, C, H, W]."""
         patches = tokens.unflatten(-1, (self.patch_size, self.patch_size, self.in_channels))
         return patches.unflatten(1, (self.grid, self.grid)).permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+    def train_in_8_bits(self) -> None:
+        """Compute the products of the blocks' large layers in 8 bits wherever gradients are asked for."""
+        for layer in self.blocks.modules():
+            if isinstance(layer, Linear):
+                layer.eight_bits = fits(layer.in_features, layer.out_features)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

@@ -9,11 +9,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muralist.machine import can_compile
+from muralist.models import fp8_training
 
 _EPSILON = 1e-6
 _CAPABILITY = (8, 0)  # the first cards with bf16
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, [tokens, head_dim / 2] each
+
+
+class Linear(nn.Linear):
+    """A large linear layer of a block; its products are in 8 bits where it is trained, if that is asked for."""
+
+    eight_bits = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x W^T + b."""
+        return self.with_bias(x, self.bias)
+
+    def with_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+        """The same with another bias, or one that gets no gradient here."""
+        if self.eight_bits and torch.is_grad_enabled():
+            return fp8_training.linear(x, self.weight, bias, fused(x))
+        return F.linear(x, self.weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -44,7 +61,7 @@ def gated_norm(
 
 
 def projected_norm(
-    x: Tensor, layer: nn.Linear, inner: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
+    x: Tensor, layer: Linear, inner: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The residual stream with a branch added that a layer makes of its inner values, and that modulated."""
     if fused(x):
@@ -55,7 +72,7 @@ def projected_norm(
 
 
 def rotated_heads(
-    layer: nn.Linear, x: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Rotation, heads: int
+    layer: Linear, x: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Rotation, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys normalised and rotated, and values, [B, heads, tokens, head_dim] each."""
     if fused(x):
@@ -69,7 +86,7 @@ def rotated_heads(
     return q, k, v
 
 
-def gated_linear_unit(layer: nn.Linear, x: Tensor) -> Tensor:
+def gated_linear_unit(layer: Linear, x: Tensor) -> Tensor:
     """silu of the first half of the layer's channels times the second."""
     if fused(x):
         from muralist.models.fused import ops
@@ -101,6 +118,6 @@ def _have_kernels() -> bool:
     return can_compile() and torch.cuda.get_device_capability() >= _CAPABILITY
 
 
-def _without_bias_gradient(layer: nn.Linear, x: Tensor) -> Tensor:
+def _without_bias_gradient(layer: Linear, x: Tensor) -> Tensor:
     """The layer's output; the kernel that follows has the bias's gradient in hand and passes it on."""
-    return F.linear(x, layer.weight, layer.bias.detach())
+    return layer.with_bias(x, layer.bias.detach())
