@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from bench.measure_training import RESULTS, hardware
 from torch import Tensor
 
-from muralist.models.fp8_products import FP8, rounded
+from muralist.models.fp8_products import rounded
 from muralist.models.jit_ops import fused
 from muralist.runfolder import write_json
 
@@ -76,15 +77,13 @@ def measure(tokens: int, inputs: int, outputs: int, device: torch.device) -> dic
 
 def rounding_rates(tokens: int, widths: list[int], device: torch.device) -> dict[str, float]:
     """TB/s of the rounding kernel: bf16 read and 8 bits written."""
-    from muralist.models.fused import rounding
+    from muralist.models.fused import ops_8_bits
 
     rates = {}
     for width in widths:
         rows = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
-        rates[str(width)] = round(3 * rows.numel() / seconds_of(lambda: rounding.rounded(rows)) / 1e12, 2)  # noqa: B023
-        values = rounding.rounded(rows)[0]
-        assert values.dtype == FP8
-        different = (values.float() != rounded(rows).values.float()).float().mean()
+        rates[str(width)] = round(3 * rows.numel() / seconds_of(partial(ops_8_bits.rounded, rows)) / 1e12, 2)
+        different = (ops_8_bits.rounded(rows)[0].float() != rounded(rows).values.float()).float().mean()
         assert different < 1e-3, f"{different:.2%} of the values are not what PyTorch rounds to"
     return rates
 

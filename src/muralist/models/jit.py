@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from muralist import keyed_random
 from muralist.keyed_random import Purpose, SampleKeys
 from muralist.models.fp8_products import fits
+from muralist.models.fp8_training import Both
 from muralist.models.jit_ops import (
     Linear,
     Rotation,
@@ -63,11 +64,13 @@ class Stream(NamedTuple):
         """The same without its first tokens."""
         return Stream(self.tokens[:, count:], None if self.branch is None else self.branch[:, count:], self.gate)
 
-    def modulated(self, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens with the branch added, and those normalised, scaled and shifted."""
+    def modulated(
+        self, weight: Tensor, shift: Tensor, scale: Tensor, reader: nn.Linear
+    ) -> tuple[Tensor, Tensor | Both]:
+        """The tokens with the branch added, and those normalised, scaled and shifted for the layer that reads them."""
         if self.branch is None or self.gate is None:
             return self.tokens, modulated(self.tokens, weight, shift, scale)
-        return gated_norm(self.tokens, self.branch, self.gate, weight, shift, scale)
+        return gated_norm(self.tokens, self.branch, self.gate, weight, shift, scale, reader)
 
 
 def build(
@@ -191,7 +194,7 @@ class Attention(nn.Module):
         self.qkv = Linear(width, 3 * width)
         self.proj = Linear(width, width)
 
-    def forward(self, x: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Tensor:
+    def forward(self, x: Tensor | Both, rotation: Rotation, keys: SampleKeys | None) -> Tensor:
         """Attend among all tokens of each sample, [B, tokens, width]; `proj` is left to be applied."""
         q, k, v = rotated_heads(self.qkv, x, self.q_norm.weight, self.k_norm.weight, rotation, self.heads)
         if keys is not None and self.attn_drop > 0:
@@ -212,9 +215,12 @@ class SwiGLU(nn.Module):
         self.w12 = Linear(width, 2 * hidden)
         self.w3 = Linear(hidden, width)
 
-    def forward(self, x: Tensor, keys: SampleKeys | None) -> Tensor:
+    def forward(self, x: Tensor | Both, keys: SampleKeys | None) -> Tensor:
         """Transform each token on its own."""
-        return self.w3(_drop(gated_linear_unit(self.w12, x), self.drop, keys, self.site))
+        hidden = gated_linear_unit(self.w12, x)
+        if keys is not None and self.drop > 0:
+            hidden = _drop(hidden.exact if isinstance(hidden, Both) else hidden, self.drop, keys, self.site)
+        return self.w3(hidden)
 
 
 class Block(nn.Module):
@@ -254,13 +260,13 @@ class Block(nn.Module):
 
     def _layer(self, stream: Stream, condition: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Stream:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(condition).chunk(6, dim=-1)
-        x, y = stream.modulated(self.norm1.weight, shift1, scale1)
+        x, y = stream.modulated(self.norm1.weight, shift1, scale1, self.attn.qkv)
         heads, proj = self.attn(y, rotation, keys), self.attn.proj
         if keys is not None and self.attn.proj_drop > 0:
             branch = _drop(proj(heads), self.attn.proj_drop, keys, self.attn.site + 1)
-            x, y = gated_norm(x, branch, gate1, self.norm2.weight, shift2, scale2)
+            x, y = gated_norm(x, branch, gate1, self.norm2.weight, shift2, scale2, self.mlp.w12)
         else:
-            x, y = projected_norm(x, proj, heads, gate1, self.norm2.weight, shift2, scale2)
+            x, y = projected_norm(x, proj, heads, gate1, self.norm2.weight, shift2, scale2, self.mlp.w12)
         return Stream(x, self.mlp(y, keys), gate2)
 
 
@@ -278,7 +284,7 @@ class FinalLayer(nn.Module):
     def forward(self, stream: Stream, condition: Tensor) -> Tensor:
         """Each token's pixels, ordered (row, column, channel)."""
         shift, scale = self.adaLN_modulation(condition).chunk(2, dim=-1)
-        return self.linear(stream.modulated(self.norm_final.weight, shift, scale)[1])
+        return self.linear(stream.modulated(self.norm_final.weight, shift, scale, self.linear)[1])
 
 
 class JiT(nn.Module):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from muralist.machine import can_compile
 from muralist.models import fp8_training
+from muralist.models.fp8_training import Both
 
 _EPSILON = 1e-6
 _CAPABILITY = (8, 0)  # the first cards with bf16
@@ -22,13 +23,18 @@ class Linear(nn.Linear):
 
     eight_bits = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether they are in 8 bits now."""
+        return self.eight_bits and torch.is_grad_enabled()
+
+    def forward(self, x: Tensor | Both) -> Tensor:
         """x W^T + b."""
         return self.with_bias(x, self.bias)
 
-    def with_bias(self, x: Tensor, bias: Tensor) -> Tensor:
+    def with_bias(self, x: Tensor | Both, bias: Tensor) -> Tensor:
         """The same with another bias, or one that gets no gradient here."""
-        if self.eight_bits and torch.is_grad_enabled():
+        if isinstance(x, Both) or self.in_8_bits:
             return fp8_training.linear(x, self.weight, bias, fused(x))
         return F.linear(x, self.weight, bias)
 
@@ -49,30 +55,39 @@ def gated_sum(x: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
 
 
 def gated_norm(
-    x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The residual stream with a branch added, and that modulated."""
+    x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, reader: nn.Linear
+) -> tuple[Tensor, Tensor | Both]:
+    """The residual stream with a branch added, and that modulated, for the layer that reads it."""
     if fused(x):
-        from muralist.models.fused import ops
-
-        return ops.gated_norm(x, branch, None, gate, weight, shift, scale)
+        return _fused_norm(x, branch, None, gate, weight, shift, scale, reader)
     residual = gated_sum(x, branch, gate)
     return residual, modulated(residual, weight, shift, scale)
 
 
 def projected_norm(
-    x: Tensor, layer: Linear, inner: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The residual stream with a branch added that a layer makes of its inner values, and that modulated."""
+    x: Tensor, layer: Linear, inner: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, reader: Linear
+) -> tuple[Tensor, Tensor | Both]:
+    """The residual stream with a branch added that a layer makes of its inner values, and that modulated for a reader."""
     if fused(x):
-        from muralist.models.fused import ops
+        branch = _without_bias_gradient(layer, inner)
+        return _fused_norm(x, branch, layer.bias, gate, weight, shift, scale, reader)
+    return gated_norm(x, layer(inner), gate, weight, shift, scale, reader)
 
-        return ops.gated_norm(x, _without_bias_gradient(layer, inner), layer.bias, gate, weight, shift, scale)
-    return gated_norm(x, layer(inner), gate, weight, shift, scale)
+
+def _fused_norm(
+    x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor,
+    reader: nn.Linear,
+) -> tuple[Tensor, Tensor | Both]:  # fmt: skip
+    from muralist.models.fused import ops, ops_8_bits
+
+    if isinstance(reader, Linear) and reader.in_8_bits:
+        residual, y, _, values, rows = ops_8_bits.gated_norm(x, branch, bias, gate, weight, shift, scale)
+        return residual, Both(y, values, rows)
+    return ops.gated_norm(x, branch, bias, gate, weight, shift, scale)
 
 
 def rotated_heads(
-    layer: Linear, x: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Rotation, heads: int
+    layer: Linear, x: Tensor | Both, q_weight: Tensor, k_weight: Tensor, rotation: Rotation, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys normalised and rotated, and values, [B, heads, tokens, head_dim] each."""
     if fused(x):
@@ -86,9 +101,11 @@ def rotated_heads(
     return q, k, v
 
 
-def gated_linear_unit(layer: Linear, x: Tensor) -> Tensor:
+def gated_linear_unit(layer: Linear, x: Tensor | Both) -> Tensor | Both:
     """silu of the first half of the layer's channels times the second."""
     if fused(x):
+        if layer.in_8_bits:
+            return fp8_training.gated_linear_unit(x, layer.weight, layer.bias)
         from muralist.models.fused import ops
 
         return ops.gated_linear_unit(_without_bias_gradient(layer, x), layer.bias)
@@ -103,9 +120,9 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
 
-def fused(x: Tensor) -> bool:
+def fused(x: Tensor | Both) -> bool:
     """Whether the kernels do the work: on NVIDIA cards since 2020, where there is what compiles them."""
-    return x.is_cuda and _kernels_run()
+    return (x.exact if isinstance(x, Both) else x).is_cuda and _kernels_run()
 
 
 @torch.compiler.assume_constant_result
@@ -118,6 +135,6 @@ def _have_kernels() -> bool:
     return can_compile() and torch.cuda.get_device_capability() >= _CAPABILITY
 
 
-def _without_bias_gradient(layer: Linear, x: Tensor) -> Tensor:
+def _without_bias_gradient(layer: Linear, x: Tensor | Both) -> Tensor:
     """The layer's output; the kernel that follows has the bias's gradient in hand and passes it on."""
     return layer.with_bias(x, layer.bias.detach())
