@@ -55,6 +55,7 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, words:
         model=ModelSettings(name=model, img_size=img_size, enable_condition=True),
         data=DataSettings(batch_size=batch),
         optim=OptimSettings(warmup_steps=0),
+        precision="fp8" if "fp8" in words else "auto",
     )
     family = build_family(settings, CLASSES)
     network = family.network().to(device)
@@ -91,7 +92,7 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, words:
 
 @contextlib.contextmanager
 def variant(name: str) -> Iterator[None]:
-    """What a name such as fused, plain, fused+combo or plain+flash stands for around a step."""
+    """What a name such as fused, plain, fused+combo, fused+fp8+graphs or plain+flash stands for around a step."""
     kernels, *more = name.split("+")
     before = jit_ops._kernels_run
     backends = torch.backends.cuda

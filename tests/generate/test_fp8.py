@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from muralist.generate.fp8 import Fp8Linear, can_fp8, exactly, rounded, use_fp8
+from muralist.generate.fp8 import Fp8Linear, exactly, use_fp8
+from muralist.models.fp8_products import can_fp8, rounded
 
 
 def test_a_row_has_its_own_scale_and_loses_little() -> None:

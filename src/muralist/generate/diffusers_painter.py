@@ -19,13 +19,14 @@ from transformers.utils import logging as transformers_logging
 from muralist.errors import UserError, nearest
 from muralist.generate.adapters import add_adapters, check_adapters
 from muralist.generate.card import Copying
-from muralist.generate.fp8 import Fp8Linear, can_fp8, exactly, use_fp8
+from muralist.generate.fp8 import Fp8Linear, exactly, use_fp8
 from muralist.generate.guidance import DENOISERS, DenoisingLoop
 from muralist.generate.noise import own_noise
 from muralist.generate.painter import TRIAL_STEPS, Beat, CannotPaint, Finished, Order, Pending, Way
 from muralist.generate.shortcuts import shortcut_of
 from muralist.generate.text import TextMemory, joinable, remember_few_texts
 from muralist.generate.tuned import Tuning, repeated_blocks, tune, tuned
+from muralist.models.fp8_products import can_fp8
 from muralist.settings import GenerateSettings
 from muralist.settings.generate import scheduler_name
 

@@ -19,7 +19,10 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from muralist import keyed_random
 from muralist.keyed_random import Purpose, SampleKeys
+from muralist.models.fp8_products import fits
+from muralist.models.fp8_training import Both
 from muralist.models.jit_ops import (
+    Linear,
     Rotation,
     attention,
     gated_linear_unit,
@@ -64,11 +67,13 @@ class Stream(NamedTuple):
         branch = None if self.branch is None else self.branch[:, count:]
         return self._replace(tokens=self.tokens[:, count:], branch=branch)
 
-    def modulated(self, weight: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens with the branch added, and those normalised, scaled and shifted."""
+    def modulated(
+        self, weight: Tensor, shift: Tensor, scale: Tensor, reader: nn.Linear
+    ) -> tuple[Tensor, Tensor | Both]:
+        """The tokens with the branch added, and those normalised, scaled and shifted for the layer that reads them."""
         if self.branch is None or self.gate is None:
             return self.tokens, modulated(self.tokens, weight, shift, scale)
-        return gated_norm(self.tokens, self.branch, self.bias, self.gate, weight, shift, scale)
+        return gated_norm(self.tokens, self.branch, self.bias, self.gate, weight, shift, scale, reader)
 
 
 def build(
@@ -189,10 +194,10 @@ class Attention(nn.Module):
         self.heads, self.attn_drop, self.proj_drop, self.site = heads, attn_drop, proj_drop, site
         self.q_norm = RMSNorm(width // heads)
         self.k_norm = RMSNorm(width // heads)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.qkv = Linear(width, 3 * width)
+        self.proj = Linear(width, width)
 
-    def forward(self, x: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Tensor:
+    def forward(self, x: Tensor | Both, rotation: Rotation, keys: SampleKeys | None) -> Tensor:
         """Attend among all tokens of each sample, [B, tokens, width]; `proj` is left to be applied."""
         inputs = self.qkv, x, self.q_norm.weight, self.k_norm.weight, rotation, self.heads
         if keys is None or self.attn_drop == 0:
@@ -210,12 +215,15 @@ class SwiGLU(nn.Module):
     def __init__(self, width: int, hidden: int, drop: float, site: int) -> None:
         super().__init__()
         self.drop, self.site = drop, site
-        self.w12 = nn.Linear(width, 2 * hidden)
-        self.w3 = nn.Linear(hidden, width)
+        self.w12 = Linear(width, 2 * hidden)
+        self.w3 = Linear(hidden, width)
 
-    def forward(self, x: Tensor, keys: SampleKeys | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor | Both, keys: SampleKeys | None) -> tuple[Tensor, Tensor | None]:
         """Transform each token on its own; a branch and its bias."""
-        return projection(self.w3, _drop(gated_linear_unit(self.w12, x), self.drop, keys, self.site))
+        hidden = gated_linear_unit(self.w12, x)
+        if keys is not None and self.drop > 0:
+            hidden = _drop(hidden.exact if isinstance(hidden, Both) else hidden, self.drop, keys, self.site)
+        return projection(self.w3, hidden)
 
 
 class Block(nn.Module):
@@ -254,13 +262,13 @@ class Block(nn.Module):
 
     def _layer(self, stream: Stream, condition: Tensor, rotation: Rotation, keys: SampleKeys | None) -> Stream:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(condition).chunk(6, dim=-1)
-        x, y = stream.modulated(self.norm1.weight, shift1, scale1)
+        x, y = stream.modulated(self.norm1.weight, shift1, scale1, self.attn.qkv)
         heads, proj = self.attn(y, rotation, keys), self.attn.proj
         if keys is not None and self.attn.proj_drop > 0:
             branch, bias = _drop(proj(heads), self.attn.proj_drop, keys, self.attn.site + 1), None
         else:
             branch, bias = projection(proj, heads)
-        x, y = gated_norm(x, branch, bias, gate1, self.norm2.weight, shift2, scale2)
+        x, y = gated_norm(x, branch, bias, gate1, self.norm2.weight, shift2, scale2, self.mlp.w12)
         branch, bias = self.mlp(y, keys)
         return Stream(x, branch, bias, gate2)
 
@@ -279,7 +287,7 @@ class FinalLayer(nn.Module):
     def forward(self, stream: Stream, condition: Tensor) -> Tensor:
         """Each token's pixels, ordered (row, column, channel)."""
         shift, scale = self.adaLN_modulation(condition).chunk(2, dim=-1)
-        return self.linear(stream.modulated(self.norm_final.weight, shift, scale)[1])
+        return self.linear(stream.modulated(self.norm_final.weight, shift, scale, self.linear)[1])
 
 
 class JiT(nn.Module):
@@ -367,6 +375,12 @@ class JiT(nn.Module):
         """Lay the patches out as an image, [B, tokens, patch * patch * C] to [B, C, H, W]."""
         patches = tokens.unflatten(-1, (self.patch_size, self.patch_size, self.in_channels))
         return patches.unflatten(1, (self.grid, self.grid)).permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+
+    def train_in_8_bits(self) -> None:
+        """Compute the products of the blocks' large layers in 8 bits wherever gradients are asked for."""
+        for layer in self.blocks.modules():
+            if isinstance(layer, Linear):
+                layer.eight_bits = fits(layer.in_features, layer.out_features)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

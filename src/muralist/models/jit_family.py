@@ -16,7 +16,7 @@ from muralist.errors import UserError, nearest
 from muralist.keyed_random import Purpose, SampleKeys
 from muralist.models import jit, variants
 from muralist.models.family import to_unit
-from muralist.settings import ObjectiveSettings, SampleSettings, TrainSettings
+from muralist.settings import ObjectiveSettings, Precision, SampleSettings, TrainSettings
 
 LABEL_TABLE = "y_embedder."
 UNCONDITIONAL = "unconditional"
@@ -62,6 +62,7 @@ class JiTFamily:
     attn_dropout: float = 0.0
     proj_dropout: float = 0.0
     gradient_checkpointing: bool = False
+    precision: Precision = "auto"
     seed: int = 0
 
     @classmethod
@@ -81,6 +82,7 @@ class JiTFamily:
             attn_dropout=model.attn_dropout,
             proj_dropout=model.proj_dropout,
             gradient_checkpointing=model.gradient_checkpointing,
+            precision=settings.precision,
             seed=settings.seed,
         )
 
@@ -107,7 +109,10 @@ class JiTFamily:
 
     def _build(self) -> jit.JiT:
         drops = self.attn_dropout, self.proj_dropout
-        return jit.build(self.name, self.img_size, self.num_classes, *drops, self.gradient_checkpointing)
+        network = jit.build(self.name, self.img_size, self.num_classes, *drops, self.gradient_checkpointing)
+        if self.precision == "fp8":
+            network.train_in_8_bits()
+        return network
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
         """Nothing is frozen here."""

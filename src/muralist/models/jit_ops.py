@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muralist.machine import can_compile
+from muralist.models import fp8_training
+from muralist.models.fp8_training import Both
 
 _EPSILON = 1e-6
 _CAPABILITY = (8, 0)  # the first cards with bf16
@@ -18,6 +20,27 @@ _SHORT_HEADS = (64,)
 _SHORT_TYPES = (torch.bfloat16, torch.float16)
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, [tokens, head_dim / 2] each
+
+
+class Linear(nn.Linear):
+    """A large linear layer of a block; its products are in 8 bits where it is trained, if that is asked for."""
+
+    eight_bits = False
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether they are in 8 bits now."""
+        return self.eight_bits and torch.is_grad_enabled()
+
+    def forward(self, x: Tensor | Both) -> Tensor:
+        """x W^T + b."""
+        return self.with_bias(x, self.bias)
+
+    def with_bias(self, x: Tensor | Both, bias: Tensor) -> Tensor:
+        """The same with another bias, or one that gets no gradient here."""
+        if isinstance(x, Both) or self.in_8_bits:
+            return fp8_training.linear(x, self.weight, bias, fused(x))
+        return F.linear(x, self.weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -30,7 +53,7 @@ def modulated(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> Tensor
     return rms_norm(x, weight) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
-def projection(layer: nn.Linear, inner: Tensor) -> tuple[Tensor, Tensor | None]:
+def projection(layer: Linear, inner: Tensor | Both) -> tuple[Tensor, Tensor | None]:
     """A branch that a layer makes of its inner values, and the bias whose gradient the one who adds it is to pass on."""
     if fused(inner):
         # A copy of the bias: where weights lie in parts, the layer's own is gone when the next block is at work.
@@ -46,19 +69,23 @@ def gated_sum(x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor) -> T
 
 
 def gated_norm(
-    x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The residual stream with a branch added, and that modulated."""
+    x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor,
+    reader: nn.Linear,
+) -> tuple[Tensor, Tensor | Both]:  # fmt: skip
+    """The residual stream with a branch added, and that modulated, for the layer that reads it."""
     if fused(x):
-        from muralist.models.fused import ops
+        from muralist.models.fused import ops, ops_8_bits
 
+        if isinstance(reader, Linear) and reader.in_8_bits:
+            residual, y, _, values, rows = ops_8_bits.gated_norm(x, branch, bias, gate, weight, shift, scale)
+            return residual, Both(y, values, rows)
         return ops.gated_norm(x, branch, bias, gate, weight, shift, scale)
     residual = gated_sum(x, branch, bias, gate)
     return residual, modulated(residual, weight, shift, scale)
 
 
 def rotated_heads(
-    layer: nn.Linear, x: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Rotation, heads: int
+    layer: Linear, x: Tensor | Both, q_weight: Tensor, k_weight: Tensor, rotation: Rotation, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys normalised and rotated, and values, [B, heads, tokens, head_dim] each."""
     if fused(x):
@@ -73,7 +100,7 @@ def rotated_heads(
 
 
 def attention(
-    layer: nn.Linear, x: Tensor, q_weight: Tensor, k_weight: Tensor, rotation: Rotation, heads: int
+    layer: Linear, x: Tensor | Both, q_weight: Tensor, k_weight: Tensor, rotation: Rotation, heads: int
 ) -> Tensor:
     """Attention among all tokens of each sample with such queries, keys and values, [B, tokens, heads * head_dim]."""
     if fused(x):
@@ -88,9 +115,11 @@ def attention(
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def gated_linear_unit(layer: nn.Linear, x: Tensor) -> Tensor:
+def gated_linear_unit(layer: Linear, x: Tensor | Both) -> Tensor | Both:
     """silu of the first half of the layer's channels times the second."""
     if fused(x):
+        if layer.in_8_bits:
+            return fp8_training.gated_linear_unit(x, layer.weight, layer.bias)
         from muralist.models.fused import ops
 
         return ops.gated_linear_unit(_without_bias_gradient(layer, x), layer.bias)
@@ -105,9 +134,9 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
 
-def fused(x: Tensor) -> bool:
+def fused(x: Tensor | Both) -> bool:
     """Whether the kernels do the work: on NVIDIA cards since 2020, where there is what compiles them."""
-    return x.is_cuda and _kernels_run()
+    return (x.exact if isinstance(x, Both) else x).is_cuda and _kernels_run()
 
 
 @torch.compiler.assume_constant_result
@@ -120,6 +149,6 @@ def _have_kernels() -> bool:
     return can_compile() and torch.cuda.get_device_capability() >= _CAPABILITY
 
 
-def _without_bias_gradient(layer: nn.Linear, x: Tensor) -> Tensor:
+def _without_bias_gradient(layer: Linear, x: Tensor | Both) -> Tensor:
     """The layer's output; the kernel that follows has the bias's gradient in hand and passes it on."""
-    return F.linear(x, layer.weight, layer.bias.detach())
+    return layer.with_bias(x, layer.bias.detach())

@@ -99,5 +99,5 @@ def need_of(settings: TrainSettings, ranks: int, compiled: bool) -> Need:
     per_image = None
     if not variants.is_hunyuan(model.name):
         side, recomputed = variants.square(model.img_size), model.gradient_checkpointing
-        per_image = activation_bytes(model.name, side, settings.use_amp, compiled, recomputed)
+        per_image = activation_bytes(model.name, side, settings.mixed, compiled, recomputed)
     return Need(0 if lora else count, state, per_image)

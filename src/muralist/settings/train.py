@@ -9,6 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from muralist.settings.section import Apart, Fraction, FractionBelowOne, Section
 
 Strategy = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
+Precision = Literal["auto", "fp8"]
 
 
 class DataSettings(Section):
@@ -253,12 +254,20 @@ class TrainSettings(Section):
     """Key of the order, the noise and the initial weights."""
     use_amp: bool = False
     """Mixed precision: bf16, or fp16 with loss scaling on GPUs without bf16."""
+    precision: Precision = "auto"
+    """fp8: JiT's large products in 8 bits where the GPU has them (Ada, Hopper and later), the rest in bf16; auto: what
+    use_amp says."""
     compile: Annotated[bool | Literal["auto"], Apart] = "auto"
     """torch.compile the training step; auto: on GPUs."""
     results_dir: Annotated[str, Apart] = "results"
     """Where runs live."""
     run_name: Annotated[str | None, Apart] = None
     """Folder under results_dir; default: derived from the settings, so that the same command finds its own run."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether products are in 16 bits or fewer."""
+        return self.use_amp or self.precision == "fp8"
 
 
 TRAIN_FLAT_NAMES = {

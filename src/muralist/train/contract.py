@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from muralist.errors import UserError
 from muralist.models import variants
@@ -11,6 +12,9 @@ from muralist.scale.memory import BYTES_ON_DISK
 from muralist.settings import ModelSettings, Strategy, TrainSettings
 from muralist.train.schedule import BatchPlan, Clock, LearningRate, rates_by_gpus
 from muralist.words import duration, gigabytes
+
+if TYPE_CHECKING:
+    import torch
 
 SMALL_BATCH = 256
 _HUNYUAN_PARTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
@@ -36,6 +40,7 @@ def check(settings: TrainSettings) -> None:
             fix="With a total batch, accumulation is derived: leave --gradient_accumulation_steps out.",
         )
     check_skipping(settings, settings.distributed.strategy)
+    check_precision(settings, settings.distributed.strategy)
     low, high = settings.samples.interval
     if low >= high:
         raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
@@ -58,6 +63,34 @@ def check_skipping(settings: TrainSettings, strategy: Strategy) -> None:
         raise UserError(
             f"--non_finite skip cannot be with --strategy {strategy}: DeepSpeed changes the weights by itself.",
             fix="Use --strategy fsdp2 or ddp, or leave --non_finite skip out.",
+        )
+
+
+def check_precision(settings: TrainSettings, strategy: Strategy, device: torch.device | None = None) -> None:
+    """Refuse 8 bits for models, strategies and, once it is known, devices that know nothing of them."""
+    if settings.precision != "fp8":
+        return
+    if variants.is_hunyuan(settings.model.name):
+        raise UserError(
+            f"{settings.model.name} cannot be trained with --precision fp8.",
+            "8-bit products are there for JiT.",
+            "Use --use_amp, which is bf16.",
+        )
+    if strategy in ("zero2", "zero3"):
+        raise UserError(
+            f"--precision fp8 cannot be with --strategy {strategy}.",
+            "How DeepSpeed's gathered weights and 8-bit products go together was never tried.",
+            "Use --strategy fsdp2 or ddp, or leave --precision fp8 out.",
+        )
+    if device is None:
+        return
+    from muralist.models.fp8_products import can_fp8, capability_of
+
+    if not can_fp8(device):
+        raise UserError(
+            "--precision fp8 needs a GPU of compute capability 8.9 or later: Ada, Hopper, Blackwell.",
+            capability_of(device),
+            "Use --use_amp, which is bf16, or leave both out.",
         )
 
 

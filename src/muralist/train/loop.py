@@ -86,6 +86,7 @@ def train(settings: TrainSettings, name: str) -> int:
 def _train_together(settings: TrainSettings, data: Data, run: RunFolder, heartbeat: Heartbeat) -> None:
     engine = Engine(settings.distributed.strategy, settings.distributed.dist_timeout, heartbeat)
     try:
+        contract.check_precision(settings, engine.strategy, engine.device)
         with ExitStack() as stack:
             if engine.is_main:
                 run.create()
@@ -153,7 +154,7 @@ def _train(
     last_step = min(clock.last_step, settings.max_steps or clock.last_step)
 
     _check_that_all_agree(engine, [first_step, found[0].name if found else "", data.facts, plan.total])
-    autocast = autocast_type(settings.use_amp, device)
+    autocast = autocast_type(settings.mixed, device)
     if autocast is torch.float16 and engine.strategy != "ddp":
         raise UserError(
             f"--use_amp with --strategy {engine.strategy} needs GPUs that know bf16.",

@@ -5,7 +5,7 @@
 
 A row is a token; gate, scale and shift belong to its sample. The backward pass also sums what gate, scale and shift get over
 the tokens of each sample, and what the weight and the branch's bias get over all tokens: first over the rows of a program,
-then over programs, always in the same order.
+then over programs, always in the same order. On request the forward pass writes y in 8 bits too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muralist.models.fp8_products import FP8
 from muralist.models.fused.launch import launcher
+from muralist.models.fused.rounding import eight_bits, scale_of
 
 EPSILON = 1e-6
 # Rows and warps of one program, forward and backward: what an H200 was fastest with.
@@ -27,8 +29,8 @@ _SUMS = 5  # per program: gate, shift, scale; weight, bias
 @triton.jit
 def _norm_forward(
     x_ptr, branch_ptr, gate_ptr, weight_ptr, shift_ptr, scale_ptr, residual_ptr, y_ptr, inverse_ptr,
-    tokens, width, x_stride, branch_stride, gate_stride, scale_stride,
-    EPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    values_ptr, row_scale_ptr, tokens, width, x_stride, branch_stride, gate_stride, scale_stride,
+    EPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     sample, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -51,7 +53,13 @@ def _norm_forward(
         value = stored.to(tl.float32)  # what the backward pass will see
         inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + EPS)
         tl.store(inverse_ptr + row, inverse, mask=token < tokens)
-        tl.store(y_ptr + place, (value * inverse * factor + shift).to(y_ptr.dtype.element_ty), mask=here)
+        y = (value * inverse * factor + shift).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + place, y, mask=here)
+        if EIGHT:
+            y = y.to(tl.float32)
+            row_scale = scale_of(tl.max(tl.abs(y), axis=0))
+            tl.store(values_ptr + place, eight_bits(y, row_scale, values_ptr), mask=here)
+            tl.store(row_scale_ptr + row, row_scale, mask=token < tokens)
 
 
 @triton.jit
@@ -101,19 +109,25 @@ def _norm_backward(
 
 
 def forward(
-    x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The residual, y and each row's inverse root mean square; shift and scale are chunks of one [B, n * width]."""
+    x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, rounded: bool = False
+) -> tuple[Tensor, ...]:
+    """The residual, y and each row's inverse root mean square; shift and scale are chunks of one [B, n * width].
+
+    If `rounded`, also y in 8 bits, and the scales of its rows.
+    """
     batch, tokens, width = x.shape
     x, branch = _rows(x), _rows(branch)
     residual, y = x.new_empty(x.shape), x.new_empty(x.shape)
     inverse = x.new_empty((batch, tokens), dtype=torch.float32)
+    more: tuple[Tensor, ...] = ()
+    if rounded:
+        more = x.new_empty(x.shape, dtype=FP8), x.new_empty((batch * tokens, 1), dtype=torch.float32)
     launcher(_norm_forward)[(batch, triton.cdiv(tokens, _FORWARD["ROWS"]))](
-        x, branch, gate, weight, shift, scale, residual, y, inverse,
+        x, branch, gate, weight, shift, scale, residual, y, inverse, *(more or (y, inverse)),
         tokens, width, x.stride(0), branch.stride(0), gate.stride(0), scale.stride(0),
-        EPS=EPSILON, BLOCK=triton.next_power_of_2(width), **_FORWARD,
+        EPS=EPSILON, BLOCK=triton.next_power_of_2(width), EIGHT=rounded, **_FORWARD,
     )  # fmt: skip
-    return residual, y, inverse
+    return residual, y, inverse, *more
 
 
 def backward(

@@ -21,7 +21,8 @@ from muralist.models.fused import norm, swiglu
 def _gated_norm(
     x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return norm.forward(x, branch, gate, weight, shift, scale)
+    residual, y, inverse = norm.forward(x, branch, gate, weight, shift, scale)
+    return residual, y, inverse
 
 
 @triton_op("muralist::gated_norm_backward", mutates_args={})
@@ -32,15 +33,17 @@ def _gated_norm_backward(
     return norm.backward(residual, branch, gate, weight, scale, inverse, dy, dresidual)
 
 
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """What the gradients need, with and without 8 bits."""
     _, branch, ctx.bias, gate, weight, _, scale = inputs
-    residual, _, inverse = output
+    residual, _, inverse, *_ = output
     ctx.bias = None if ctx.bias is None else ctx.bias.dtype
-    ctx.mark_non_differentiable(inverse)
+    ctx.mark_non_differentiable(*output[2:])
     ctx.save_for_backward(residual, branch, gate, weight, scale, inverse)
 
 
-def _norm_gradients(ctx: Any, dresidual: Tensor, dy: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def norm_gradients(ctx: Any, dresidual: Tensor, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    """Of everything that goes in."""
     residual, branch, gate, weight, scale, inverse = ctx.saved_tensors
     dx, dbranch, of_sample, of_all = _gated_norm_backward(residual, branch, gate, weight, scale, inverse, dy, dresidual)
     dgate, dshift, dscale = of_sample.to(gate.dtype).unbind(0)  # they come out of layers of one type
@@ -48,7 +51,7 @@ def _norm_gradients(ctx: Any, dresidual: Tensor, dy: Tensor, _: Any) -> tuple[Te
     return dx, dbranch, dbias, dgate, of_all[0].to(weight.dtype), dshift, dscale
 
 
-_gated_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
+_gated_norm.register_autograd(norm_gradients, setup_context=keep_norm)
 
 
 @triton_op("muralist::heads", mutates_args={})
@@ -117,12 +120,13 @@ _attention.register_autograd(_attention_gradients, setup_context=_keep_attention
 
 @triton_op("muralist::swiglu", mutates_args={})
 def _swiglu(h: Tensor, bias: Tensor) -> Tensor:
-    return swiglu.forward(h)
+    return swiglu.forward(h)[0]
 
 
 @triton_op("muralist::swiglu_backward", mutates_args={})
 def _swiglu_backward(h: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-    return swiglu.backward(h, dout)
+    dh, dbias = swiglu.backward(h, dout)
+    return dh, dbias
 
 
 def _keep_swiglu(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

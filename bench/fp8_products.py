@@ -1,0 +1,121 @@
+"""How fast a JiT block's matrix products are in bf16 and in 8 bits on one GPU, shape by shape, and what the rounding costs.
+
+python bench/fp8_products.py NAME [--tokens 73728] [--width 768] [--hidden 2048]
+
+Forward is y = x W^T, input is dx = dy W, weight is dW = dy^T x. In 8 bits: a scale for each row (rows), or one for a whole
+matrix (whole), summed as the card does by itself (fast) or in float32 (exact). Writes bench/results/NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from bench.measure_training import RESULTS, hardware
+from torch import Tensor
+
+from muralist.models.fp8_products import rounded
+from muralist.models.jit_ops import fused
+from muralist.runfolder import write_json
+
+
+def seconds_of(call: Callable[[], Any], repeats: int = 20) -> float:
+    """The shortest of three means, on the card's clock."""
+    for _ in range(3):
+        call()
+    if not torch.cuda.is_available():  # a trial without a card: nothing worth knowing
+        return float("nan")
+    best = float("inf")
+    for _ in range(3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3 / repeats)
+    return best
+
+
+def products(left: Tensor, right: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Ways to compute left [M, K] times right [N, K] transposed."""
+    (a, a_scale), (b, b_scale) = rounded(left), rounded(right)
+    one = torch.ones((), device=left.device)
+
+    def scaled(first: Tensor, second: Tensor, fast: bool) -> Callable[[], Tensor]:
+        return lambda: torch._scaled_mm(a, b.t(), first, second, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    return {
+        "fp8 rows fast": scaled(a_scale, b_scale.t(), True),
+        "fp8 rows exact": scaled(a_scale, b_scale.t(), False),
+        "fp8 whole fast": scaled(one, one, True),
+        "fp8 whole exact": scaled(one, one, False),
+    }
+
+
+def measure(tokens: int, inputs: int, outputs: int, device: torch.device) -> dict[str, dict[str, float]]:
+    """TFLOP/s of the three products of a layer."""
+    x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16)
+    dy = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16)
+    kinds: dict[str, tuple[Callable[[], Tensor], Tensor, Tensor]] = {
+        "forward": (lambda: x @ weight.t(), x, weight),
+        "input": (lambda: dy @ weight, dy, weight.t().contiguous()),
+        "weight": (lambda: dy.t() @ x, dy.t().contiguous(), x.t().contiguous()),
+    }
+    work = 2 * tokens * inputs * outputs / 1e12
+    table = {}
+    for kind, (plain, left, right) in kinds.items():
+        ways = {"bf16": plain} | products(left, right)
+        table[kind] = {way: round(work / seconds_of(call), 1) for way, call in ways.items()}
+    return table
+
+
+def rounding_rates(tokens: int, widths: list[int], device: torch.device) -> dict[str, float]:
+    """TB/s of the rounding kernel: bf16 read and 8 bits written."""
+    from muralist.models.fused import ops_8_bits
+
+    rates = {}
+    for width in widths:
+        rows = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
+        rates[str(width)] = round(3 * rows.numel() / seconds_of(partial(ops_8_bits.rounded, rows)) / 1e12, 2)
+        different = (ops_8_bits.rounded(rows)[0].float() != rounded(rows).values.float()).float().mean()
+        assert different < 1e-3, f"{different:.2%} of the values are not what PyTorch rounds to"
+    return rates
+
+
+def main() -> None:
+    """Measure the four layers of a block."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("--tokens", type=int, default=256 * 288)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--hidden", type=int, default=2048)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    width, hidden, tokens = options.width, options.hidden, options.tokens
+    sides = {"qkv": (width, 3 * width), "proj": (width, width), "w12": (width, 2 * hidden), "w3": (hidden, width)}
+    result: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]),
+        "hardware": hardware(),
+        "torch": torch.__version__,
+        "tokens": tokens,
+        "TFLOP/s": {},
+    }
+    for name, (inputs, outputs) in sides.items():
+        result["TFLOP/s"][name] = table = measure(tokens, inputs, outputs, device)
+        for kind, row in table.items():
+            print(name, kind, row, flush=True)
+    if fused(torch.empty(0, device=device)):
+        widths = sorted({width, 3 * width, hidden, 2 * hidden})
+        result["rounding, TB/s"] = rounding_rates(tokens, widths, device)
+        print("rounding", result["rounding, TB/s"], flush=True)
+    write_json(RESULTS / f"{options.name}.json", result)
+
+
+if __name__ == "__main__":
+    main()
