@@ -1,6 +1,6 @@
 """What checkpoints and their samples cost a training run: bench/results/NAME.json.
 
-python bench/checkpoint_cost.py NAME [--data PACKED_OR_NPZ] [--steps_between 72] [any flag of muralist train]
+python bench/checkpoint_cost.py NAME [--data PACKED_OR_NPZ] [--steps_between 80] [any flag of muralist train]
 
 Runs `muralist train` as a user would (JiT-B/4 at 64 px, batch 256, on random pictures where no data are given) with a
 checkpoint and a sample every so many steps, and reads the answer from what the run itself writes. Each metric has the
@@ -88,6 +88,7 @@ def cost(lines: Sequence[dict[str, Any]], written: dict[int, float]) -> dict[str
             "seconds lost": round(lost, 3),
             "of which the loop stands still": round(still, 3),
             "seconds until its files were complete": round(written[step] - here[0].begin, 1),
+            "the next had to wait for them": written[step] > here[-1].end,  # then --steps_between is too short
         })  # fmt: skip
     later = mean(row["seconds lost"] for row in rows[1:])
     return {
@@ -139,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="of the file in bench/results")
     parser.add_argument("--data", type=Path, help="what to train on; default: random pictures")
-    parser.add_argument("--steps_between", type=int, default=72, help="checkpoints")
+    parser.add_argument("--steps_between", type=int, default=80, help="checkpoints")
     options, given = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, given, Path(folder))

@@ -19,7 +19,7 @@ from tests.train.test_stepper import make_stepper
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 LEARNING_RATE, TOTAL = 1e-2, 10
-HALF_LIVES = (300.0, 20.0)
+HALF_LIVES = (300.0, 5.0)  # averages that go a little toward the weights in a step, and most of the way
 
 
 class Shapes(nn.Module):
@@ -49,7 +49,7 @@ class Run:
                 parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             for group in self.optimizer.param_groups:
                 group["lr"] = LEARNING_RATE / (1 + number)
-            images = number * TOTAL
+            images = 1000 * number * TOTAL  # so many that averages are no longer as short as the run
             if self.one_pass is None:
                 self.optimizer.step()
                 for average in self.averages:
@@ -129,7 +129,7 @@ def test_a_step_takes_one_pass_or_the_averages_apart_never_both(interpreted: Mod
         for average in stepper.averages:
             average.half_life = HALF_LIVES[0]
         for number in range(2):
-            stepper.step([batch], images=8 * number)
+            stepper.step([batch], images=10_000 * (1 + number))
     for mine, theirs in zip(together.averages, apart.averages, strict=True):
         for (name, value), (_, expected) in zip(mine.items(), theirs.items(), strict=True):
             torch.testing.assert_close(value, expected, rtol=0, atol=1e-7, msg=lambda text: f"{name}: {text}")  # noqa: B023
