@@ -116,7 +116,7 @@ def _attention_forward(
             more = tl.exp2(more * (SCALE * _LOG2E) - top[:, None])
             total += tl.sum(more, axis=1)
             out = tl.dot(more.to(v.dtype), more_v, out)
-        _store_rows(out_ptr, start, width, out / total[:, None], TOKENS, QUERIES, EVEN, DIM)
+        _store_rows(out_ptr, start, width, out * (1.0 / total)[:, None], TOKENS, QUERIES, EVEN, DIM)
         row = start + tl.arange(0, QUERIES)
         tl.store(log_sum_ptr + row, top + tl.log2(total), mask=row < TOKENS)
 
@@ -206,6 +206,7 @@ def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) ->
     """The result like q, and for every query the logarithm (to base 2) of the sum of its weights, [B, heads, tokens]."""
     layout = layout or FORWARD
     batch, tokens, heads, head_dim = q.shape
+    tokens = int(tokens)  # also where torch.compile would rather not know: the kernel is made for this number
     out = q.new_empty(q.shape)
     log_sum = q.new_empty((batch, heads, tokens), dtype=torch.float32)
     large = max(_SMALLEST, _power_below(tokens))
@@ -228,6 +229,7 @@ def backward(
     """Gradients of queries, keys and qkv (of its last third only), and the sum of that third over all tokens."""
     layout = layout or BACKWARD
     batch, tokens, heads, head_dim = q.shape
+    tokens = int(tokens)
     dq, dk, dqkv = q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(qkv.shape)
     queries = min(layout.queries, _power_above(tokens))
     rest = tokens % layout.keys
