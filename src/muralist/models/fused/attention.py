@@ -22,6 +22,7 @@ from muralist.models.fused.launch import launcher
 
 _SMALLEST = 16  # what a matrix unit takes
 _GROUP = 64  # rows that Hopper's matrix units take at once
+_LOG2E = tl.constexpr(math.log2(math.e))  # powers of two are what the card computes
 _ENOUGH = 512  # programs that fill a card
 
 
@@ -78,9 +79,8 @@ def _scores(q, k, first, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.co
 
 @triton.jit
 def _attention_forward(
-    q_ptr, k_ptr, qkv_ptr, out_ptr, log_sum_ptr, heads, scale,
-    TOKENS: tl.constexpr, DIM: tl.constexpr, QUERIES: tl.constexpr, TILES: tl.constexpr,
-    LARGE: tl.constexpr, SMALL: tl.constexpr,
+    q_ptr, k_ptr, qkv_ptr, out_ptr, log_sum_ptr, heads, SCALE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    QUERIES: tl.constexpr, TILES: tl.constexpr, LARGE: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(1)
     sample, head = (number // heads).to(tl.int64), number % heads
@@ -108,15 +108,15 @@ def _attention_forward(
         if SMALL > 0:
             more = _scores(q, more_k, LARGE, TOKENS, SMALL, BOTH)
             top = tl.maximum(top, tl.max(more, axis=1))
-        top *= scale
-        weights = tl.exp2(scores * scale - top[:, None])
+        top *= SCALE * _LOG2E
+        weights = tl.exp2(scores * (SCALE * _LOG2E) - top[:, None])
         total = tl.sum(weights, axis=1)
         out = tl.dot(weights.to(v.dtype), v)
         if SMALL > 0:
-            more = tl.exp2(more * scale - top[:, None])
+            more = tl.exp2(more * (SCALE * _LOG2E) - top[:, None])
             total += tl.sum(more, axis=1)
             out = tl.dot(more.to(v.dtype), more_v, out)
-        _store_rows(out_ptr, start, width, out / total[:, None], TOKENS, QUERIES, EVEN, DIM)
+        _store_rows(out_ptr, start, width, out * (1.0 / total)[:, None], TOKENS, QUERIES, EVEN, DIM)
         row = start + tl.arange(0, QUERIES)
         tl.store(log_sum_ptr + row, top + tl.log2(total), mask=row < TOKENS)
 
@@ -124,7 +124,7 @@ def _attention_forward(
 @triton.jit
 def _key_block(
     q_ptr, k_ptr, v_ptr, dout_ptr, log_sum_ptr, dot_ptr, partial_ptr, dq_ptr, dk_ptr, dv_ptr, sums_ptr, width,
-    scale, dscale, FIRST: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
+    SCALE: tl.constexpr, FIRST: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, KEYS: tl.constexpr,
     QUERIES: tl.constexpr, OPENS: tl.constexpr, CLOSES: tl.constexpr,
 ):  # fmt: skip
     WHOLE: tl.constexpr = FIRST + KEYS <= TOKENS
@@ -140,23 +140,23 @@ def _key_block(
         # Queries beyond the last get no weight; keys beyond the last are not stored, but must stay finite.
         log_sum = tl.load(log_sum_ptr + start + column, mask=start + column < TOKENS, other=float("inf"))
         dot = tl.load(dot_ptr + start + column, mask=start + column < TOKENS, other=0.0)
-        here = partial_ptr + start * DIM + tl.arange(0, DIM)[:, None] * QUERIES + column[None, :]
-        if not OPENS:
-            grown = tl.load(here)  # early, so that it is there when it is needed
-        weights = tl.exp2(tl.dot(k, tl.trans(q)) * scale - log_sum[None, :])  # [keys, queries]
+        weights = tl.exp2(tl.dot(k, tl.trans(q)) * (SCALE * _LOG2E) - log_sum[None, :])  # [keys, queries]
         if not WHOLE:
             weights = tl.where((FIRST + tl.arange(0, KEYS))[:, None] < TOKENS, weights, 0.0)
         dscores = (weights * (tl.dot(v, tl.trans(dout)) - dot[None, :])).to(k.dtype)
         dv = tl.dot(weights.to(dout.dtype), dout, dv)
         dk = tl.dot(dscores, q, dk)
-        dq = tl.dot(tl.trans(k), dscores)  # [channels, queries]
+        dq = tl.dot(
+            tl.trans(k), dscores
+        )  # [channels, queries]: rows must be 64, and there are more channels than queries
+        here = partial_ptr + start * DIM + tl.arange(0, DIM)[:, None] * QUERIES + column[None, :]
         if not OPENS:
-            dq += grown
+            dq += tl.load(here)
         if CLOSES:
-            _store_rows(dq_ptr, start, width, tl.trans(dq) * dscale, TOKENS, QUERIES, EVEN, DIM)
+            _store_rows(dq_ptr, start, width, tl.trans(dq) * SCALE, TOKENS, QUERIES, EVEN, DIM)
         else:
             tl.store(here, dq)
-    _store_rows(dk_ptr, FIRST, width, dk * dscale, TOKENS, KEYS, WHOLE, DIM)
+    _store_rows(dk_ptr, FIRST, width, dk * SCALE, TOKENS, KEYS, WHOLE, DIM)
     stored = dv.to(dv_ptr.dtype.element_ty)
     _store_rows(dv_ptr, FIRST, 3 * width, stored, TOKENS, KEYS, WHOLE, DIM)
     tl.store(sums_ptr + tl.arange(0, DIM), tl.sum(stored.to(tl.float32), axis=0))
@@ -165,10 +165,10 @@ def _key_block(
 @triton.jit
 def _attention_backward(
     q_ptr, k_ptr, qkv_ptr, out_ptr, dout_ptr, log_sum_ptr, dot_ptr, partial_ptr, dq_ptr, dk_ptr, dqkv_ptr, sums_ptr,
-    heads, scale, dscale, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    heads, SCALE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     KEYS: tl.constexpr, TAIL: tl.constexpr, QUERIES: tl.constexpr, SCRATCH: tl.constexpr,
 ):  # fmt: skip
-    EVEN: tl.constexpr = TOKENS % QUERIES == 0
+    EVEN: tl.constexpr = TOKENS % KEYS == 0
     BLOCKS: tl.constexpr = TOKENS // KEYS
     width = heads * DIM
     number = tl.program_id(0).to(tl.int64)
@@ -179,17 +179,17 @@ def _attention_backward(
     place = sample * TOKENS * width + head * DIM
     v_place = sample * TOKENS * 3 * width + 2 * width + head * DIM
     sums_place = sample * (BLOCKS + (TAIL > 0)) * width + head * DIM
-    for start in tl.range(0, TOKENS, QUERIES):
-        out = _rows(out_ptr + place, start, width, TOKENS, QUERIES, EVEN, DIM).to(tl.float32)
-        dout = _rows(dout_ptr + place, start, width, TOKENS, QUERIES, EVEN, DIM).to(tl.float32)
-        row = start + tl.arange(0, QUERIES)
+    for start in tl.range(0, TOKENS, KEYS):  # no matrix is in the registers yet: many rows are read at once
+        out = _rows(out_ptr + place, start, width, TOKENS, KEYS, EVEN, DIM).to(tl.float32)
+        dout = _rows(dout_ptr + place, start, width, TOKENS, KEYS, EVEN, DIM).to(tl.float32)
+        row = start + tl.arange(0, KEYS)
         tl.store(dot_ptr + row, tl.sum(out * dout, axis=1), mask=row < TOKENS)
     tl.debug_barrier()  # other threads of this program read what these have written
     for block in tl.static_range(BLOCKS):
         _key_block(
             q_ptr + place, k_ptr + place, qkv_ptr + v_place, dout_ptr + place, log_sum_ptr,
             dot_ptr, partial_ptr, dq_ptr + place, dk_ptr + place, dqkv_ptr + v_place,
-            sums_ptr + sums_place + block * width, width, scale, dscale,
+            sums_ptr + sums_place + block * width, width, SCALE,
             block * KEYS, TOKENS, DIM, KEYS, QUERIES, block == 0, (TAIL == 0) & (block == BLOCKS - 1),
         )  # fmt: skip
         tl.debug_barrier()
@@ -197,7 +197,7 @@ def _attention_backward(
         _key_block(
             q_ptr + place, k_ptr + place, qkv_ptr + v_place, dout_ptr + place, log_sum_ptr,
             dot_ptr, partial_ptr, dq_ptr + place, dk_ptr + place, dqkv_ptr + v_place,
-            sums_ptr + sums_place + BLOCKS * width, width, scale, dscale,
+            sums_ptr + sums_place + BLOCKS * width, width, SCALE,
             BLOCKS * KEYS, TOKENS, DIM, TAIL, QUERIES, BLOCKS == 0, True,
         )  # fmt: skip
 
@@ -206,6 +206,7 @@ def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) ->
     """The result like q, and for every query the logarithm (to base 2) of the sum of its weights, [B, heads, tokens]."""
     layout = layout or FORWARD
     batch, tokens, heads, head_dim = q.shape
+    tokens = int(tokens)  # also where torch.compile would rather not know: the kernel is made for this number
     out = q.new_empty(q.shape)
     log_sum = q.new_empty((batch, heads, tokens), dtype=torch.float32)
     large = max(_SMALLEST, _power_below(tokens))
@@ -214,8 +215,8 @@ def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) ->
     while tiles > 1 and batch * heads * triton.cdiv(tokens, tiles * queries) < _ENOUGH:
         tiles //= 2
     launcher(_attention_forward)[(triton.cdiv(tokens, tiles * queries), batch * heads)](
-        q, k, qkv.contiguous(), out, log_sum, heads, math.log2(math.e) / math.sqrt(head_dim),
-        TOKENS=tokens, DIM=head_dim, QUERIES=queries, TILES=tiles,
+        q, k, qkv.contiguous(), out, log_sum, heads,
+        SCALE=1 / math.sqrt(head_dim), TOKENS=tokens, DIM=head_dim, QUERIES=queries, TILES=tiles,
         LARGE=large, SMALL=_power_above(tokens - large) if tokens > large else 0,
         num_warps=layout.warps, num_stages=layout.stages,
     )  # fmt: skip
@@ -228,6 +229,7 @@ def backward(
     """Gradients of queries, keys and qkv (of its last third only), and the sum of that third over all tokens."""
     layout = layout or BACKWARD
     batch, tokens, heads, head_dim = q.shape
+    tokens = int(tokens)
     dq, dk, dqkv = q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(qkv.shape)
     queries = min(layout.queries, _power_above(tokens))
     rest = tokens % layout.keys
@@ -240,8 +242,8 @@ def backward(
     sums = q.new_empty((batch * blocks, heads * head_dim), dtype=torch.float32)
     launcher(_attention_backward)[(batch * heads,)](
         q, k, qkv.contiguous(), out, dout.contiguous(), log_sum, dot, partial, dq, dk, dqkv, sums,
-        heads, math.log2(math.e) / math.sqrt(head_dim), 1 / math.sqrt(head_dim),
-        TOKENS=tokens, DIM=head_dim, KEYS=layout.keys, TAIL=tail, QUERIES=queries, SCRATCH=scratch,
+        heads, SCALE=1 / math.sqrt(head_dim), TOKENS=tokens, DIM=head_dim,
+        KEYS=layout.keys, TAIL=tail, QUERIES=queries, SCRATCH=scratch,
         num_warps=layout.warps, num_stages=layout.stages,
     )  # fmt: skip
     return dq, dk, dqkv, sums.sum(0)
