@@ -41,12 +41,35 @@ from muralist.scale.flops import matmul_rate
 from muralist.settings import DataSettings, ModelSettings, OptimSettings, TrainSettings
 from muralist.train.distributed import Engine
 from muralist.train.schedule import Clock, learning_rate, plan_batch
-from muralist.train.stepper import Stepper, build_optimizer
+from muralist.train.stepper import Stepper, autocast_type, build_optimizer
 from muralist.train.strategy import Replicated
 
 CASES = ["JiT-B/4@64x256", "JiT-B/4@64x64"]
 CLASSES = [str(number) for number in range(1000)]
 STEPS = 30
+
+
+def build_stepper(
+    settings: TrainSettings, classes: list[str], device: torch.device, compiled: bool, graphs: bool
+) -> Stepper:
+    """Everything that `muralist train` takes a step with."""
+    family = build_family(settings, classes)
+    network = family.network().to(device)
+    plan = plan_batch(settings.data, settings.optim, ranks=1)
+    return Stepper(
+        family=family,
+        network=network,
+        optimizer=build_optimizer(network, settings.optim),
+        strategy=Replicated(Engine()),
+        plan=plan,
+        rate=learning_rate(settings.optim, Clock(100_000, plan.total, 1)),
+        seed=settings.seed,
+        autocast=autocast_type(settings.mixed, device),
+        compiled=compiled,
+        graphs=graphs,
+        max_grad_norm=None,
+        half_lives=(7e6, 2e6),
+    )
 
 
 def our_step(model: str, img_size: int, batch: int, device: torch.device, words: list[str]) -> Callable[[], Any]:
@@ -55,25 +78,10 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, words:
         model=ModelSettings(name=model, img_size=img_size, enable_condition=True),
         data=DataSettings(batch_size=batch),
         optim=OptimSettings(warmup_steps=0),
+        use_amp=True,
         precision="fp8" if "fp8" in words else "auto",
     )
-    family = build_family(settings, CLASSES)
-    network = family.network().to(device)
-    plan = plan_batch(settings.data, settings.optim, ranks=1)
-    stepper = Stepper(
-        family=family,
-        network=network,
-        optimizer=build_optimizer(network, settings.optim),
-        strategy=Replicated(Engine()),
-        plan=plan,
-        rate=learning_rate(settings.optim, Clock(100_000, plan.total, 1)),
-        seed=0,
-        autocast=torch.bfloat16,
-        compiled=device.type == "cuda",
-        graphs="graphs" in words,
-        max_grad_norm=None,
-        half_lives=(7e6, 2e6),
-    )
+    stepper = build_stepper(settings, CLASSES, device, compiled=device.type == "cuda", graphs="graphs" in words)
     if "apart" in words:
         stepper.one_pass = None
     generator = torch.Generator().manual_seed(0)

@@ -36,11 +36,11 @@ def draw(measured: dict[str, Any]) -> str:
         return TOP + high * (1 - fid / most)
 
     title = f"FID of {measured['model']} on CIFAR-10, by images seen in training"
-    parts = [_text(LEFT, 26, title, INK, "start", 15)]
+    parts = [label(LEFT, 26, title, INK, "start", 15)]
     for fid in range(0, most + 1, step):
         y = down(fid)
         parts.append(f'<line x1="{LEFT}" y1="{y:.0f}" x2="{WIDTH - RIGHT}" y2="{y:.0f}" stroke="{LINE}"/>')
-        parts.append(_text(LEFT - 8, y + 4, str(fid), anchor="end"))
+        parts.append(label(LEFT - 8, y + 4, str(fid), anchor="end"))
     points = [(across(row["images"]), down(row["fid"])) for row in rows]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOUR}" stroke-width="2"/>')
@@ -48,13 +48,13 @@ def draw(measured: dict[str, Any]) -> str:
         top, bottom = (down(fid) for fid in reversed(row["fid, 95%"]))
         parts.append(f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="{COLOUR}"/>')
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLOUR}"/>')
-        parts.append(_text(x, y - 12, f"{row['fid']:.0f}", INK))
-        parts.append(_text(x, HEIGHT - BOTTOM + 20, f"{row['images']:,}"))
+        parts.append(label(x, y - 12, f"{row['fid']:.0f}", INK))
+        parts.append(label(x, HEIGHT - BOTTOM + 20, f"{row['images']:,}"))
     count, gpu = rows[0]["pictures"], measured["hardware"].get("gpu", "CPU")
     below = (
         f"images seen; {count:,} pictures at each point, lines are 95%; {gpu}, torch {measured['versions']['torch']}"
     )
-    parts.append(_text(LEFT, HEIGHT - 14, below, anchor="start", size=11))
+    parts.append(label(LEFT, HEIGHT - 14, below, anchor="start", size=11))
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'font-family="system-ui, sans-serif" role="img" aria-label="{escape(title)}">'
@@ -99,9 +99,16 @@ def section(measured: dict[str, Any]) -> str:
 
 def with_section(page: str, measured: dict[str, Any]) -> str:
     """The page with the section as it is now, in its place."""
-    without = re.sub(rf"^{re.escape(HEADING)}\n.*?(?=^{re.escape(NEXT)}\n)", "", page, flags=re.DOTALL | re.MULTILINE)
-    before, after = without.split(f"{NEXT}\n")
-    return f"{before}{section(measured)}{NEXT}\n{after}"
+    return placed(page, HEADING, NEXT, section(measured))
+
+
+def placed(page: str, heading: str, following: str, text: str) -> str:
+    """A page with a section, from its heading on, before the one that follows it; an earlier one is replaced."""
+    without = re.sub(
+        rf"^{re.escape(heading)}\n.*?(?=^{re.escape(following)}\n)", "", page, flags=re.DOTALL | re.MULTILINE
+    )
+    before, after = without.split(f"{following}\n")
+    return f"{before}{text}{following}\n{after}"
 
 
 def _round_step(most: float) -> int:
@@ -109,17 +116,18 @@ def _round_step(most: float) -> int:
     return next(step for step in (10, 20, 50, 100, 200) if most / step <= 6)
 
 
-def _text(x: float, y: float, words: str, colour: str = FAINT, anchor: str = "middle", size: int = 12) -> str:
+def label(x: float, y: float, words: str, colour: str = FAINT, anchor: str = "middle", size: int = 12) -> str:
+    """Words in the picture."""
     style = f'fill="{colour}" font-size="{size}" text-anchor="{anchor}"'
     return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{escape(words, quote=False)}</text>'
 
 
 def main(folder: Path) -> None:
     """Write picture and section into a folder of pages."""
-    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
-    (folder / PICTURE).write_text(draw(measured), encoding="utf-8")
+    measured = json.loads(MEASURED.readlabel(encoding="utf-8"))
+    (folder / PICTURE).writelabel(draw(measured), encoding="utf-8")
     page = folder / PAGE
-    page.write_text(with_section(page.read_text(encoding="utf-8"), measured), encoding="utf-8")
+    page.writelabel(with_section(page.readlabel(encoding="utf-8"), measured), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ def test_a_row_has_its_own_scale_and_loses_little() -> None:
 
 def test_rounding_of_zeros_and_of_the_largest() -> None:
     values, scale = rounded(torch.tensor([[0.0, 0.0], [3.0, -6.0]]))
-    assert torch.equal(values.float() * scale, torch.tensor([[0.0, 0.0], [3.0, -6.0]]))
+    assert torch.equal(values.float(), torch.tensor([[0.0, 0.0], [224.0, -448.0]]))
+    assert torch.allclose(values.float() * scale, torch.tensor([[0.0, 0.0], [3.0, -6.0]]), rtol=1e-6, atol=0)
 
 
 def test_only_large_layers_of_fitting_sides_are_changed() -> None:

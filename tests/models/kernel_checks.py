@@ -12,7 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from muralist.models.fused import ops
+from muralist.models import fp8_products
+from muralist.models.fp8_products import FP8
+from muralist.models.fused import norm as norm_kernels
+from muralist.models.fused import ops, rounding
+from muralist.models.fused import swiglu as swiglu_kernels
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
@@ -128,11 +132,41 @@ def swiglu(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str)
     return worst(ours, plain, [h, bias], leaves=2)
 
 
+def in_8_bits(rows: int, width: int, dtype: torch.dtype, device: str) -> float:
+    """What kernels write in 8 bits, against the rounding of what they write beside it; scales are the same to the bit.
+
+    The interpreter's own conversion to 8 bits does not carry: there, values are kept as they are before it.
+    """
+    x = torch.randn(rows, width, dtype=dtype, device=device) * torch.logspace(-9, 3, rows, device=device)[:, None]
+    x[0] = 0
+    x = x.to(dtype)
+    h = torch.cat((x, x.flip(0)), dim=1)
+    gate, shift, scale = torch.randn(3, 1, width, dtype=dtype, device=device)
+    dh, _, *of_gradient = swiglu_kernels.backward(h, x, rounded=True)
+    out, *of_output = swiglu_kernels.forward(h, rounded=True)
+    _, y, _, *of_norm = norm_kernels.forward(
+        x[None], x.flip(1)[None], gate, gate[0].float(), shift, scale, rounded=True
+    )
+    different = 0.0
+    for exact, (values, scales) in ((x, rounding.rounded(x)), (dh, of_gradient), (out, of_output), (y[0], of_norm)):
+        expected = fp8_products.rounded(exact)
+        if not torch.equal(scales, expected.scale):
+            return float("inf")
+        kept = values.reshape(exact.shape).float()
+        kept = kept if values.dtype == FP8 else kept.clamp(-fp8_products.LARGEST, fp8_products.LARGEST).to(FP8).float()
+        different = max(different, float((kept != expected.values.float()).float().mean()))
+    return different
+
+
 def main() -> None:
     """Print every check; fail where one is over its bound."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     device = "cpu" if interpreted else "cuda"
     failures = 0
+    eight = interpreted or torch.cuda.get_device_capability() >= (8, 9)
+    if interpreted:
+        for module in (norm_kernels, swiglu_kernels, rounding):
+            module.FP8 = torch.float32  # type: ignore[attr-defined]
     # The interpreter keeps no bf16 arithmetic of its own, and is slow: small shapes there.
     for dtype in (torch.float32,) if interpreted else (torch.float32, torch.bfloat16):
         small = [
@@ -141,6 +175,7 @@ def main() -> None:
             ("heads 2x9x3x8", heads(2, 9, 3, 8, dtype, device)),
             ("heads 1x35x5x20", heads(1, 35, 5, 20, dtype, device)),
             ("swiglu 3x15x7", swiglu((3, 15), 7, dtype, device)),
+            *([("8 bits 37x48", in_8_bits(37, 48, dtype, device))] if eight else []),
         ]
         large = [] if interpreted else [
             ("norm 8x288x768", norm(8, 288, 768, dtype, device)),
@@ -151,6 +186,8 @@ def main() -> None:
             ("heads 2x70x16x104", heads(2, 70, 16, 104, dtype, device)),
             ("swiglu 4x288x2048", swiglu((4, 288), 2048, dtype, device)),
             ("swiglu 3x261x2730", swiglu((3, 261), 2730, dtype, device)),
+            *([("8 bits 513x768", in_8_bits(513, 768, dtype, device))] if eight else []),
+            *([("8 bits 300x2048", in_8_bits(300, 2048, dtype, device))] if eight else []),
         ]  # fmt: skip
         short = [] if dtype == torch.float32 and not interpreted else [  # in float32 it is PyTorch's
             ("attention 2x5x1", attention(2, 5, 1, dtype, device)),

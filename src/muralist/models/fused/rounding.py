@@ -8,24 +8,26 @@ import triton.language as tl
 from torch import Tensor
 
 from muralist.models import fp8_products
+from muralist.models.fp8_products import FP8
 from muralist.models.fused.launch import launcher
 
 _TILE = 4096  # values of one program: several short rows, or one long one
 _WARPS = 4
-LARGEST = tl.constexpr(fp8_products.LARGEST)
+OF_LARGEST = tl.constexpr(fp8_products.OF_LARGEST)
 LEAST_SCALE = tl.constexpr(fp8_products.LEAST_SCALE)
 
 
 @triton.jit
 def scale_of(largest):
     """The scale of rows by their largest magnitude; a NaN is not seen here, and stays one in the values."""
-    return tl.maximum(largest / LARGEST, LEAST_SCALE)
+    return tl.maximum(largest * OF_LARGEST, LEAST_SCALE)
 
 
 @triton.jit
 def eight_bits(value, scale, out_ptr):
     """Float32 values as they are stored, the largest as the largest there is."""
-    return (value * (1.0 / scale)).to(out_ptr.dtype.element_ty)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)  # exactly rounded, as PyTorch divides
+    return (value * inverse).to(out_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -43,7 +45,7 @@ def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [R, K] in 8 bits, and the scale [R, 1] of each."""
     rows = rows.contiguous()
     count, width = rows.shape
-    values = rows.new_empty(rows.shape, dtype=fp8_products.FP8)
+    values = rows.new_empty(rows.shape, dtype=FP8)
     scale = rows.new_empty((count, 1), dtype=torch.float32)
     block = triton.next_power_of_2(width)
     at_once = max(1, _TILE // block)

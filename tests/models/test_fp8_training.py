@@ -1,0 +1,154 @@
+"""Products in 8 bits in training: rounding, a layer forward and backward against float64, and a small JiT that learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from muralist.models import fp8_training
+from muralist.models.fp8_products import FP8, LARGEST, LEAST_SCALE, Rounded, product, rounded
+from muralist.models.jit import JiT
+from muralist.models.jit_ops import Linear
+
+E4M3 = 2.0**-4  # the largest relative error of a value that is rounded to four bits, the first of which is not stored
+
+
+def relative(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact).norm() / exact.norm())
+
+
+def test_each_row_uses_the_whole_range() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(6, 64) * torch.logspace(-12, 12, 6)[:, None]
+    values, scale = rounded(rows)
+    assert values.dtype == FP8 and scale.shape == (6, 1)
+    assert torch.equal(values.float().abs().amax(1), torch.full((6,), LARGEST))
+    assert torch.allclose(scale, rows.abs().amax(1, keepdim=True) / LARGEST, rtol=1e-6, atol=0)
+    off = (values.float() * scale - rows).abs()
+    # Values far below the largest of their row are multiples of the smallest number there is.
+    assert (off <= torch.maximum(E4M3 * rows.abs(), scale * 2.0**-10) * 1.0001).all()
+
+
+def test_rows_of_nothing_and_of_next_to_nothing() -> None:
+    values, scale = rounded(torch.tensor([[0.0, -0.0], [1e-38, -3e-39], [1e-25, 0.0]]))
+    assert values.float().isfinite().all() and (values[0].float() == 0).all()
+    assert scale.flatten().tolist() == pytest.approx([LEAST_SCALE, LEAST_SCALE, 1e-25 / LARGEST])
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    rows = torch.ones(3, 32)
+    rows[1, 4] = bad
+    out = product(rounded(rows), rounded(torch.ones(16, 32)))
+    assert not out[1].isfinite().any()
+    assert torch.equal(out[[0, 2]].float(), torch.full((2, 16), 32.0))
+
+
+def test_products_are_those_of_the_rounded_values() -> None:
+    torch.manual_seed(0)
+    left, right, bias = rounded(torch.randn(7, 48)), rounded(torch.randn(32, 48)), torch.randn(32).bfloat16()
+
+    def exact(matrix: Rounded) -> Tensor:
+        return matrix.values.double() * matrix.scale
+
+    reference = exact(left) @ exact(right).t() + bias.double()
+    assert relative(product(left, right, bias), reference) < 3e-3  # the output is bf16
+    assert relative(product(left, right, bias, fast=False), reference) < 3e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 37, 64])
+def test_a_layer_forward_and_backward_is_near_float64(tokens: int) -> None:
+    torch.manual_seed(0)
+    layer = Linear(96, 160)
+    layer.eight_bits = True
+    x = torch.randn(2, tokens, 96).bfloat16().requires_grad_()
+    dy = torch.randn(2, tokens, 160).bfloat16()
+    layer(x).backward(dy)
+    exact, weight, bias = x.detach().double(), layer.weight.detach().double(), layer.bias.detach().double()
+    y = layer(x)
+    assert y.dtype == torch.bfloat16 and y.shape == (2, tokens, 160)
+    assert 0.01 < relative(y.detach(), exact @ weight.t() + bias) < 0.05
+    assert x.grad is not None and layer.weight.grad is not None and layer.bias.grad is not None
+    assert 0.01 < relative(x.grad, dy.double() @ weight) < 0.05
+    assert layer.weight.grad.dtype == torch.float32
+    assert relative(layer.weight.grad, torch.einsum("btn,btk->nk", dy.double(), exact)) < 4e-3  # bf16
+    assert relative(layer.bias.grad, dy.double().sum((0, 1))) < 1e-6
+    with torch.no_grad():  # held-out loss and samples: as if nothing had been asked for
+        assert torch.equal(layer(x.float()), torch.nn.functional.linear(x.float(), layer.weight, layer.bias))
+
+
+def test_tokens_that_come_in_8_bits_are_not_rounded_again() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(2, 3, 32).bfloat16(), torch.randn(16, 32), torch.zeros(16)
+    values, scale = rounded(x.flatten(0, 1))
+    both = fp8_training.Both(x, values.view(2, 3, 32), 2 * scale)
+    once = fp8_training.linear(x, weight, bias, kernels=False)
+    assert torch.equal(fp8_training.linear(both, weight, bias, kernels=False), 2 * once)
+
+
+def test_layers_whose_sides_do_not_fit_stay_as_they_are() -> None:
+    network = JiT(16, 4, hidden_size=64, depth=1, num_heads=4, num_classes=2, in_context_len=0)  # 170 hidden channels
+    before = network.state_dict().keys()
+    network.train_in_8_bits()
+    block = network.blocks[0]
+    assert [layer.eight_bits for layer in (block.attn.qkv, block.attn.proj)] == [True, True]  # type: ignore[union-attr]
+    assert [layer.eight_bits for layer in (block.mlp.w12, block.mlp.w3)] == [False, False]  # type: ignore[union-attr]
+    assert network.state_dict().keys() == before
+
+
+def small(recomputed: bool, fp8: bool = True) -> JiT:
+    """A network all of whose large layers fit."""
+    network = JiT(
+        16,
+        8,
+        hidden_size=64,
+        depth=2,
+        num_heads=4,
+        num_classes=2,
+        in_context_len=0,
+        mlp_ratio=3.0,
+        recomputed=recomputed,
+    )
+    network.initialise(0)
+    if fp8:
+        network.train_in_8_bits()
+    return network
+
+
+@pytest.mark.slow
+def test_the_compiler_takes_a_network_in_8_bits_whole() -> None:
+    network = small(recomputed=True)
+    inputs = torch.randn(2, 3, 16, 16), torch.rand(2), torch.tensor([0, 1])
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(*inputs).float().square().mean().backward()
+    gradient = network.blocks[0].mlp.w12.weight.grad  # type: ignore[union-attr]
+    assert isinstance(gradient, Tensor) and gradient.isfinite().all()
+
+
+def losses(recomputed: bool, fp8: bool) -> list[float]:
+    """Of thirty steps in which eight pictures are learned out of noise."""
+    network = small(recomputed, fp8)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(8, 3, 1, 1, generator=generator).expand(-1, -1, 16, 16)
+    curve = []
+    for _ in range(30):
+        t = torch.rand(8, generator=generator)
+        noisy = torch.lerp(torch.randn(images.shape, generator=generator), images, t[:, None, None, None])
+        with torch.autocast("cpu", torch.bfloat16):
+            output = network(noisy, t, torch.arange(8) % 2)
+        loss = (output.float() - images).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append(loss.item())
+    return curve
+
+
+def test_thirty_steps_learn_like_bf16_and_recomputed_to_the_bit() -> None:
+    ours, exact = losses(recomputed=False, fp8=True), losses(recomputed=False, fp8=False)
+    assert ours != exact and sum(ours[-5:]) < 0.6 * sum(ours[:5])
+    assert sum(ours[-5:]) == pytest.approx(sum(exact[-5:]), rel=0.03)
+    assert losses(recomputed=True, fp8=True) == ours

@@ -1,0 +1,67 @@
+"""--precision fp8: what it means beside --use_amp, and where it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from muralist.config import identity, load
+from muralist.errors import UserError
+from muralist.models.family import build_family
+from muralist.models.jit_ops import Linear
+from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
+from muralist.train import contract
+from tests.support.runs import train
+
+
+def settings(*words: str) -> TrainSettings:
+    return load(TrainSettings, ["--data_path", "driving_world", *words], TRAIN_FLAT_NAMES)
+
+
+def test_8_bits_imply_16_for_the_rest_and_are_another_run() -> None:
+    plain, mixed, eight = settings(), settings("--use_amp"), settings("--precision", "fp8")
+    assert [one.mixed for one in (plain, mixed, eight)] == [False, True, True]
+    assert identity(eight) == identity(plain) | {"precision": "fp8"}
+    assert identity(settings("--precision", "auto")) == identity(plain)
+
+
+def test_the_four_large_layers_of_each_block_are_told() -> None:
+    family = build_family(settings("--precision", "fp8", "--model", "JiT-B/16"), [])
+    network, plain = family.skeleton(), build_family(settings("--model", "JiT-B/16"), []).skeleton()
+    told = [name for name, layer in network.named_modules() if isinstance(layer, Linear) and layer.eight_bits]
+    layers = ("attn.qkv", "attn.proj", "mlp.w12", "mlp.w3")
+    assert told == [f"blocks.{block}.{layer}" for block in range(12) for layer in layers]
+    assert not any(layer.eight_bits for layer in plain.modules() if isinstance(layer, Linear))
+    assert family.describe() == build_family(settings("--model", "JiT-B/16"), []).describe()
+    assert network.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_hunyuandit_and_deepspeed_know_nothing_of_8_bits() -> None:
+    with pytest.raises(UserError, match="HunyuanDiT cannot be trained with --precision fp8"):
+        contract.check(settings("--precision", "fp8", "--model", "HunyuanDiT"))
+    with pytest.raises(UserError, match="--precision fp8 cannot be with --strategy zero3"):
+        contract.check(settings("--precision", "fp8", "--strategy", "zero3"))
+    contract.check(settings("--precision", "fp8", "--strategy", "fsdp2"))
+
+
+def test_a_card_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(UserError, match=r"needs a GPU of compute capability 8\.9") as refused:
+        contract.check_precision(settings("--precision", "fp8"), "ddp", torch.device("cuda"))
+    assert refused.value.why == "NVIDIA A100 has 8.0."
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    contract.check_precision(settings("--precision", "fp8"), "ddp", torch.device("cuda"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_is_refused_before_anything_is_written(
+    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train("--data_path", photo_folder, "--results_dir", tmp_path / "results", "--precision", "fp8", expect=1)
+    told = capfd.readouterr().err
+    assert "--precision fp8 needs a GPU of compute capability 8.9 or later" in told
+    assert "There is no GPU here." in told and "Use --use_amp" in told
+    assert not list((tmp_path / "results").glob("*/config.yaml"))
