@@ -85,21 +85,22 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, graphs
 
 @contextlib.contextmanager
 def variant(name: str) -> Iterator[None]:
-    """What a name such as fused, plain, fused+cudnn or plain+flash stands for."""
+    """What a name such as fused, plain, fused+cudnn or plain+flash stands for; those two replace our attention too."""
     kernels, *more = name.split("+")
-    before = jit_ops._kernels_run
+    before = jit_ops._kernels_run, jit_ops._attention_runs
     backends = torch.backends.cuda
     states = backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.cudnn_sdp_enabled()
     if kernels == "plain":
         jit_ops._kernels_run = lambda: False  # type: ignore[assignment]
     if "cudnn" in more or "flash" in more:
+        jit_ops._attention_runs = lambda: False  # type: ignore[assignment]
         backends.enable_flash_sdp("flash" in more)
         backends.enable_cudnn_sdp("cudnn" in more)
         backends.enable_mem_efficient_sdp(False)
     try:
         yield
     finally:
-        jit_ops._kernels_run = before
+        jit_ops._kernels_run, jit_ops._attention_runs = before
         for enable, state in zip(
             (backends.enable_flash_sdp, backends.enable_mem_efficient_sdp, backends.enable_cudnn_sdp),
             states,
