@@ -91,7 +91,8 @@ def _attention_forward(
     q_ptr, k_ptr, qkv_ptr, out_ptr, log_sum_ptr, heads, SCALE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     QUERIES: tl.constexpr, TILES: tl.constexpr, LARGE: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
-    number = tl.program_id(1)
+    PARTS: tl.constexpr = (TOKENS + TILES * QUERIES - 1) // (TILES * QUERIES)
+    number = tl.program_id(0) // PARTS  # neighbours read the same keys and values
     sample, head = (number // heads).to(tl.int64), number % heads
     width = heads * DIM
     place = sample * TOKENS * width + head * DIM
@@ -109,7 +110,7 @@ def _attention_forward(
     if SMALL > 0:
         more_k = _rows(k_ptr, LARGE, width, TOKENS, SMALL, BOTH, DIM)
         more_v = _rows(v_ptr, LARGE, 3 * width, TOKENS, SMALL, BOTH, DIM)
-    first = tl.program_id(0) * TILES * QUERIES
+    first = tl.program_id(0) % PARTS * TILES * QUERIES
     for start in tl.range(first, tl.minimum(first + TILES * QUERIES, TOKENS), QUERIES):
         q = _rows(q_ptr, start, width, TOKENS, QUERIES, EVEN, DIM)
         scores = _scores(q, k, 0, TOKENS, LARGE, ALL)
@@ -223,7 +224,7 @@ def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) ->
     tiles = layout.tiles
     while tiles > 1 and batch * heads * triton.cdiv(tokens, tiles * queries) < _ENOUGH:
         tiles //= 2
-    launcher(_attention_forward)[(triton.cdiv(tokens, tiles * queries), batch * heads)](
+    launcher(_attention_forward)[(batch * heads * triton.cdiv(tokens, tiles * queries),)](
         q, k, qkv.contiguous(), out, log_sum, heads,
         SCALE=1 / math.sqrt(head_dim), TOKENS=tokens, DIM=head_dim, QUERIES=queries, TILES=tiles,
         LARGE=large, SMALL=_power_above(tokens - large) if tokens > large else 0,
