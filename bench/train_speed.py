@@ -100,14 +100,18 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, words:
 
 @contextlib.contextmanager
 def variant(name: str) -> Iterator[None]:
-    """What a name such as fused, plain, fused+combo, fused+fp8+graphs or plain+flash stands for around a step."""
+    """What a name such as fused, plain, fused+combo, fused+fp8+graphs or plain+flash stands for around a step.
+
+    Those of other attention (cudnn, flash) replace ours.
+    """
     kernels, *more = name.split("+")
-    before = jit_ops._kernels_run
+    before = jit_ops._kernels_run, jit_ops._attention_runs
     backends = torch.backends.cuda
     states = backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.cudnn_sdp_enabled()
     if kernels == "plain":
         jit_ops._kernels_run = lambda: False  # type: ignore[assignment]
     if "cudnn" in more or "flash" in more:
+        jit_ops._attention_runs = lambda: False  # type: ignore[assignment]
         backends.enable_flash_sdp("flash" in more)
         backends.enable_cudnn_sdp("cudnn" in more)
         backends.enable_mem_efficient_sdp(False)
@@ -116,7 +120,7 @@ def variant(name: str) -> Iterator[None]:
         with inductor.patch({"combo_kernels": True, "combo_kernels_autotune": 0} if "combo" in more else {}):
             yield
     finally:
-        jit_ops._kernels_run = before
+        jit_ops._kernels_run, jit_ops._attention_runs = before
         for enable, state in zip(
             (backends.enable_flash_sdp, backends.enable_mem_efficient_sdp, backends.enable_cudnn_sdp),
             states,

@@ -23,6 +23,21 @@ def test_the_kernels_compute_what_float64_does() -> None:
     assert check(TRITON_INTERPRET="1").count("ok ") == 11
 
 
+def test_our_attention_is_for_short_samples_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    from muralist.models import jit_ops
+
+    def ours(tokens: int, head_dim: int, dtype: torch.dtype) -> bool:
+        return jit_ops._has_short_attention(torch.empty(1, tokens, 3 * 16 * head_dim, dtype=dtype, device="meta"), 16)
+
+    monkeypatch.setattr(jit_ops, "_attention_runs", lambda: True)
+    assert ours(5, 64, torch.bfloat16) and ours(288, 64, torch.float16) and ours(320, 64, torch.bfloat16)
+    assert not ours(321, 64, torch.bfloat16)
+    assert not ours(288, 80, torch.bfloat16)
+    assert not ours(288, 64, torch.float32)
+    monkeypatch.setattr(jit_ops, "_attention_runs", lambda: False)
+    assert not ours(288, 64, torch.bfloat16)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_too_in_both_precisions() -> None:

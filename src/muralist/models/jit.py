@@ -1,7 +1,7 @@
 """JiT, the "just image Transformer" of Li and He 2025: pixels in, a clean picture out, no tokenizer.
 
 Parameter names, shapes and numbers are those of the official code, whose state dicts load with strict=True. Three
-things differ by intent: attention is F.scaled_dot_product_attention; initial weights and dropout masks are keyed, so
+things differ by intent: attention is PyTorch's or a kernel of ours; initial weights and dropout masks are keyed, so
 they are the same everywhere; and there are no buffers, so a network built on the meta device is whole once its
 parameters are.
 """

@@ -15,6 +15,7 @@ from muralist.models.fp8_training import Both
 _EPSILON = 1e-6
 _CAPABILITY = (8, 0)  # the first cards with bf16
 # What our own attention is for: other kernels waste a third of their work on so few tokens.
+_HOPPER = 9  # its shared memory and matrix units
 _SHORT = 320
 _SHORT_HEADS = (64,)
 _SHORT_TYPES = (torch.bfloat16, torch.float16)
@@ -107,7 +108,7 @@ def attention(
         from muralist.models.fused import ops
 
         qkv = _without_bias_gradient(layer, x)
-        if qkv.dtype in _SHORT_TYPES and qkv.shape[2] // 3 // heads in _SHORT_HEADS and qkv.shape[1] <= _SHORT:
+        if _has_short_attention(qkv, heads):
             return ops.attention(qkv, layer.bias, q_weight, k_weight, *rotation, heads)
         q, k, v = ops.rotated_heads(qkv, layer.bias, q_weight, k_weight, *rotation, heads)
     else:
@@ -147,6 +148,21 @@ def _kernels_run() -> bool:
 @cache
 def _have_kernels() -> bool:
     return can_compile() and torch.cuda.get_device_capability() >= _CAPABILITY
+
+
+def _has_short_attention(qkv: Tensor, heads: int) -> bool:
+    short = qkv.shape[1] <= _SHORT and qkv.shape[2] // 3 // heads in _SHORT_HEADS
+    return short and qkv.dtype in _SHORT_TYPES and _attention_runs()
+
+
+@torch.compiler.assume_constant_result
+def _attention_runs() -> bool:
+    return _on_hopper()
+
+
+@cache
+def _on_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == _HOPPER
 
 
 def _without_bias_gradient(layer: Linear, x: Tensor | Both) -> Tensor:

@@ -11,7 +11,7 @@ block in a scratch of its own. Nothing is added by two programs, so the bits are
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
@@ -44,8 +44,17 @@ class Backward(NamedTuple):
     stages: int
 
 
-FORWARD = Forward(queries=64, tiles=8, warps=4, stages=2)
-BACKWARD = Backward(keys=128, queries=32, warps=4, stages=2)
+Layout = TypeVar("Layout", Forward, Backward)
+
+# By the most tokens that a layout is for: bench/attention_speed.py measures them.
+FORWARD = {
+    256: Forward(queries=64, tiles=8, warps=4, stages=3),
+    320: Forward(queries=64, tiles=8, warps=4, stages=3),
+}
+BACKWARD = {
+    256: Backward(keys=128, queries=32, warps=4, stages=3),
+    320: Backward(keys=128, queries=32, warps=4, stages=3),
+}
 
 
 @triton.jit
@@ -82,7 +91,8 @@ def _attention_forward(
     q_ptr, k_ptr, qkv_ptr, out_ptr, log_sum_ptr, heads, SCALE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     QUERIES: tl.constexpr, TILES: tl.constexpr, LARGE: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
-    number = tl.program_id(1)
+    PARTS: tl.constexpr = (TOKENS + TILES * QUERIES - 1) // (TILES * QUERIES)
+    number = tl.program_id(0) // PARTS  # neighbours read the same keys and values
     sample, head = (number // heads).to(tl.int64), number % heads
     width = heads * DIM
     place = sample * TOKENS * width + head * DIM
@@ -100,7 +110,7 @@ def _attention_forward(
     if SMALL > 0:
         more_k = _rows(k_ptr, LARGE, width, TOKENS, SMALL, BOTH, DIM)
         more_v = _rows(v_ptr, LARGE, 3 * width, TOKENS, SMALL, BOTH, DIM)
-    first = tl.program_id(0) * TILES * QUERIES
+    first = tl.program_id(0) % PARTS * TILES * QUERIES
     for start in tl.range(first, tl.minimum(first + TILES * QUERIES, TOKENS), QUERIES):
         q = _rows(q_ptr, start, width, TOKENS, QUERIES, EVEN, DIM)
         scores = _scores(q, k, 0, TOKENS, LARGE, ALL)
@@ -204,9 +214,9 @@ def _attention_backward(
 
 def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) -> tuple[Tensor, Tensor]:
     """The result like q, and for every query the logarithm (to base 2) of the sum of its weights, [B, heads, tokens]."""
-    layout = layout or FORWARD
     batch, tokens, heads, head_dim = q.shape
     tokens = int(tokens)  # also where torch.compile would rather not know: the kernel is made for this number
+    layout = layout or chosen(FORWARD, tokens)
     out = q.new_empty(q.shape)
     log_sum = q.new_empty((batch, heads, tokens), dtype=torch.float32)
     large = max(_SMALLEST, _power_below(tokens))
@@ -214,7 +224,7 @@ def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) ->
     tiles = layout.tiles
     while tiles > 1 and batch * heads * triton.cdiv(tokens, tiles * queries) < _ENOUGH:
         tiles //= 2
-    launcher(_attention_forward)[(triton.cdiv(tokens, tiles * queries), batch * heads)](
+    launcher(_attention_forward)[(batch * heads * triton.cdiv(tokens, tiles * queries),)](
         q, k, qkv.contiguous(), out, log_sum, heads,
         SCALE=1 / math.sqrt(head_dim), TOKENS=tokens, DIM=head_dim, QUERIES=queries, TILES=tiles,
         LARGE=large, SMALL=_power_above(tokens - large) if tokens > large else 0,
@@ -227,9 +237,9 @@ def backward(
     q: Tensor, k: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor, dout: Tensor, layout: Backward | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and qkv (of its last third only), and the sum of that third over all tokens."""
-    layout = layout or BACKWARD
     batch, tokens, heads, head_dim = q.shape
     tokens = int(tokens)
+    layout = layout or chosen(BACKWARD, tokens)
     dq, dk, dqkv = q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(qkv.shape)
     queries = min(layout.queries, _power_above(tokens))
     rest = tokens % layout.keys
@@ -247,6 +257,11 @@ def backward(
         num_warps=layout.warps, num_stages=layout.stages,
     )  # fmt: skip
     return dq, dk, dqkv, sums.sum(0)
+
+
+def chosen(layouts: dict[int, Layout], tokens: int) -> Layout:
+    """The layout in use for this many tokens."""
+    return next(layout for most, layout in layouts.items() if tokens <= most)
 
 
 def _power_below(count: int) -> int:
