@@ -87,14 +87,18 @@ def test_tokens_that_come_in_8_bits_are_not_rounded_again() -> None:
     assert torch.equal(fp8_training.linear(both, weight, bias, kernels=False), 2 * once)
 
 
-def test_layers_whose_sides_do_not_fit_stay_as_they_are() -> None:
-    network = JiT(16, 4, hidden_size=64, depth=1, num_heads=4, num_classes=2, in_context_len=0)  # 170 hidden channels
-    before = network.state_dict().keys()
-    network.train_in_8_bits()
-    block = network.blocks[0]
-    assert [layer.eight_bits for layer in (block.attn.qkv, block.attn.proj)] == [True, True]  # type: ignore[union-attr]
-    assert [layer.eight_bits for layer in (block.mlp.w12, block.mlp.w3)] == [False, False]  # type: ignore[union-attr]
-    assert network.state_dict().keys() == before
+def test_sides_that_products_do_not_take_are_filled_with_zeros() -> None:
+    torch.manual_seed(0)
+    layer, tokens, dy = Linear(34, 21), torch.randn(5, 34).bfloat16().requires_grad_(), torch.randn(5, 21).bfloat16()
+    layer.eight_bits = True
+    y = layer(tokens)
+    y.backward(dy)
+    exact, weight = tokens.detach().double(), layer.weight.detach().double()
+    assert y.shape == (5, 21)
+    assert relative(y.detach(), exact @ weight.t() + layer.bias.detach().double()) < 0.05
+    assert tokens.grad is not None and layer.weight.grad is not None
+    assert tokens.grad.shape == (5, 34) and relative(tokens.grad, dy.double() @ weight) < 0.05
+    assert relative(layer.weight.grad, dy.double().t() @ exact) < 4e-3
 
 
 def small(recomputed: bool, fp8: bool = True) -> JiT:

@@ -36,6 +36,7 @@ def test_the_four_large_layers_of_each_block_are_told() -> None:
     assert not any(layer.eight_bits for layer in plain.modules() if isinstance(layer, Linear))
     assert family.describe() == build_family(settings("--model", "JiT-B/16"), []).describe()
     assert network.state_dict().keys() == plain.state_dict().keys()
+    assert family.summary() == "JiT-B/16 at 64 px, x-prediction with v-loss, large products in 8 bits"
 
 
 def test_hunyuandit_and_deepspeed_know_nothing_of_8_bits() -> None:

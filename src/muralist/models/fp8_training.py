@@ -14,13 +14,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from muralist.models.fp8_products import Rounded, product, rounded
+from muralist.models.fp8_products import MULTIPLE, Rounded, product, rounded
 
 
 class Both(NamedTuple):
-    """Tokens [..., K] in bf16, and the same in 8 bits with the scales of their rows."""
+    """Tokens [..., K] in bf16, and the same in 8 bits with the scales of their rows; K is one that products take."""
 
     exact: Tensor
     values: Tensor
@@ -34,13 +35,14 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias, ctx.kernels = bias.dtype, kernels
-        return product(Rounded(values, scale), rounded(weight), bias.to(torch.bfloat16))
+        return _product(Rounded(values, scale), weight, bias, parts=1)[:, : weight.shape[0]]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        dx, dweight = _gradients(dy, _rounded(dy, ctx.kernels), x, weight)
         dbias = dy.sum(0, dtype=torch.float32).to(ctx.bias) if ctx.needs_input_grad[4] else None
+        dy = _wide(dy)
+        dx, dweight = _gradients(dy, _rounded(dy, ctx.kernels), x, weight, parts=1)
         return dx, None, None, dweight, dbias, None
 
 
@@ -53,7 +55,7 @@ class _GatedLinearUnit(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         from muralist.models.fused import ops_8_bits
 
-        h = product(Rounded(values, scale), rounded(weight), bias.to(torch.bfloat16))
+        h = _product(Rounded(values, scale), weight, bias, parts=2)
         out, out_values, out_scale = ops_8_bits.gated_linear_unit(h)
         ctx.save_for_backward(x, h, weight)
         ctx.bias = bias.dtype
@@ -66,33 +68,64 @@ class _GatedLinearUnit(torch.autograd.Function):
 
         x, h, weight = ctx.saved_tensors
         dh, dbias, values, scale = ops_8_bits.gated_linear_unit_backward(h, dout)
-        dx, dweight = _gradients(dh, Rounded(values, scale), x, weight)
-        return dx, None, None, dweight, dbias.to(ctx.bias)
+        dx, dweight = _gradients(dh, Rounded(values, scale), x, weight, parts=2)
+        return dx, None, None, dweight, _narrowed(dbias[:, None], weight[:, :1], parts=2)[:, 0].to(ctx.bias)
 
 
 def linear(x: Tensor | Both, weight: Tensor, bias: Tensor, kernels: bool) -> Tensor:
     """x W^T + b in bf16; `kernels`: whether Triton rounds."""
-    rows = _both(x, kernels)
-    out: Tensor = _Linear.apply(*rows, weight, bias, kernels)  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear.apply(*_rows(x, kernels), weight, bias, kernels)  # type: ignore[no-untyped-call]
     return out.reshape(*_exact(x).shape[:-1], weight.shape[0])
 
 
 def gated_linear_unit(x: Tensor | Both, weight: Tensor, bias: Tensor) -> Both:
-    """silu of the first half of the layer's channels times the second, by our kernels."""
-    out, values, scale = _GatedLinearUnit.apply(*_both(x, True), weight, bias)  # type: ignore[no-untyped-call]
-    return Both(out.reshape(*_exact(x).shape[:-1], weight.shape[0] // 2), values, scale)
+    """silu of the first half of the layer's channels times the second, by our kernels.
+
+    It has as many channels as a product takes: where the layer has fewer, those that follow are zeros.
+    """
+    out, values, scale = _GatedLinearUnit.apply(*_rows(x, True), weight, bias)  # type: ignore[no-untyped-call]
+    return Both(out.reshape(*_exact(x).shape[:-1], -1), values, scale)
 
 
-def _gradients(dy: Tensor, in_8_bits: Rounded, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _product(x: Rounded, weight: Tensor, bias: Tensor, parts: int) -> Tensor:
+    """x W^T + b, where each of the weight's parts is followed by zeros up to a side that products take."""
+    wide = _widened(weight, parts, x.values.shape[1])
+    return product(x, rounded(wide), _widened(bias[:, None], parts, 1)[:, 0].to(torch.bfloat16))
+
+
+def _gradients(dy: Tensor, in_8_bits: Rounded, x: Tensor, weight: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """Of a layer's input and weight."""
-    return product(in_8_bits, _columns(weight), fast=False), (dy.t() @ x).to(weight.dtype)
+    values, scale = rounded(_widened(weight, parts, x.shape[1]).t())
+    dx = product(in_8_bits, Rounded(values.contiguous(), scale), fast=False)
+    return dx, _narrowed(dy.t() @ x, weight, parts).to(weight.dtype)
 
 
-def _both(x: Tensor | Both, kernels: bool) -> Both:
+def _widened(matrix: Tensor, parts: int, columns: int) -> Tensor:
+    """A matrix [parts * R, C] with rows of zeros after each of its parts, and columns of zeros after its own."""
+    rows = matrix.shape[0] // parts
+    more_rows, more_columns = -rows % MULTIPLE, columns - matrix.shape[1]
+    if not (more_rows or more_columns):
+        return matrix
+    return F.pad(matrix.unflatten(0, (parts, rows)), (0, more_columns, 0, more_rows)).flatten(0, 1)
+
+
+def _narrowed(matrix: Tensor, pattern: Tensor, parts: int) -> Tensor:
+    """The same without these zeros."""
+    rows, columns = pattern.shape[0] // parts, pattern.shape[1]
+    return matrix.unflatten(0, (parts, -1))[:, :rows, :columns].flatten(0, 1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Tokens with as many channels as a product takes, the last of them zeros."""
+    more = -x.shape[-1] % MULTIPLE
+    return F.pad(x, (0, more)) if more else x
+
+
+def _rows(x: Tensor | Both, kernels: bool) -> Both:
     """Tokens as rows of a matrix."""
     if isinstance(x, Both):
         return Both(*(tensor.reshape(-1, tensor.shape[-1]) for tensor in x))
-    rows = x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+    rows = _wide(x.to(torch.bfloat16).reshape(-1, x.shape[-1]))
     return Both(rows, *_rounded(rows.detach(), kernels))
 
 
@@ -106,9 +139,3 @@ def _rounded(rows: Tensor, kernels: bool) -> Rounded:
     from muralist.models.fused import ops_8_bits
 
     return Rounded(*ops_8_bits.rounded(rows))
-
-
-def _columns(weight: Tensor) -> Rounded:
-    """The columns of a matrix as rows."""
-    values, scale = rounded(weight.t())
-    return Rounded(values.contiguous(), scale)

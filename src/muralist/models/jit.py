@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from muralist import keyed_random
 from muralist.keyed_random import Purpose, SampleKeys
-from muralist.models.fp8_products import fits
 from muralist.models.fp8_training import Both
 from muralist.models.jit_ops import (
     Linear,
@@ -222,7 +221,8 @@ class SwiGLU(nn.Module):
         """Transform each token on its own; a branch and its bias."""
         hidden = gated_linear_unit(self.w12, x)
         if keys is not None and self.drop > 0:
-            hidden = _drop(hidden.exact if isinstance(hidden, Both) else hidden, self.drop, keys, self.site)
+            exact = hidden.exact[..., : self.w3.in_features] if isinstance(hidden, Both) else hidden
+            hidden = _drop(exact, self.drop, keys, self.site)
         return projection(self.w3, hidden)
 
 
@@ -380,7 +380,7 @@ class JiT(nn.Module):
         """Compute the products of the blocks' large layers in 8 bits wherever gradients are asked for."""
         for layer in self.blocks.modules():
             if isinstance(layer, Linear):
-                layer.eight_bits = fits(layer.in_features, layer.out_features)
+                layer.eight_bits = True
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

@@ -216,7 +216,8 @@ class JiTFamily:
     def summary(self) -> str:
         """Name, size and objective."""
         goal = self.objective
-        return f"{self.name} at {self.img_size} px, {goal.prediction}-prediction with {goal.loss}-loss"
+        products = ", large products in 8 bits" if self.precision == "fp8" else ""
+        return f"{self.name} at {self.img_size} px, {goal.prediction}-prediction with {goal.loss}-loss{products}"
 
     def describe(self) -> dict[str, Any]:
         """Name, size, classes and objective."""

@@ -18,7 +18,7 @@ from muralist.models.fused.rounding import eight_bits, scale_of
 _BLOCK = 1024
 _ROWS = 32  # of one program in the backward pass
 _WARPS = 4
-_WARPS_OF_ROWS = 8
+_OF_A_WARP = 256  # columns, where a program has whole rows
 
 
 @triton.jit
@@ -109,4 +109,4 @@ def _eight_bits_like(exact: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def _block(hidden: int, whole: bool) -> tuple[int, int]:
     """Columns and warps of a program."""
     block = triton.next_power_of_2(hidden)
-    return (block, _WARPS_OF_ROWS) if whole else (min(_BLOCK, block), _WARPS)
+    return (block, min(16, max(_WARPS, block // _OF_A_WARP))) if whole else (min(_BLOCK, block), _WARPS)
