@@ -10,6 +10,7 @@ import torch
 from muralist.config import identity, load
 from muralist.errors import UserError
 from muralist.models.family import build_family
+from muralist.models.fp8_products import why_not_fp8
 from muralist.models.jit_ops import Linear
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
 from muralist.train import contract
@@ -50,11 +51,11 @@ def test_hunyuandit_and_deepspeed_know_nothing_of_8_bits() -> None:
 def test_a_card_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(UserError, match=r"needs a GPU of compute capability 8\.9") as refused:
+    with pytest.raises(UserError, match=r"needs a GPU with 8-bit products: compute capability 8\.9") as refused:
         contract.check_precision(settings("--precision", "fp8"), "ddp", torch.device("cuda"))
     assert refused.value.why == "NVIDIA A100 has 8.0."
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    contract.check_precision(settings("--precision", "fp8"), "ddp", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    assert why_not_fp8(torch.device("cuda")) == f"NVIDIA A100 has 12.0, but torch {torch.__version__} has none for it."
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -63,6 +64,6 @@ def test_without_a_gpu_it_is_refused_before_anything_is_written(
 ) -> None:
     train("--data_path", photo_folder, "--results_dir", tmp_path / "results", "--precision", "fp8", expect=1)
     told = capfd.readouterr().err
-    assert "--precision fp8 needs a GPU of compute capability 8.9 or later" in told
+    assert "--precision fp8 needs a GPU with 8-bit products" in told
     assert "There is no GPU here." in told and "Use --use_amp" in told
     assert not list((tmp_path / "results").glob("*/config.yaml"))
