@@ -9,12 +9,13 @@ import torch
 
 from muralist.config import identity, load
 from muralist.errors import UserError
+from muralist.models import fp8_products
 from muralist.models.family import build_family
 from muralist.models.fp8_products import why_not_fp8
 from muralist.models.jit_ops import Linear
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
 from muralist.train import contract
-from tests.support.runs import train
+from tests.support.runs import assert_same_state, last_checkpoint, losses, only_run, tensors, train
 
 
 def settings(*words: str) -> TrainSettings:
@@ -67,3 +68,20 @@ def test_without_a_gpu_it_is_refused_before_anything_is_written(
     assert "--precision fp8 needs a GPU with 8-bit products" in told
     assert "There is no GPU here." in told and "Use --use_amp" in told
     assert not list((tmp_path / "results").glob("*/config.yaml"))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_in_8_bits_ends_with_the_same_bits(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_products, "can_fp8", lambda device: True)  # a CPU computes them too, slowly
+    common = ["--data_path", photo_folder, "--precision", "fp8", "--samples_per_gpu", "0"]
+    train(*common, "--results_dir", tmp_path / "through", "--max_steps", "3")
+    for stop in ("1", "3"):
+        train(*common, "--results_dir", tmp_path / "legs", "--max_steps", stop)
+    train(*common[:2], "--use_amp", "--samples_per_gpu", "0", "--results_dir", tmp_path / "bf16", "--max_steps", "3")
+    through, legs, bf16 = (only_run(tmp_path / name) for name in ("through", "legs", "bf16"))
+    assert_same_state(last_checkpoint(through), last_checkpoint(legs))
+    assert losses(through) == losses(legs)
+    assert losses(through) != losses(bf16) and losses(through) == pytest.approx(losses(bf16), rel=0.02)
+    assert tensors(last_checkpoint(through)).keys() == tensors(last_checkpoint(bf16)).keys()
