@@ -46,11 +46,16 @@ def products(left: Tensor, right: Tensor) -> dict[str, Callable[[], Tensor]]:
     (a, a_scale), (b, b_scale) = rounded(left), rounded(right)
     one = torch.ones((), device=left.device)
 
-    def scaled(first: Tensor, second: Tensor, fast: bool) -> Callable[[], Tensor]:
-        return lambda: torch._scaled_mm(a, b.t(), first, second, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    zeros = torch.zeros(len(right), device=left.device, dtype=torch.bfloat16)
+
+    def scaled(first: Tensor, second: Tensor, fast: bool, bias: Tensor | None = None) -> Callable[[], Tensor]:
+        return lambda: torch._scaled_mm(
+            a, b.t(), first, second, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
+        )
 
     return {
         "fp8 rows fast": scaled(a_scale, b_scale.t(), True),
+        "fp8 rows fast, bias": scaled(a_scale, b_scale.t(), True, zeros),
         "fp8 rows exact": scaled(a_scale, b_scale.t(), False),
         "fp8 whole fast": scaled(one, one, True),
         "fp8 whole exact": scaled(one, one, False),

@@ -175,7 +175,7 @@ def main() -> None:
             ("heads 2x9x3x8", heads(2, 9, 3, 8, dtype, device)),
             ("heads 1x35x5x20", heads(1, 35, 5, 20, dtype, device)),
             ("swiglu 3x15x7", swiglu((3, 15), 7, dtype, device)),
-            *([("8 bits 37x48", in_8_bits(37, 48, dtype, device))] if eight else []),
+            *([("8 bits 9x48", in_8_bits(9, 48, dtype, device))] if eight else []),
         ]
         large = [] if interpreted else [
             ("norm 8x288x768", norm(8, 288, 768, dtype, device)),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from muralist.models import fp8_training
-from muralist.models.fp8_products import FP8, LARGEST, LEAST_SCALE, Rounded, product, rounded
+from muralist.models import fp8_training, jit_ops
+from muralist.models.fp8_products import FP8, LARGEST, LEAST_SCALE, Rounded, can_fp8, product, rounded
 from muralist.models.jit import JiT
 from muralist.models.jit_ops import Linear
 
@@ -156,3 +156,35 @@ def test_thirty_steps_learn_like_bf16_and_recomputed_to_the_bit() -> None:
     assert ours != exact and sum(ours[-5:]) < 0.6 * sum(ours[:5])
     assert sum(ours[-5:]) == pytest.approx(sum(exact[-5:]), rel=0.03)
     assert losses(recomputed=True, fp8=True) == ours
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or not can_fp8(torch.device("cuda")), reason="needs 8-bit products")
+@pytest.mark.parametrize("width", [192, 128])  # of which the first has 512 hidden channels, the second 341
+def test_kernels_and_plain_pytorch_agree_on_a_gpu(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(fp8: bool) -> list[Tensor]:
+        network = JiT(
+            32, 4, hidden_size=width, depth=4, num_heads=4, num_classes=10, in_context_len=5, in_context_start=2
+        )
+        network.initialise(0)
+        if fp8:
+            network.train_in_8_bits()
+        generator = torch.Generator().manual_seed(1)
+        for parameter in network.parameters():  # also those that start at nought
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+        network.cuda()
+        images = torch.randn(6, 3, 32, 32, generator=generator).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            output = network(images, torch.linspace(0, 1, 6).cuda(), torch.arange(6).cuda())
+        output.float().square().mean().backward()
+        return [output, *(parameter.grad for parameter in network.parameters() if parameter.grad is not None)]
+
+    fused, again, exact = gradients(fp8=True), gradients(fp8=True), gradients(fp8=False)
+    monkeypatch.setattr(jit_ops, "fused", lambda x: False)
+    plain = gradients(fp8=True)
+    assert len(fused) == len(plain) == len(exact) > 60
+    for ours, same, reference, in_16_bits in zip(fused, again, plain, exact, strict=True):
+        assert torch.equal(ours, same)
+        assert relative(ours.detach(), reference.detach().double()) < 0.1
+        assert relative(ours.detach(), in_16_bits.detach().double()) < 0.2
+    assert relative(fused[0].detach(), exact[0].detach().double()) > 1e-4  # 8 bits were at work

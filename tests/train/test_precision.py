@@ -9,11 +9,13 @@ import torch
 
 from muralist.config import identity, load
 from muralist.errors import UserError
+from muralist.models import fp8_products
 from muralist.models.family import build_family
+from muralist.models.fp8_products import why_not_fp8
 from muralist.models.jit_ops import Linear
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
 from muralist.train import contract
-from tests.support.runs import train
+from tests.support.runs import assert_same_state, last_checkpoint, losses, only_run, tensors, train
 
 
 def settings(*words: str) -> TrainSettings:
@@ -50,11 +52,11 @@ def test_hunyuandit_and_deepspeed_know_nothing_of_8_bits() -> None:
 def test_a_card_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(UserError, match=r"needs a GPU of compute capability 8\.9") as refused:
+    with pytest.raises(UserError, match=r"needs a GPU with 8-bit products: compute capability 8\.9") as refused:
         contract.check_precision(settings("--precision", "fp8"), "ddp", torch.device("cuda"))
     assert refused.value.why == "NVIDIA A100 has 8.0."
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    contract.check_precision(settings("--precision", "fp8"), "ddp", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    assert why_not_fp8(torch.device("cuda")) == f"NVIDIA A100 has 12.0, but torch {torch.__version__} has none for it."
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -63,6 +65,23 @@ def test_without_a_gpu_it_is_refused_before_anything_is_written(
 ) -> None:
     train("--data_path", photo_folder, "--results_dir", tmp_path / "results", "--precision", "fp8", expect=1)
     told = capfd.readouterr().err
-    assert "--precision fp8 needs a GPU of compute capability 8.9 or later" in told
+    assert "--precision fp8 needs a GPU with 8-bit products" in told
     assert "There is no GPU here." in told and "Use --use_amp" in told
     assert not list((tmp_path / "results").glob("*/config.yaml"))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_in_8_bits_ends_with_the_same_bits(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8_products, "can_fp8", lambda device: True)  # a CPU computes them too, slowly
+    common = ["--data_path", photo_folder, "--precision", "fp8", "--samples_per_gpu", "0"]
+    train(*common, "--results_dir", tmp_path / "through", "--max_steps", "3")
+    for stop in ("1", "3"):
+        train(*common, "--results_dir", tmp_path / "legs", "--max_steps", stop)
+    train(*common[:2], "--use_amp", "--samples_per_gpu", "0", "--results_dir", tmp_path / "bf16", "--max_steps", "3")
+    through, legs, bf16 = (only_run(tmp_path / name) for name in ("through", "legs", "bf16"))
+    assert_same_state(last_checkpoint(through), last_checkpoint(legs))
+    assert losses(through) == losses(legs)
+    assert losses(through) != losses(bf16) and losses(through) == pytest.approx(losses(bf16), rel=0.02)
+    assert tensors(last_checkpoint(through)).keys() == tensors(last_checkpoint(bf16)).keys()

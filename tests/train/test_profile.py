@@ -112,6 +112,7 @@ def test_what_cannot_be_written_costs_the_trace_alone(tmp_path: Path, capsys: py
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("_attention_backward", "attention"),
         ("_norm_backward", "norm, gate, modulation"),
+        ("_round_rows", "rounding to 8 bits"),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "exchange between GPUs"),
         ("void at::native::multi_tensor_apply_kernel", "optimizer and averages"),
         ("triton_poi_fused_add_0", "compiled"),

@@ -26,16 +26,23 @@ class Rounded(NamedTuple):
 
 
 def can_fp8(device: torch.device) -> bool:
-    """Whether the device has such products."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+    """Whether the device has such products, and this torch for it: tried, since some versions have none for new cards."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY:
+        return False
+    trial = rounded(torch.ones(MULTIPLE, MULTIPLE, device=device))
+    try:
+        return bool(torch.isfinite(product(trial, trial)).all())
+    except RuntimeError:
+        return False
 
 
-def capability_of(device: torch.device) -> str:
+def why_not_fp8(device: torch.device) -> str:
     """What there is instead, for people."""
     if device.type != "cuda":
         return "There is no GPU here."
     major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} has {major}.{minor}."
+    found = f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+    return f"{found}." if (major, minor) < _CAPABILITY else f"{found}, but torch {torch.__version__} has none for it."
 
 
 def fits(inputs: int, outputs: int) -> bool:

@@ -124,6 +124,7 @@ def _wide(x: Tensor) -> Tensor:
 def _rows(x: Tensor | Both, kernels: bool) -> Both:
     """Tokens as rows of a matrix."""
     if isinstance(x, Both):
+        x = x._replace(exact=x.exact.to(torch.bfloat16))
         return Both(*(tensor.reshape(-1, tensor.shape[-1]) for tensor in x))
     rows = _wide(x.to(torch.bfloat16).reshape(-1, x.shape[-1]))
     return Both(rows, *_rounded(rows.detach(), kernels))

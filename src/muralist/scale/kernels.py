@@ -16,6 +16,7 @@ KINDS = {
     "norm, gate, modulation": r"^_norm_(for|back)ward|^aten::\w*(rms|layer)_norm",
     "heads: norm and rotation": r"^_heads_(for|back)ward",
     "SwiGLU": r"^_swiglu_(for|back)ward",
+    "rounding to 8 bits": r"^_round_rows",
     "optimizer and averages": r"multi_tensor|adam|lerp|foreach",
     "convolutions": r"conv|fprop|dgrad|wgrad|implicit|im2col|nchw|nhwc",
     "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|gemv|scaled_mm|^aten::\w*mm$",

@@ -84,12 +84,12 @@ def check_precision(settings: TrainSettings, strategy: Strategy, device: torch.d
         )
     if device is None:
         return
-    from muralist.models.fp8_products import can_fp8, capability_of
+    from muralist.models.fp8_products import can_fp8, why_not_fp8
 
     if not can_fp8(device):
         raise UserError(
-            "--precision fp8 needs a GPU of compute capability 8.9 or later: Ada, Hopper, Blackwell.",
-            capability_of(device),
+            "--precision fp8 needs a GPU with 8-bit products: compute capability 8.9 or later (Ada, Hopper, Blackwell).",
+            why_not_fp8(device),
             "Use --use_amp, which is bf16, or leave both out.",
         )
 

@@ -119,11 +119,11 @@ def forward(
     x, branch = _rows(x), _rows(branch)
     residual, y = x.new_empty(x.shape), x.new_empty(x.shape)
     inverse = x.new_empty((batch, tokens), dtype=torch.float32)
-    more: tuple[Tensor, ...] = ()
+    more: tuple[Tensor, ...] = ()  # without, an input stands in, which the kernel leaves alone
     if rounded:
         more = x.new_empty(x.shape, dtype=FP8), x.new_empty((batch * tokens, 1), dtype=torch.float32)
     launcher(_norm_forward)[(batch, triton.cdiv(tokens, _FORWARD["ROWS"]))](
-        x, branch, gate, weight, shift, scale, residual, y, inverse, *(more or (y, inverse)),
+        x, branch, gate, weight, shift, scale, residual, y, inverse, *(more or (x, x)),
         tokens, width, x.stride(0), branch.stride(0), gate.stride(0), scale.stride(0),
         EPS=EPSILON, BLOCK=triton.next_power_of_2(width), EIGHT=rounded, **_FORWARD,
     )  # fmt: skip

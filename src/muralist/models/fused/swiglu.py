@@ -78,10 +78,10 @@ def forward(h: Tensor, rounded: bool = False) -> tuple[Tensor, ...]:
     hidden = h.shape[-1] // 2
     out = h.new_empty((*h.shape[:-1], hidden))
     rows = out.numel() // hidden
-    more = _eight_bits_like(out, rows) if rounded else ()
+    more = _eight_bits_like(out, rows) if rounded else ()  # else an input stands in, which the kernel leaves alone
     block, warps = _block(hidden, rounded)
     launcher(_swiglu_forward)[(rows, triton.cdiv(hidden, block))](
-        h, out, *(more or (out, out)), hidden, BLOCK=block, EIGHT=rounded, num_warps=warps
+        h, out, *(more or (h, h)), hidden, BLOCK=block, EIGHT=rounded, num_warps=warps
     )
     return out, *more
 
@@ -92,12 +92,12 @@ def backward(h: Tensor, dout: Tensor, rounded: bool = False) -> tuple[Tensor, ..
     hidden = h.shape[-1] // 2
     dh = h.new_empty(h.shape)
     rows = dout.numel() // hidden
-    more = _eight_bits_like(dh, rows) if rounded else ()
+    more = _eight_bits_like(dh, rows) if rounded else ()  # as above
     chunks = triton.cdiv(rows, _ROWS)
     sums = h.new_empty((chunks, 2 * hidden), dtype=torch.float32)
     block, warps = _block(hidden, rounded)
     launcher(_swiglu_backward)[(chunks, triton.cdiv(hidden, block))](
-        h, dout, dh, sums, *(more or (dh, dh)), rows, hidden, ROWS=_ROWS, BLOCK=block, EIGHT=rounded, num_warps=warps
+        h, dout, dh, sums, *(more or (h, h)), rows, hidden, ROWS=_ROWS, BLOCK=block, EIGHT=rounded, num_warps=warps
     )
     return dh, sums.sum(0), *more
 
