@@ -10,9 +10,14 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 
-def to_u8(images: torch.Tensor) -> np.ndarray:
+def to_pixels(images: torch.Tensor) -> torch.Tensor:
     """[-1, 1], [B, 3, H, W] to uint8 [B, H, W, 3], rounded."""
-    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+
+
+def to_u8(images: torch.Tensor) -> np.ndarray:
+    """The same on the host."""
+    return to_pixels(images).cpu().numpy()
 
 
 def encode_png(picture: np.ndarray, facts: dict[str, str]) -> bytes:

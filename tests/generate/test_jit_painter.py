@@ -49,6 +49,15 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JiTFamily, tor
     return run, chosen, network
 
 
+def test_numbers_that_are_none_make_no_picture(tmp_path: Path) -> None:
+    chosen = family("cat", "dog", "bird")
+    weights = network_of(chosen).state_dict()
+    weights["final_layer.linear.bias"] = torch.full_like(weights["final_layer.linear.bias"], torch.nan)
+    painter = painter_of(checkpoint(tmp_path / "run", chosen.describe(), weights))
+    with pytest.raises(UserError, match="no picture: some of its numbers overflowed"):
+        paint(painter, DOG)
+
+
 def test_it_paints_what_the_family_draws(pets: tuple[Path, JiTFamily, torch.nn.Module]) -> None:
     run, chosen, network = pets
     painter = painter_of(run)

@@ -11,8 +11,9 @@ import torch
 from diffusers import AutoencoderKLWan, DiffusionPipeline
 from diffusers.models.activations import GELU
 
+from muralist.copies import to_device, to_host
 from muralist.generate import tuned
-from muralist.generate.card import CardClock, Unhurried, to_device, to_host
+from muralist.generate.card import CardClock, Unhurried
 from muralist.generate.fused import fuse_gelus, linear_gelu
 from muralist.generate.one_frame import decode_frames_as_planes
 from muralist.generate.tuned import Tuning, repeated_blocks

@@ -1,7 +1,7 @@
 """Keeps a GPU at work: what goes to it and comes from it does not make its host wait, and its idle time is measured.
 
 A GPU works through a queue that the host fills. The host falls behind only where it must wait for a result, and there the
-queue runs empty. Copies between a GPU and ordinary memory wait; those with page-locked memory do not.
+queue runs empty.
 """
 
 from __future__ import annotations
@@ -12,22 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-
-def to_device(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy on a device, in the order of its queue; the host goes on at once."""
-    if device is not None and torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        # Cast on the device: a cast on the way goes through ordinary memory.
-        # Contiguous: what is expanded, as time steps are, cannot be page-locked as it lies.
-        return tensor.contiguous().pin_memory().to(device=device, non_blocking=True).to(dtype or tensor.dtype)
-    return tensor.to(device=device, dtype=dtype, copy=True)
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory: there once the device's queue has come so far, which later copies back rely on."""
-    if tensor.device.type != "cuda":
-        return tensor.detach().to("cpu", copy=True)
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return kept.copy_(tensor.detach(), non_blocking=True)
+from muralist.copies import to_device, to_host
 
 
 class Unhurried(TorchFunctionMode):

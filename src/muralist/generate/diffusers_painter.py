@@ -22,7 +22,7 @@ from muralist.generate.card import Copying
 from muralist.generate.fp8 import Fp8Linear, exactly, use_fp8
 from muralist.generate.guidance import DENOISERS, DenoisingLoop
 from muralist.generate.noise import own_noise
-from muralist.generate.painter import TRIAL_STEPS, Beat, CannotPaint, Finished, Order, Pending, Way
+from muralist.generate.painter import TRIAL_STEPS, Beat, CannotPaint, Finished, Order, Pending, Way, overflowed
 from muralist.generate.shortcuts import shortcut_of
 from muralist.generate.text import TextMemory, joinable, remember_few_texts
 from muralist.generate.tuned import Tuning, repeated_blocks, tune, tuned
@@ -252,12 +252,7 @@ class DiffusersPainter:
         pixels = (values * 255).round().to(torch.uint8).movedim(-3, -1).contiguous()
         whole = values.isfinite().all()
         self._loop.clock.leave()
-        overflowed = UserError(
-            "The model made no picture: some of its numbers overflowed.",
-            f"It ran in {self._precision}.",
-            "Try --dtype bf16 or fp32.",
-        )
-        return Copying(pixels, whole, self._loop.clock.batch(), overflowed)
+        return Copying(pixels, whole, self._loop.clock.batch(), overflowed(self._precision))
 
     def _wrong_size(self, size: tuple[int, int], why: str) -> UserError:
         step = self._size_step

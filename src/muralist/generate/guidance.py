@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muralist.generate.card import CardClock, Unhurried, to_device
+from muralist.copies import to_device
+from muralist.generate.card import CardClock, Unhurried
 from muralist.generate.painter import Beat, CannotPaint, nothing_to_cut
 from muralist.generate.shortcuts import Shortcut
 

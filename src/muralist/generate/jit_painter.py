@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from muralist.diffusion.solvers import time_grid
 from muralist.errors import UserError
-from muralist.generate.painter import TRIAL_STEPS, Beat, Finished, Order, Pending, Way
+from muralist.generate.card import CardClock, Copying
+from muralist.generate.painter import TRIAL_STEPS, Beat, Order, Pending, Way, overflowed
 from muralist.generate.tuned import Tuning, choose_by_rules, tuned
 from muralist.models.jit import JiT
 from muralist.models.jit_family import JiTFamily, Objective
@@ -27,7 +28,7 @@ from muralist.models.weights import (
     read_jit_folder,
     read_weights,
 )
-from muralist.pictures import to_u8
+from muralist.pictures import to_pixels
 from muralist.settings import GenerateSettings, ObjectiveSettings, SampleSettings
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
@@ -60,10 +61,12 @@ class JiTPainter:
 
     def __init__(self, family: JiTFamily, network: nn.Module, settings: GenerateSettings) -> None:
         self._family, self._network = family, network
-        self._autocast = _AUTOCAST[settings.dtype]
+        self._precision, self._autocast = settings.dtype, _AUTOCAST[settings.dtype]
         if self._autocast is not None:
             _convert_products(network, self._autocast)
-        self._tuning = Tuning.of(settings.compile, next(network.parameters()).device)
+        device = next(network.parameters()).device
+        self._clock = CardClock(device)
+        self._tuning = Tuning.of(settings.compile, device)
         if self._tuning.compiled:
             choose_by_rules()
             network.compile(dynamic=False)
@@ -110,13 +113,19 @@ class JiTPainter:
         device = next(self._network.parameters()).device
         prompts, seeds = [order.prompt for order in orders], [order.seed for order in orders]
         beating = _Beating(self._network, beat)
+        self._clock.enter()
         # A trial would compile a graph for every batch size that is tried.
         with (
             tuned(self._tuning, device, eager=way is Way.TRIAL),
             torch.autocast(device.type, self._autocast, enabled=self._autocast is not None),
         ):
             images = self._family.sample(beating, prompts, seeds, sampling)
-        return Finished(list(to_u8(images)))
+        pixels, whole = to_pixels(images).contiguous(), images.isfinite().all()
+        self._clock.leave()
+        copying = Copying(pixels, whole, self._clock.batch(), overflowed(self._precision))
+        if way is not Way.USUAL:
+            self._clock.forget()
+        return copying
 
     def made_with(self) -> dict[str, str]:
         """Compiled pictures differ from others in their last bits."""

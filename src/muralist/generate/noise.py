@@ -11,7 +11,7 @@ import torch
 from diffusers.utils import torch_utils
 from torch import Tensor
 
-from muralist.generate.card import to_device
+from muralist.copies import to_device
 
 _NAME = "randn_tensor"
 

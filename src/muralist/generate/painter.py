@@ -89,6 +89,15 @@ class CannotPaint(UserError):
     """These settings make no picture with this model, whatever the prompt."""
 
 
+def overflowed(precision: str) -> UserError:
+    """For numbers that are none."""
+    return UserError(
+        "The model made no picture: some of its numbers overflowed.",
+        f"It ran in {precision}.",
+        "Try --dtype bf16 or fp32.",
+    )
+
+
 def nothing_to_cut(name: str) -> CannotPaint:
     """For a pipeline that runs its network once a step."""
     return CannotPaint(

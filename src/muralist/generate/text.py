@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from muralist.generate.card import to_device, to_host
+from muralist.copies import to_device, to_host
 
 _TEXTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3 ...
 _ENCODER = re.compile(r"_get_\w+_prompt_embeds")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muralist import keyed_random
+from muralist.copies import to_device
 from muralist.data.loader import Batch
 from muralist.diffusion import flow, solvers
 from muralist.errors import UserError, nearest
@@ -171,7 +172,7 @@ class JiTFamily:
         numbers = torch.tensor(list(seeds), dtype=torch.int64)
         # Drawn on the CPU: the same seed is the same noise whatever the card.
         noise = keyed_random.normal(0, Purpose.SAMPLE_NOISE, numbers, (3, self.img_size, self.img_size))
-        labels = torch.tensor([self.label_of(prompt) for prompt in prompts], device=device)
+        labels = to_device(torch.tensor([self.label_of(prompt) for prompt in prompts]), device)
         solver = solvers.SolverSettings(
             solver="heun" if settings.solver == "auto" else settings.solver,  # type: ignore[arg-type]
             steps=settings.steps,
@@ -180,7 +181,7 @@ class JiTFamily:
             t_eps=self.objective.t_eps,
             official_last_step=settings.official_last_step,
         )
-        start = noise.to(device) * self.objective.noise_scale
+        start = to_device(noise, device) * self.objective.noise_scale
         images = solvers.sample(network, start, labels, self.null_label, solver, self.objective.prediction)
         return images.clamp(-1, 1)
 
