@@ -22,7 +22,7 @@ from bench.train_speed import finish, loaded, parsed
 
 from muralist import __version__
 from muralist.generate.jit_painter import JiTPainter
-from muralist.generate.painter import Order
+from muralist.generate.painter import Order, Pending
 from muralist.models import jit
 from muralist.models.jit_family import JiTFamily, Objective
 from muralist.runfolder import write_json
@@ -35,7 +35,7 @@ BATCHES = 2
 
 
 def our_sampler(model: str, img_size: int, batch: int, device: torch.device, steps: int) -> Callable[[], Any]:
-    """A batch of `muralist generate`, from orders to bytes on the host."""
+    """A batch of `muralist generate`, from orders to bytes on the host; the one before is fetched while it is painted."""
     family = JiTFamily(
         model, img_size, [str(i) for i in range(CLASSES)], Objective.from_settings(ObjectiveSettings(), img_size)
     )
@@ -50,7 +50,14 @@ def our_sampler(model: str, img_size: int, batch: int, device: torch.device, ste
     )  # fmt: skip
     painter = JiTPainter(family, network.to(device).eval().requires_grad_(False), settings)
     orders = [Order(str(number % CLASSES), "", number) for number in range(batch)]
-    return lambda: painter.paint(orders, (img_size, img_size), lambda: None)
+    flying: list[Pending] = []
+
+    def sampler() -> None:
+        flying.append(painter.begin(orders, (img_size, img_size), lambda: None))
+        if len(flying) > 1:
+            flying.pop(0).wait()
+
+    return sampler
 
 
 def measure(name: str, sampler: Callable[[], Any], batch: int, device: torch.device) -> dict[str, Any]:
