@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,6 +120,15 @@ def test_curves_are_drawn_compared_and_zoomed(visit: Callable[..., Visit]) -> No
     looking.close()
 
 
+def test_what_is_noisy_is_smoothed_and_nothing_else(visit: Callable[..., Visit], root: Path) -> None:
+    rows = [json.loads(text) for text in (root / "trained" / "metrics.jsonl").read_text().splitlines()]
+    looking = visit("tab=curves&run=trained")
+    for metric, is_exact in (("train/learning_rate", True), ("train/loss", False)):
+        (drawn,) = looking.traces(metric)
+        assert (drawn["y"] == pytest.approx([row[metric] for row in rows], rel=1e-4)) == is_exact, metric
+    looking.close()
+
+
 def test_new_lines_appear_by_themselves(visit: Callable[..., Visit], root: Path) -> None:
     looking = visit("tab=curves&run=copied&smooth=0")
     before = looking.traces("train/loss")[0]["x"]
@@ -156,6 +166,10 @@ def test_the_list_goes_by_keys(visit: Callable[..., Visit]) -> None:
     assert page.locator("#keys").is_visible()
     page.keyboard.press("Escape")
     assert not page.locator("#keys").is_visible()
+    page.keyboard.press("/")
+    page.keyboard.press("Tab")
+    outline = "one => getComputedStyle(one).outlineStyle"
+    assert page.locator("#list [aria-selected=true]").evaluate(outline) == "solid", "one sees that keys go to the list"
     looking.close()
 
 
