@@ -220,6 +220,34 @@ def test_samples_by_slider_side_by_side_and_enlarged(visit: Callable[..., Visit]
     looking.close()
 
 
+def test_runs_side_by_side_pair_equal_prompts_and_may_go(browser: Any, tmp_path: Path) -> None:
+    root = tmp_path / "results"
+    for name in ("first", "second", "other"):
+        write_run(root / name)
+    for name in ("first", "second"):
+        for text in (root / name / "samples").glob("*/*_prompt*.txt"):
+            text.write_text("unconditional")
+    pictures = ".tile img:nth-child({})"
+    with running_board(root, tmp_path / "cache") as board:
+        looking = Visit(browser, board, "tab=samples&run=first&beside=second&tick=never")
+        page = looking.page
+        page.wait_for_function("() => document.querySelectorAll('.tile img').length === 8")
+        left, right = (
+            page.locator(pictures.format(side)).evaluate_all("all => all.map(one => one.src)") for side in (1, 2)
+        )
+        assert len(set(right)) == 4 and [address.replace("second", "first") for address in right] == left
+        page.select_option("select", "other")
+        page.wait_for_function("() => document.querySelector('.sides').textContent.includes('none of these prompts')")
+        assert "beside=other" in page.url and "never" not in page.url
+        shutil.rmtree(root / "other")
+        page.wait_for_function("() => document.querySelectorAll('.tile img').length === 4", timeout=8000)
+        assert "beside" not in page.url
+        page.goto("about:blank")
+        page.goto(f"{board.address}/#tab=samples&run=first&beside=other")
+        page.wait_for_selector(".tile img")
+        looking.close()
+
+
 def test_pictures_of_a_generation_are_there_when_they_are_looked_at(visit: Callable[..., Visit]) -> None:
     looking = visit("tab=generation")
     page = looking.page
