@@ -208,6 +208,18 @@ def test_rows_of_their_own_size_and_one_that_cannot_be(wan: Path, tmp_path: Path
     assert (images / "failed_prompts_gpu0.txt").read_text() == ""
 
 
+def test_the_first_sentence_tells_the_sizes_that_rows_have(
+    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--height", 32, "--width", 32]
+    table(tmp_path, "prompt,height,width\ncar,48,32\n")
+    generate(tmp_path, wan, *small)
+    assert "1 picture, 48 x 32, from" in capsys.readouterr().err
+    table(tmp_path, "prompt,height,width\ncar,48,32\ntree,,\nhouse,32,48\n")
+    generate(tmp_path, wan, *small)
+    assert "2 pictures, of 2 sizes, from" in capsys.readouterr().err
+
+
 def test_a_row_of_another_size_than_that_of_the_jit_fails_alone(run: Path, tmp_path: Path) -> None:
     table(tmp_path, "prompt,height,width\nmeadow,32,32\nsunrise,,\n")
     images = generate(tmp_path, run, expect=1)
