@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -315,3 +316,20 @@ def test_fast_mode_is_refused_where_there_is_none(
     table(tmp_path, "prompt\n0\n")
     generate(tmp_path, run, "--preset", "fast", expect=1)
     assert "--preset fast is for pipelines of diffusers, and this is a JiT model." in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the worker's, told by the command
+def test_a_folder_deleted_while_the_model_loads_is_told_at_once_and_not_made_anew(
+    wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table(tmp_path, "prompt\ncar\ntree\n")
+    contract = job._Command._contract
+
+    def delete(command: Any, *arguments: Any) -> str:
+        shutil.rmtree(tmp_path / "images")
+        return contract(command, *arguments)
+
+    monkeypatch.setattr(job._Command, "_contract", delete)  # just before a model is loaded
+    images = generate(tmp_path, wan, "--height", 32, "--width", 32, expect=1)
+    assert "was deleted while the model was being loaded. " in " ".join(capsys.readouterr().err.split("\n"))
+    assert not images.exists()

@@ -236,6 +236,12 @@ class _Command:
 
     def _settle(self, ready: Ready, measured: int | None) -> Shape | Not:
         """The shape of batches: the ledger's, else as asked, else as measured; on disk before any picture."""
+        if self.lock and not self.lock.is_there():
+            raise UserError(
+                f"{self.folder.root}, or the file lock in it, was deleted while the model was being loaded.",
+                "Another command may be at work there by now.",
+                "Run the same command again.",
+            )
         if self.ranks and self.header is None:
             self.header = Header.read(self.folder.ledger)  # which the first rank may have begun meanwhile
             if self.header is None and not self.ranks.decides():

@@ -140,7 +140,10 @@ class Worker:
                 beaten = time.monotonic()
                 self.send(messages.Beat())
 
-        shard = Shard(OutputFolder(self.job.folder).shard(self.label), self.job.digest)
+        try:
+            shard = Shard(OutputFolder(self.job.folder).shard(self.label), self.job.digest)
+        except OSError as error:
+            raise cannot_write(error, self.job.folder) from None
         with closing(shard), ThreadPoolExecutor(_SAVERS) as savers:
             saving: list[Future[None]] = []
             flying: _Batch | None = None
