@@ -107,7 +107,7 @@ class ArraySource:
 @contextmanager
 def open_archive(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
     """Open an .npz file."""
-    fix = "Copy it anew, or write it again with numpy.savez: images and labels as whole numbers."
+    fix = "Copy it anew, or write it again with numpy.savez, as arrays of numbers."
     if path.is_file() and not zipfile.is_zipfile(path):  # NumPy would take it for a pickle, and say how to run it
         raise UserError(f"The file {path} is no .npz archive, or was cut short.", fix=fix)
     try:
