@@ -157,8 +157,9 @@ def _read_yaml(names: Names, path: Path) -> dict[str, Given]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        siblings = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        guess = nearest(str(path), siblings)
+        beside = path if path.is_dir() else path.parent
+        files = sorted(str(p) for p in beside.glob("*.y*ml")) if beside.is_dir() else []
+        guess = f"Give one of its files: {', '.join(files)}." if path.is_dir() and files else nearest(str(path), files)
         raise UserError(f"Cannot read the config file {path}: {_reason(error)}.", guess) from None
     try:
         tree = yaml.safe_load(text)
