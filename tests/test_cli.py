@@ -106,3 +106,17 @@ def test_a_flag_that_must_be_given_says_what_it_is_for(capsys: pytest.CaptureFix
     assert main(["generate", "--output_dir", "o", "--model_path", "m"]) == 1
     told = capsys.readouterr().err
     assert "--prompts_csv is missing." in told and "The table: CSV, TSV" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["0,1"], "--gpu_ids is '0,1': expected one or more of a whole number at least 0.\nPut blanks between values"),
+        (["0", "x"], "--gpu_ids is '0 x': expected one or more of a whole number at least 0.\n"),
+    ],
+)
+def test_a_list_of_numbers_says_how_it_is_written(
+    given: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", "--images", "a", "--output_dir", "b", "--gpu_ids", *given]) == 1
+    assert f"muralist: {told}" in capsys.readouterr().err

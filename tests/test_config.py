@@ -226,6 +226,11 @@ def test_a_missing_config_names_the_nearest_file(tmp_path: Path) -> None:
     assert f"Did you mean {tmp_path / 'base_config.yaml'}?" in error.why
     assert "Is a directory" in refusal("--config", tmp_path).what
     assert "No such file" in refusal("--config", tmp_path / "nowhere" / "x.yaml").what
+    folder = tmp_path / "base_config.yaml.d"  # like its neighbour's name, which is not meant
+    folder.mkdir()
+    assert refusal("--config", folder).why == ""
+    (folder / "a.yaml").write_text("")
+    assert refusal("--config", folder).why == f"Give one of its files: {folder / 'a.yaml'}."
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00epochs")
     assert "not UTF-8" in refusal("--config", tmp_path / "binary.yaml").what
 

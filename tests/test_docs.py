@@ -11,7 +11,10 @@ import pytest
 from scripts import draw_docs
 
 from muralist.cli import COMMANDS
+from muralist.data.sources import Source
+from muralist.evaluate import evaluation, measures
 from muralist.help import settings_help
+from muralist.models.family import Family
 from tests.conftest import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -64,3 +67,21 @@ def test_commands_and_flags_that_a_page_shows_exist(page: Path) -> None:
         known = settings_help(command, entry.settings, entry.positional)
         for flag in re.findall(r"--([\w-]+)", rest):
             assert re.search(rf"--(?:\w+\.)?(?:no_)?{flag}\b", known) or f"--{flag}" in known, f"{flag} in: {line}"
+
+
+@pytest.mark.parametrize(
+    ("page", "protocol"), [("adding-a-data-source", Source), ("adding-a-family", Family)], ids=["source", "family"]
+)
+def test_a_page_that_explains_how_to_add_something_names_every_member(page: str, protocol: type) -> None:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    members = {name for name in vars(protocol) if not name.startswith("_")} | set(protocol.__annotations__)
+    assert {name for name in members if f"`{name}" not in text} == set()
+
+
+def test_what_a_new_metric_needs_is_where_its_page_says() -> None:
+    text = (DOCS / "adding-a-metric.md").read_text(encoding="utf-8")
+    places = {"METRICS": evaluation, "MEASURES": measures, "_find_missing": evaluation.Evaluation}
+    places |= {"_score_inception": evaluation.Evaluation, "_keep": evaluation.Evaluation}
+    for name, place in places.items():
+        file = f"evaluate/{place.__module__ if isinstance(place, type) else place.__name__}.py"
+        assert hasattr(place, name) and name in text and file.replace("muralist.evaluate.", "") in text, name

@@ -150,3 +150,10 @@ def test_a_refused_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err.startswith(
         "muralist: --cpu-offloading is not there: nothing is kept in host memory;"
     )
+
+
+def test_outside_the_project_it_says_where_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"no configs/waymo_base.yaml in .*Run the command in the project's root"):
+        train_words(["--ckpt-every", "500"])
+    assert train_words(["--config", "own.yaml"])[:2] == ["--config", "own.yaml"]

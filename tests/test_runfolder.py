@@ -47,6 +47,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> Non
         assert path.read_text() == "old"
         assert [each.name for each in path.parent.iterdir()] == ["metrics.json"]
         assert f"No space left on the disk that holds {path}." in str(sentence)
+        assert "checkpoint" not in str(sentence), "evaluate, sweep and export say it too"
         assert caught.value.filename == str(path)
         write_atomically(path, "new")
         assert path.read_text() == "new"

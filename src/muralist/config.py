@@ -157,8 +157,9 @@ def _read_yaml(names: Names, path: Path) -> dict[str, Given]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        siblings = [str(p) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        guess = nearest(str(path), siblings)
+        beside = path if path.is_dir() else path.parent
+        files = sorted(str(p) for p in beside.glob("*.y*ml")) if beside.is_dir() else []
+        guess = f"Give one of its files: {', '.join(files)}." if path.is_dir() and files else nearest(str(path), files)
         raise UserError(f"Cannot read the config file {path}: {_reason(error)}.", guess) from None
     try:
         tree = yaml.safe_load(text)
@@ -216,7 +217,12 @@ def _validate(model: type[S], names: Names, given: Mapping[str, Given]) -> S:
 
 
 def _refused(item: Given, field: FieldInfo) -> UserError:
-    return UserError(f"{item.origin} is {_shown(item.value)}: expected {describe(field)}.")
+    written = item.value if isinstance(item.value, list) and item.origin.startswith("--") else []
+    joined = any(isinstance(word, str) and "," in word for word in written)
+    return UserError(
+        f"{item.origin} is {_shown(' '.join(map(str, written)) if written else item.value)}: expected {describe(field)}.",
+        fix="Put blanks between values, not commas." if joined else "",
+    )
 
 
 def _shown(value: Any) -> str:
@@ -272,8 +278,9 @@ def describe(field: FieldInfo) -> str:
             return [f"{len(get_args(annotation))} numbers"]
         if get_origin(annotation) is list:
             (element,) = get_args(annotation)
-            chosen = f"of {', '.join(words(element))}" if get_origin(element) is Literal else "values"
-            return [f"one or more {chosen}"]
+            if get_origin(element) is Literal:
+                return [f"one or more of {', '.join(words(element))}"]
+            return ["one or more values" if element is str else f"one or more of {words(element)[0]}"]
         if hasattr(annotation, "__metadata__"):
             return [f"{words(get_args(annotation)[0])[0]}{_limits(annotation.__metadata__)}"]
         return [_WORDS.get(annotation, str(annotation))]

@@ -40,6 +40,11 @@ def train_words(arguments: Sequence[str]) -> list[str]:
     words, strategy, claims = translate(arguments)
     named = {word.partition("=")[0] for word in words}
     if "--config" not in named:
+        if not CONFIG.is_file():
+            raise UserError(
+                f"There is no {CONFIG} in {Path.cwd()}: it says what the command does not.",
+                fix="Run the command in the project's root, or give --config PATH.",
+            )
         words = ["--config", str(CONFIG), *words]
     if "LOCAL_RANK" in os.environ and "--strategy" not in named:
         words += ["--strategy", strategy or _default_strategy()]

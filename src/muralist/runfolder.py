@@ -85,7 +85,7 @@ def no_space(error: OSError, path: Path) -> UserError:
         return UserError(
             f"No space left on the disk that holds {path}.",
             "The file was not written; everything written before it is whole.",
-            "Free some space and run the same command again: it goes on from the last checkpoint.",
+            "Free some space and run the same command again: it goes on from what is whole.",
         )
     return UserError(f"Cannot write {path}: {error.strerror}.", fix="Check that the folder exists and may be written.")
 

@@ -35,7 +35,9 @@ def listed(words: Sequence[object], most: int = 6) -> str:
 
 def amount(text: str) -> float:
     """A number as people write large ones: 10B, 1T, 1.5M, 5e9."""
-    match = re.fullmatch(r"(\d+(?:[.,]\d+)?(?:[eE]\d+)?)\s*([KMBGT]?)", text.strip().upper().replace("_", ""))
+    # 10,000 is ten thousand, as we print it ourselves; 1,5 is one and a half.
+    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text.strip().upper().replace("_", ""))
+    match = re.fullmatch(r"(\d+(?:[.,]\d+)?(?:[eE]\d+)?)\s*([KMBGT]?)", plain)
     if match is None or not float(match[1].replace(",", ".")):
         raise UserError(f"{text!r} is no amount.", fix="Write 10B, 1T, 300M or 5e9.")
     return float(match[1].replace(",", ".")) * _UNITS[match[2]]

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 from PIL import Image
 
-from tests.support.boards import PROMPTS, Board, running_board, write_generation, write_run
+from tests.support.boards import PROMPTS, Board, ledger_line, running_board, write_generation, write_run
 from tests.support.evaluations import write_evaluation
 
 
@@ -175,3 +175,26 @@ def test_odd_questions_are_refused_without_a_traceback(board: Board) -> None:
                  "/api/pictures?folder=scenes&begin=-1", "/api/curves"):  # fmt: skip
         assert board.get(path).status == 422, path
     assert board.get("/api/docs").status == board.get("/openapi.json").status == board.get("/docs").status == 404
+
+
+def test_one_file_that_makes_no_sense_does_not_hide_the_others(tmp_path: Path) -> None:
+    deep, root = "[" * 100_000, tmp_path / "results"
+    write_run(root / "good")
+    odd = write_run(root / "odd")
+    (odd / "heartbeats").mkdir()
+    (odd / "heartbeats" / "rank_0.json").write_text(deep)
+    (root / "evaluation").mkdir()
+    (root / "evaluation" / "report.json").write_text('{"scores": {"fid": {"value": 3.5}}, "images": {"count": NaN}}')
+    images = write_generation(root / "images", rows=2, failed=())
+    (images / "lock").write_text(deep)
+    strange = [{"changed": "x"}, {"index": 1e3}, {"gpu": {}}, {"file": 7}, {"copy": True}, {"width": float("nan")}]
+    with (images / "ledger.jsonl").open("a") as ledger:
+        ledger.write(deep + "\n" + "".join(ledger_line(2 + row, **more) for row, more in enumerate(strange)))
+    with running_board(root, tmp_path / "cache") as board:
+        told = board.get("/api/overview").json()
+        assert [run["id"] for run in told["run"]] == ["good", "odd"]
+        assert [one["id"] for one in told["generation"]] == ["images"]
+        assert [(one["scores"]["fid"]["value"], one["images"]) for one in told["evaluation"]] == [(3.5, None)]
+        assert board.get("/api/generation?folder=images").json()["done"] == 3, "the last line has all that counts"
+        pictures = board.get("/api/pictures?folder=images").json()["pictures"]
+        assert [(one["index"], one["width"]) for one in pictures] == [(0, 32), (1, 32), (7, None)]

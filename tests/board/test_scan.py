@@ -32,6 +32,14 @@ def test_things_are_found_at_any_depth_that_people_use(tmp_path: Path) -> None:
     assert found(tmp_path / "a" / "b" / "c" / "deep")[0] == ("run", "."), "the root itself may be a run"
 
 
+def test_names_may_be_in_any_script(tmp_path: Path) -> None:
+    names = ["실험\u3000하나", "\N{WOMAN}\N{ZERO WIDTH JOINER}\N{PERSONAL COMPUTER}", "no\N{NO-BREAK SPACE}break"]
+    for name in names:
+        write_run(tmp_path / name, checkpoints=0)
+    write_run(tmp_path / os.fsdecode(b"not text \xff"), checkpoints=0)
+    assert found(tmp_path) == sorted(("run", name) for name in names)
+
+
 def test_links_are_followed_as_far_as_they_stay_under_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "_REST", 0.0)
     root = tmp_path / "results"

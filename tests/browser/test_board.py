@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,6 +120,15 @@ def test_curves_are_drawn_compared_and_zoomed(visit: Callable[..., Visit]) -> No
     looking.close()
 
 
+def test_what_is_noisy_is_smoothed_and_nothing_else(visit: Callable[..., Visit], root: Path) -> None:
+    rows = [json.loads(text) for text in (root / "trained" / "metrics.jsonl").read_text().splitlines()]
+    looking = visit("tab=curves&run=trained")
+    for metric, is_exact in (("train/learning_rate", True), ("train/loss", False)):
+        (drawn,) = looking.traces(metric)
+        assert (drawn["y"] == pytest.approx([row[metric] for row in rows], rel=1e-4)) == is_exact, metric
+    looking.close()
+
+
 def test_new_lines_appear_by_themselves(visit: Callable[..., Visit], root: Path) -> None:
     looking = visit("tab=curves&run=copied&smooth=0")
     before = looking.traces("train/loss")[0]["x"]
@@ -156,6 +166,10 @@ def test_the_list_goes_by_keys(visit: Callable[..., Visit]) -> None:
     assert page.locator("#keys").is_visible()
     page.keyboard.press("Escape")
     assert not page.locator("#keys").is_visible()
+    page.keyboard.press("/")
+    page.keyboard.press("Tab")
+    outline = "one => getComputedStyle(one).outlineStyle"
+    assert page.locator("#list [aria-selected=true]").evaluate(outline) == "solid", "one sees that keys go to the list"
     looking.close()
 
 
@@ -204,6 +218,34 @@ def test_samples_by_slider_side_by_side_and_enlarged(visit: Callable[..., Visit]
     page.wait_for_selector(".tile img")
     assert page.locator(".tile figcaption").all_inner_texts() == PROMPTS and "owned" not in page.title()
     looking.close()
+
+
+def test_runs_side_by_side_pair_equal_prompts_and_may_go(browser: Any, tmp_path: Path) -> None:
+    root = tmp_path / "results"
+    for name in ("first", "second", "other"):
+        write_run(root / name)
+    for name in ("first", "second"):
+        for text in (root / name / "samples").glob("*/*_prompt*.txt"):
+            text.write_text("unconditional")
+    pictures = ".tile img:nth-child({})"
+    with running_board(root, tmp_path / "cache") as board:
+        looking = Visit(browser, board, "tab=samples&run=first&beside=second&tick=never")
+        page = looking.page
+        page.wait_for_function("() => document.querySelectorAll('.tile img').length === 8")
+        left, right = (
+            page.locator(pictures.format(side)).evaluate_all("all => all.map(one => one.src)") for side in (1, 2)
+        )
+        assert len(set(right)) == 4 and [address.replace("second", "first") for address in right] == left
+        page.select_option("select", "other")
+        page.wait_for_function("() => document.querySelector('.sides').textContent.includes('none of these prompts')")
+        assert "beside=other" in page.url and "never" not in page.url
+        shutil.rmtree(root / "other")
+        page.wait_for_function("() => document.querySelectorAll('.tile img').length === 4", timeout=8000)
+        assert "beside" not in page.url
+        page.goto("about:blank")
+        page.goto(f"{board.address}/#tab=samples&run=first&beside=other")
+        page.wait_for_selector(".tile img")
+        looking.close()
 
 
 def test_pictures_of_a_generation_are_there_when_they_are_looked_at(visit: Callable[..., Visit]) -> None:

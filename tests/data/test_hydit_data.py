@@ -184,7 +184,7 @@ INDEX_MISTAKES: dict[str, tuple[dict[str, object], str]] = {
     "fewer counts": ({"cum_length": [5, 12]}, "names 3 Arrow files, but counts the rows of 2"),
     "other counts": ({"cum_length": [5, 14, 14]}, r"00001\.arrow has 7 rows, but the index .* counts 9"),
     "no rows beside": ({"indices_file": "gone.npz"}, r"keeps its rows in gone\.npz, which is missing"),
-    "no archive beside": ({"indices_file": "porcelain.json"}, r"could not be read as an \.npz"),
+    "no archive beside": ({"indices_file": "porcelain.json"}, r"porcelain\.json is no \.npz archive"),
     "no array": ({"indices_file": "y.npz"}, r"y\.npz has no array x"),
     "no size": ({"indices": {"large": [1]}}, "group 'large', which is no size"),
 }

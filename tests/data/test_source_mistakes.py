@@ -85,7 +85,7 @@ PNG = pictures(1)[0].png
 MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "misspelt": (lambda place: folder_with("train/a.png")(place) + "/trian", r"no trian in .*Did you mean train\?"),
     "missing parent": (lambda place: str(place / "dta" / "train"), r"Already the folder \S*/dta is missing"),
-    "missing shard": (lambda place: str(place / "a-{0..3}.tar"), r"a-0\.tar was not found"),
+    "missing shard": (lambda place: str(place / "a-{0..3}.tar"), r"a-0\.tar was not found.* Give a folder, a file,"),
     "no images": (folder_with("a/b.txt", "c.heic", "d.heic"), r"\.jpg .*found 2 x \.heic, 1 x \.txt"),
     "empty folder": (folder_with("a/"), "found no files at all"),
     "empty class": (folder_with("a/b.png", "c/d.txt"), r"class folder \S*/c has no images"),
@@ -122,7 +122,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "tar word as label": (tar_with(a_png=PNG, a_cls=b"cat"), "label 'cat'"),
     "some tar labels": (tar_with(a_png=PNG, a_cls=b"1", b_png=PNG), r"first change is at b\.png"),
     "tar text not UTF-8": (tar_with(a_png=PNG, a_txt=b"\xff"), "not valid text"),
-    "no npz": (file_with("a.npz", "text"), r"not be read as an \.npz"),
+    "no npz": (file_with("a.npz", "text"), r"is no \.npz archive, or was cut short.*numpy\.savez"),
+    "objects": (arrays_with(x=np.array([{}, {}])), r"not be read as an \.npz.*numpy\.savez"),
     "no array": (arrays_with(pixels=np.zeros(3)), "arrays are pixels"),
     "float pixels": (arrays_with(x=np.zeros((2, 4, 4, 3))), "float64, not uint8"),
     "odd shape": (arrays_with(x=np.zeros((2, 4, 4), np.uint8)), r"shape \(2, 4, 4\)"),

@@ -171,6 +171,17 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert len(charts) == 3 + 2 and charts[-1]["data"][1]["y"] == [1.5, 1.25]
 
 
+def test_the_best_and_the_worst_clip_score_stand_in_the_chart_where_they_are(tmp_path: Path) -> None:
+    run = write_evaluation(tmp_path / "run", count=4)
+    told = json.loads((run / "report.json").read_text())
+    told["per_image"]["clip_score"] = [0.0, 0.0, 0.0, 3.0]
+    (run / "report.json").write_text(json.dumps(told))
+    charts = json.loads(Page(write_report([run], tmp_path / "report")).scripts[1])
+    spread = charts[0]["data"][0]  # 30 bars of 0.1 from the lowest score to the highest, and nothing beside them
+    assert spread["x"][:2] == [-0.05, 0.05] and spread["x"][-2:] == [2.95, 3.05]
+    assert spread["y"][:2] == [0.0, 75.0] and spread["y"][-2:] == [25.0, 0.0] and sum(spread["y"]) == 100.0
+
+
 def test_runs_measured_differently_are_told_apart(tmp_path: Path) -> None:
     first = write_evaluation(tmp_path / "a", 4)
     second = write_evaluation(tmp_path / "b", 6, warnings=["only here"], missing=[])

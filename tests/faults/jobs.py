@@ -97,9 +97,15 @@ class TrainingJob(Job):
 
     def is_finished(self) -> bool:
         last = checkpoint.folder_name(self.case.steps)
-        return self.results.is_dir() and (only_run(self.results) / "checkpoints" / last).is_dir()
+        return self._has_begun() and (only_run(self.results) / "checkpoints" / last).is_dir()
+
+    def _has_begun(self) -> bool:
+        """Whether there is a run: a command may be killed before it has made its folder."""
+        return self.results.is_dir() and any(self.results.iterdir())
 
     def damage(self, what: str) -> list[str] | None:
+        if not self._has_begun():
+            return None
         folder = only_run(self.results) / "checkpoints"
         there = checkpoint.all_in(folder)
         if len(there) < 2 or not (folder / "latest").is_file():

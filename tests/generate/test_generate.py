@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,18 @@ def test_rows_of_their_own_size_and_one_that_cannot_be(wan: Path, tmp_path: Path
     assert (images / "failed_prompts_gpu0.txt").read_text() == ""
 
 
+def test_the_first_sentence_tells_the_sizes_that_rows_have(
+    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--height", 32, "--width", 32]
+    table(tmp_path, "prompt,height,width\ncar,48,32\n")
+    generate(tmp_path, wan, *small)
+    assert "1 picture, 48 x 32, from" in capsys.readouterr().err
+    table(tmp_path, "prompt,height,width\ncar,48,32\ntree,,\nhouse,32,48\n")
+    generate(tmp_path, wan, *small)
+    assert "2 pictures, of 2 sizes, from" in capsys.readouterr().err
+
+
 def test_a_row_of_another_size_than_that_of_the_jit_fails_alone(run: Path, tmp_path: Path) -> None:
     table(tmp_path, "prompt,height,width\nmeadow,32,32\nsunrise,,\n")
     images = generate(tmp_path, run, expect=1)
@@ -303,3 +316,20 @@ def test_fast_mode_is_refused_where_there_is_none(
     table(tmp_path, "prompt\n0\n")
     generate(tmp_path, run, "--preset", "fast", expect=1)
     assert "--preset fast is for pipelines of diffusers, and this is a JiT model." in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the worker's, told by the command
+def test_a_folder_deleted_while_the_model_loads_is_told_at_once_and_not_made_anew(
+    wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table(tmp_path, "prompt\ncar\ntree\n")
+    contract = job._Command._contract
+
+    def delete(command: Any, *arguments: Any) -> str:
+        shutil.rmtree(tmp_path / "images")
+        return contract(command, *arguments)
+
+    monkeypatch.setattr(job._Command, "_contract", delete)  # just before a model is loaded
+    images = generate(tmp_path, wan, "--height", 32, "--width", 32, expect=1)
+    assert "was deleted while the model was being loaded. " in " ".join(capsys.readouterr().err.split("\n"))
+    assert not images.exists()

@@ -127,3 +127,8 @@ def test_the_pace_starts_with_the_first_picture(now: list[float]) -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(None, "?"), (0, "00:00"), (1800, "30:00"), (3661, "1:01:01")])
 def test_clock(seconds: float | None, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_no_pace_is_told_where_all_came_at_once(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    Lines().show({"0": Count(1, 0, 1)}, 0)
+    assert capsys.readouterr().err == "1/1 (success: 1, failed: 0); GPU 0: 1/1\n"

@@ -82,6 +82,16 @@ def test_memory_that_runs_out_twice_stops_with_a_sentence(tmp_path: Path) -> Non
     assert atelier.lines() == {}  # no row is to blame
 
 
+def test_memory_that_does_not_hold_one_picture_names_it_and_gives_advice_that_can_help(tmp_path: Path) -> None:
+    for allowed in (False, True):
+        atelier = Atelier(tmp_path / str(allowed), PROMPTS, allow_batch_change=allowed)
+        with pytest.raises(CannotPaint) as refused:
+            serve(atelier, short_of_memory_above(0, []), 1, [[0]])
+        assert refused.value.what.startswith("GPU 0 ran out of memory with one picture, 000001_seed42.png: ")
+        assert refused.value.fix.startswith("Make it smaller or leave its row out")
+        assert "--allow_batch_change" not in str(refused.value)  # fewer than one cannot be made
+
+
 def test_with_allow_batch_change_rows_are_made_in_halves_and_marked(tmp_path: Path) -> None:
     sizes: list[int] = []
     atelier = Atelier(tmp_path, PROMPTS, allow_batch_change=True)

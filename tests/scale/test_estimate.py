@@ -13,6 +13,7 @@ from muralist.errors import UserError
 from muralist.scale.communication import BUCKET, GPUS, REACHED, Links, ring_seconds, scale
 from muralist.scale.estimate import bill, estimate, flops_per_token
 from muralist.scale.measured import Measured, read_measured
+from muralist.scale.memory import activation_bytes
 from muralist.scale.scaling_picture import page, svg
 from muralist.settings import EstimateSettings
 from muralist.words import amount, duration, short
@@ -33,6 +34,7 @@ def test_guide_1s_table_follows_from_its_speeds() -> None:
 
 def test_amounts_as_people_write_them() -> None:
     assert [amount(text) for text in ("10B", "1T", "1.5m", "5e9", "300")] == [10e9, 1e12, 1.5e6, 5e9, 300]
+    assert [amount(text) for text in ("10,000", "1,000,000", "1,5M", "1_000")] == [10_000, 1e6, 1.5e6, 1000]
     assert [short(number) for number in (1e12, 10e9, 342_068, 999_999, 12)] == ["1T", "10B", "342K", "1M", "12"]
     for wrong in ("ten", "", "0", "-3B", "1Q"):
         with pytest.raises(UserError, match="is no amount"):
@@ -103,16 +105,34 @@ def test_a_benchmark_file_and_the_tables(tmp_path: Path, capsys: pytest.CaptureF
     assert "--tokens and --images cannot both be given" in capsys.readouterr().err
 
 
-def test_a_run_is_a_measurement(photo_folder: Path, tmp_path: Path) -> None:
+def test_a_run_is_a_measurement(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train("--data_path", photo_folder, "--max_steps", "30", "--results_dir", tmp_path, "--run_name", "run",
           "--samples_per_gpu", "0", "--log_every", "5")  # fmt: skip
     measured = read_measured(tmp_path / "run", None)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert (measured.model, measured.img_size, measured.batch_size, measured.gpus) == ("JiT-T/8", 16, 4, 1)
+    assert measured.gpu == "CPU"
     assert set(measured.readings) <= {line["train/tokens_per_second"] for line in lines}
     found = estimate(EstimateSettings(images=["1M"]), measured, [4e6])
     assert found.scenarios[0].bills[0].seconds > 0
     assert "as asked: 400 Gbit" in page(found)
+    assert main(["estimate", "--from", str(tmp_path / "run"), "--images", "1M"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for part in ("One process without a GPU was measured", "0.2 MB for each image", "80.0 GB are a guess",
+                 "Energy is left out"):  # fmt: skip
+        assert part in said, said
+    log = tmp_path / "run" / "logs" / "train.log"
+    assert " device     CPU\n" in log.read_text()
+    log.write_text(log.read_text().replace(" device     CPU", " device     NVIDIA H200"))
+    found = estimate(EstimateSettings(images=["1M"]), read_measured(tmp_path / "run", None), [4e6])
+    assert (found.memory, found.links.inside) == (141e9, 450e9) and found.scenarios[0].bills[0].kilowatt_hours
+
+
+def test_memory_that_was_measured_holds_for_that_size_alone() -> None:
+    measured = Measured("test", "JiT-B/4", 64, 64, "NVIDIA H200", 1, (100e3,), image_bytes=50e6)
+    assert estimate(EstimateSettings(), measured, [1e12]).needs["ddp"].per_image == 50e6
+    larger = estimate(EstimateSettings(img_size=256), measured, [1e12]).needs["ddp"].per_image
+    assert larger == activation_bytes("JiT-B/4", 256, bf16=True, compiled=True) > 1e9
 
 
 def test_the_picture_in_the_documents_is_the_programs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from muralist.errors import UserError
-from muralist.train.monitors import MetricsFile
+from muralist.train.monitors import MetricsFile, start_log
 from tests.support.disks import PAGE, leave_free, small_disk
 from tests.support.runs import train
 
@@ -59,3 +63,18 @@ def test_a_run_on_a_full_disk_ends_with_one_sentence(
     for text in (said.out, said.err):
         assert "Traceback" not in text
         assert "Logging error" not in text
+
+
+def test_a_reader_who_leaves_costs_no_line_of_the_log_and_brings_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # `muralist train ... | head -1`
+    with monkeypatch.context() as patched, io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as unread:
+        patched.setattr(sys, "stdout", unread)
+        start_log(tmp_path / "train.log", 0)
+        for line in ("step 1", "step 2"):
+            logging.getLogger("muralist").info(line)
+    start_log(None, 0)
+    assert [line[-6:] for line in (tmp_path / "train.log").read_text().splitlines()] == ["step 1", "step 2"]
+    assert capfd.readouterr().err == ""

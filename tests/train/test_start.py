@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from muralist.settings import CheckpointSettings, ModelSettings, TrainSettings
@@ -76,3 +77,12 @@ def test_a_run_set_back_by_hand_goes_on_from_there_with_every_step_once(photo_fo
     assert [line["step"] for line in metrics(back)] == list(range(1, 9))
     assert [line["train/loss"] for line in metrics(back)] == [line["train/loss"] for line in metrics(through)]
     assert_same_state(last_checkpoint(back), last_checkpoint(through))
+
+
+def test_holding_out_every_image_is_refused_by_the_name_of_the_flag(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("--data_path", photo_folder, "--val_fraction", "1", "--results_dir", tmp_path, expect=1)
+    said = capsys.readouterr().err
+    assert "--val_fraction 1 holds out all " in said
+    assert "Give a smaller one; 0 holds none out." in said

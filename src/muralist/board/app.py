@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import plotly
 from fastapi import FastAPI, Header, Query, Request
 from fastapi.responses import FileResponse, Response
+from pydantic_core import to_json
 from starlette.middleware.gzip import GZipMiddleware
 
 from muralist.board.curves import Axis, Curves, Have
@@ -158,7 +159,10 @@ def _own_files() -> set[str]:
 
 def _json(content: Any, known: str | None) -> Response:
     """An answer with a name by its content: one that the page already has is not sent again."""
-    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:  # a NaN out of a file that others wrote, which JSON does not know
+        data = to_json(content, inf_nan_mode="null")
     tag = f'"{hashlib.sha256(data).hexdigest()[:20]}"'
     headers = {"ETag": tag, **_ASK_AGAIN}
     if known in (tag, f"W/{tag}"):

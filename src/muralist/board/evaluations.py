@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from muralist.board.root import Root, read_plain
 
@@ -40,7 +41,7 @@ class Evaluations:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        report = json.loads(read_plain(path, _LARGEST))
+        report = from_json(read_plain(path, _LARGEST))
         scores = {name: _score(score) for name, score in report["scores"].items() if score}
         images, reference = report.get("images") or {}, report.get("reference") or {}
         return {
@@ -51,7 +52,7 @@ def _read(path: Path) -> dict[str, Any] | None:
             "failures": len(report.get("failures") or []),
             "warnings": [str(warning) for warning in report.get("warnings") or []][:20],
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

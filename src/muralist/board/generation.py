@@ -6,7 +6,6 @@ a million of them take a few megabytes; the rest of a line is read again when a 
 
 from __future__ import annotations
 
-import json
 import secrets
 import threading
 import time
@@ -20,7 +19,7 @@ from pydantic_core import from_json
 
 from muralist.board.root import is_plain_folder, open_plain, read_plain
 from muralist.board.tail import Tail
-from muralist.data.ledger_lines import DONE, FAILED, PLANNED
+from muralist.data.ledger_lines import DONE, PLANNED, is_about_a_sample
 from muralist.generate.folder import OutputFolder
 
 NEWEST = 48
@@ -130,12 +129,10 @@ class Generation:
                 line = from_json(raw)
                 if type(planned := line.get(PLANNED)) is int:
                     self._planned = planned
-                row, copy, status, gpu = line["index"], line["copy"], line["status"], str(line["gpu"])
-                known = 0 <= row < _LARGEST_NUMBER and 0 <= copy < _MOST_COPIES and status in (DONE, FAILED)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                known = False  # the header, the plan, or a line that a kill has torn
-            if known:
-                self._note(row, copy, status == DONE, gpu, line, file << 48 | place)
+            except (ValueError, AttributeError):
+                line = None  # a kill has torn it
+            if is_about_a_sample(line) and 0 <= line["index"] < _LARGEST_NUMBER and 0 <= line["copy"] < _MOST_COPIES:
+                self._note(line["index"], line["copy"], line["status"] == DONE, line["gpu"], line, file << 48 | place)
             place += len(raw)
 
     def _note(self, row: int, copy: int, done: bool, gpu: str, line: dict[str, Any], place: int) -> None:
@@ -147,7 +144,7 @@ class Generation:
             if before != _DONE:
                 self._done[gpu] += 1
                 self._order = None
-            changed = int(line.get("changed", 0))
+            changed = line["changed"]
             self._times.setdefault(gpu, deque(maxlen=_RECENT)).append(changed)
             if (changed, copy, row) not in self._newest:
                 self._newest.append((changed, copy, row))
@@ -157,7 +154,7 @@ class Generation:
             self._order = None
         self._failed[gpu] += 1
         self._done[gpu] += 0  # a GPU that has only failed is shown too
-        self._failures[row, copy] = _shown(line) | {"error": str(line.get("error", ""))[:_LONGEST_TEXT]}
+        self._failures[row, copy] = _shown(line) | {"error": _cut(line["error"])}
         if len(self._failures) > _MOST_FAILURES:
             self._failures.popitem(last=False)
 
@@ -173,7 +170,7 @@ class Generation:
         try:
             with open_plain(self._files[place >> 48].path) as file:
                 file.seek(place & ((1 << 48) - 1))
-                return _shown(json.loads(file.readline()))
+                return _shown(from_json(file.readline()))
         except (OSError, ValueError):
             return {}  # the command ended at this moment: the next look finds the line in the ledger
 
@@ -188,7 +185,7 @@ class Generation:
     def _told(self) -> tuple[dict[str, tuple[int, int, int]], int]:
         """How far each worker says it is, and how many samples are nobody's."""
         try:
-            words = json.loads(read_plain(self.folder.progress, 1 << 20))
+            words = from_json(read_plain(self.folder.progress, 1 << 20))
             workers = {
                 gpu: (int(done), int(failed), int(total)) for gpu, (done, failed, total) in words["workers"].items()
             }
@@ -199,7 +196,7 @@ class Generation:
     def _settings(self) -> dict[str, Any]:
         try:
             with open_plain(self.folder.ledger) as file:
-                return dict(json.loads(file.readline(1 << 20)).get("settings", {}))
+                return dict(from_json(file.readline(1 << 20)).get("settings", {}))
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
 
@@ -239,7 +236,7 @@ def _shards(folder: OutputFolder) -> list[Path]:
 def _owner(folder: OutputFolder) -> tuple[bool, dict[str, Any]]:
     """Whether a command works in a folder, and which."""
     try:
-        owner = dict(json.loads(read_plain(folder.root / "lock", 1 << 16)))
+        owner = dict(from_json(read_plain(folder.root / "lock", 1 << 16)))
         return time.time() - float(owner["heartbeat"]) < _ALIVE, owner
     except (OSError, ValueError, TypeError, KeyError):
         return False, {}

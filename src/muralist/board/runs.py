@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic_core import from_json
 
 from muralist.board.curves import parsed_line
 from muralist.board.root import is_plain_folder, read_plain
@@ -88,7 +89,7 @@ def _failure(heartbeats: list[Path]) -> str:
     said: dict[str, str] = {}
     for path in heartbeats:
         try:
-            record = json.loads(read_plain(path, 1 << 16))
+            record = from_json(read_plain(path, 1 << 16))
             said.setdefault(record["left"], str(record["message"]))
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -120,4 +120,8 @@ def _read(folder: Path) -> _Listing:
 
 def _is_shown(name: str) -> bool:
     """Hidden folders are not for show, nor is a name that is not text and that no address could spell."""
-    return not name.startswith(".") and name.isprintable()
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return not name.startswith(".")

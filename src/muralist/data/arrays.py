@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,13 +107,16 @@ class ArraySource:
 @contextmanager
 def open_archive(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
     """Open an .npz file."""
+    fix = "Copy it anew, or write it again with numpy.savez, as arrays of numbers."
+    if path.is_file() and not zipfile.is_zipfile(path):  # NumPy would take it for a pickle, and say how to run it
+        raise UserError(f"The file {path} is no .npz archive, or was cut short.", fix=fix)
     try:
         with np.load(path, allow_pickle=False) as archive:
             yield archive
     except UserError:
         raise
     except Exception as error:  # what damaged bytes make NumPy, zipfile and zlib raise has no end
-        raise UserError(f"The file {path} could not be read as an .npz archive: {error}.") from error
+        raise UserError(f"The file {path} could not be read as an .npz archive: {error}.", fix=fix) from error
 
 
 def _keys(path: Path) -> list[str]:

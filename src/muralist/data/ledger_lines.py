@@ -47,12 +47,19 @@ def parsed(raw: bytes) -> dict[str, Any] | None:
     """A line about a sample; None for the header, for what a kill or a full disk has torn, and for what nobody wrote so."""
     try:
         line = json.loads(raw)
-        for name, kind in _NEEDED[line["status"]]:
-            if type(line[name]) is not kind:
-                return None
-    except (ValueError, RecursionError, KeyError, TypeError):
+    except (ValueError, RecursionError):
         return None
-    return line if _is_label(line["gpu"]) and isinstance(line.get("seconds", 0), int | float) else None
+    return line if is_about_a_sample(line) else None
+
+
+def is_about_a_sample(line: Any) -> bool:
+    """Whether what a line says has every part that is needed, each of its kind."""
+    try:
+        if any(type(line[name]) is not kind for name, kind in _NEEDED[line["status"]]):
+            return False
+        return _is_label(line["gpu"]) and isinstance(line.get("seconds", 0), int | float)
+    except (KeyError, TypeError):
+        return False
 
 
 def _is_label(gpu: str) -> bool:

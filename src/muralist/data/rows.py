@@ -41,9 +41,12 @@ def csv_rows(path: Path, lines: Iterable[str], strict: bool = False) -> Iterator
         if not cells:
             continue
         if len(cells) != len(header):
+            missing = "Is it cut short? A row has as many separators as the header, also where fields are empty."
+            many = "Put quotes around fields that hold the separator or a line break."
             raise UserError(
-                f"Line {reader.line_num} of {path} has {len(cells)} fields, but the header has {len(header)}.",
-                fix="Put quotes around fields that hold the separator or a line break.",
+                f"Line {reader.line_num} of {path} has {len(cells)} field{'s' if len(cells) > 1 else ''}, "
+                f"but the header has {len(header)}.",
+                fix=many if len(cells) > len(header) else missing,
             )
         yield reader.line_num, dict(zip(header, cells, strict=True))
 
@@ -71,7 +74,8 @@ def json_rows(path: Path, lines: Iterable[str]) -> Iterator[NumberedRow]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"Line {number} of {path} is not JSON: {error}.") from error
+            said = f"{error.msg}, at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+            raise UserError(f"Line {number} of {path} is not JSON: {said}.") from error
         if not isinstance(row, dict):
             raise UserError(f"Line {number} of {path} is not a JSON object with named fields.")
         yield number, {name.strip().lower(): value for name, value in row.items()}

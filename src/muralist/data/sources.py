@@ -150,7 +150,7 @@ def _open(path: Path, img_size: Size, known: Known, caption: str | None) -> Sour
         check_exists(
             shard,
             "data set",
-            "Give --data_path a folder, a file, or the name driving_world for the embedded data set.",
+            "Give a folder, a file, or the name driving_world for the embedded data set.",
         )
     if path.is_dir():
         return _open_folder(path, img_size, known, caption)

@@ -52,12 +52,12 @@ def clip_chart(runs: Sequence[Run]) -> Chart | None:
         return None
     ends = np.histogram_bin_edges(np.concatenate(scores), _STEPS)  # the same for all runs
     step = ends[1] - ends[0]
-    ends = np.concatenate(([ends[0] - step], ends, [ends[-1] + step]))  # so that it comes down to nothing on both sides
+    middles = np.arange(-1, len(ends)) * step + (ends[0] + step / 2)  # one more on both sides, where it is nothing
     traces = []
     for name, own in zip(_names(runs), scores, strict=True):
         if own:
-            shares = 100 * np.histogram(own, ends)[0] / len(own)
-            x, y = ((ends[:-1] + ends[1:]) / 2).round(4).tolist(), shares.round(3).tolist()
+            shares = np.pad(100 * np.histogram(own, ends)[0] / len(own), 1)
+            x, y = middles.round(4).tolist(), shares.round(3).tolist()
             traces.append({"type": "scatter", "name": name, "x": x, "y": y, "mode": "lines", "fill": "tozeroy"})
     axes = {
         "xaxis": {"title": {"text": "CLIP score of a picture"}},

@@ -122,7 +122,7 @@ class _Command:
                 patience = 0.0
                 try:
                     if self._is_first:
-                        screen.say(self._contract(len(todo), devices))
+                        screen.say(self._contract(todo, devices))
                     fleet.run(list(devices), own)
                     patience = _PATIENCE
                 except KeyboardInterrupt:
@@ -236,6 +236,12 @@ class _Command:
 
     def _settle(self, ready: Ready, measured: int | None) -> Shape | Not:
         """The shape of batches: the ledger's, else as asked, else as measured; on disk before any picture."""
+        if self.lock and not self.lock.is_there():
+            raise UserError(
+                f"{self.folder.root}, or the file lock in it, was deleted while the model was being loaded.",
+                "Another command may be at work there by now.",
+                "Run the same command again.",
+            )
         if self.ranks and self.header is None:
             self.header = Header.read(self.folder.ledger)  # which the first rank may have begun meanwhile
             if self.header is None and not self.ranks.decides():
@@ -274,9 +280,10 @@ class _Command:
         assert self.screen is not None
         self.screen.say(sentence)  # which knows where the bars are
 
-    def _contract(self, todo: int, devices: dict[str, str]) -> str:
+    def _contract(self, todo: np.ndarray, devices: dict[str, str]) -> str:
         """What is about to happen."""
-        settings, (height, width) = self.settings, self.plan.size
+        settings, sizes = self.settings, self.plan.sizes_of(todo)
+        size = "{} x {}".format(*sizes[0]) if len(sizes) == 1 else f"of {len(sizes)} sizes"
         labels = self.ranks.labels if self.ranks else list(devices)
         kind = {True: ("CPU process", "CPU processes"), False: ("GPU", "GPUs")}["cpu" in devices.values()]
         guidance = f"guidance {settings.guidance_scale:g}"
@@ -290,7 +297,7 @@ class _Command:
         clip = f" of {settings.num_frames} frames" if settings.num_frames > 1 else ""
         weights = f", {settings.weights}" if "weights" in self.identity else ""
         return (
-            f"{todo:,} {self._things(todo)}{clip}, {height} x {width}, from {settings.prompts_csv} with "
+            f"{len(todo):,} {self._things(len(todo))}{clip}, {size}, from {settings.prompts_csv} with "
             f"{self.identity['model']} ({settings.dtype}{weights}, {settings.num_inference_steps} steps, {guidance}{last}) "
             f"on {len(labels)} {kind[len(labels) > 1]}: {' '.join(labels)}. Loading the model."
         )

@@ -95,7 +95,10 @@ class Shard:
     digest: str
 
     def __post_init__(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            raise self._deleted() from None  # a folder made anew here would have no lock
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         os.write(self._file, b"\n")  # ends a line that a killed worker may have left torn
 
@@ -124,7 +127,10 @@ class Shard:
         except FileNotFoundError:
             there = False
         if not there:
-            raise OSError(errno.ENOENT, "it was deleted while pictures were being made", str(self.path.parent.parent))
+            raise self._deleted()
+
+    def _deleted(self) -> OSError:
+        return OSError(errno.ENOENT, "it was deleted while pictures were being made", str(self.path.parent.parent))
 
     def _append(self, status: str, sample: Sample, gpu: str, seconds: float, facts: dict[str, Any]) -> None:
         line = {

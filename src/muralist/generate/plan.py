@@ -99,6 +99,12 @@ class Plan:
         height, width = self._sizes[number // self.copies].tolist()
         return height, width
 
+    def sizes_of(self, numbers: np.ndarray) -> list[tuple[int, int]]:
+        """The heights and widths that some samples have, each once."""
+        if self._sizes is None:
+            return [self.size]
+        return [(height, width) for height, width in np.unique(self._sizes[numbers // self.copies], axis=0).tolist()]
+
     def in_order(self, numbers: np.ndarray) -> np.ndarray:
         """Samples in the order in which they are made: as in the table, but one size after another."""
         if self._sizes is None:

@@ -163,7 +163,7 @@ class Lines:
         if whole.finished == self.last or (soon and whole.finished < whole.total):
             return
         self.shown, self.last = time.monotonic(), whole.finished
-        pace = f", {rate:.2f} images/s, {duration(left)} left" if left is not None else ""
+        pace = f", {rate:.2f} images/s, {duration(left)} left" if rate and left is not None else ""
         each = ", ".join(f"GPU {label}: {count.finished:,}/{count.total:,}" for label, count in counts.items())
         self.say(
             f"{whole.finished:,}/{whole.total:,} (success: {whole.done:,}, failed: {whole.failed:,}){pace}; {each}"

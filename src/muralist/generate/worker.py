@@ -140,7 +140,10 @@ class Worker:
                 beaten = time.monotonic()
                 self.send(messages.Beat())
 
-        shard = Shard(OutputFolder(self.job.folder).shard(self.label), self.job.digest)
+        try:
+            shard = Shard(OutputFolder(self.job.folder).shard(self.label), self.job.digest)
+        except OSError as error:
+            raise cannot_write(error, self.job.folder) from None
         with closing(shard), ThreadPoolExecutor(_SAVERS) as savers:
             saving: list[Future[None]] = []
             flying: _Batch | None = None
@@ -298,7 +301,7 @@ class Worker:
                     raise
             _free_memory()
         if not self.job.settings.allow_batch_change or shape == 1:
-            raise CannotPaint(*_out_of_memory(self.label, shape))
+            raise CannotPaint(*_out_of_memory(self.label, samples[0], shape))
         half = shape // 2
         self.send(messages.Remark(f"GPU {self.label} is out of memory: {half} at once instead of {shape}."))
         return [part for few in apart(samples, half) for part in self._parts(few, half, beat, way)]
@@ -389,10 +392,16 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def _out_of_memory(label: str, shape: int) -> tuple[str, str, str]:
+def _out_of_memory(label: str, sample: Sample, shape: int) -> tuple[str, str, str]:
+    if shape == 1:
+        return (
+            f"GPU {label} ran out of memory with one picture, {sample.file}: {sample.height} x {sample.width} pixels.",
+            "It is too large, or another program holds some of the memory; it was tried twice. What was made is whole.",
+            "Make it smaller or leave its row out, or free memory and run the same command to go on.",
+        )
     return (
-        f"GPU {label} ran out of memory with {shape} picture{'s' if shape > 1 else ''} at once.",
-        "Another program may have taken some of it; it was tried twice. What was made before is whole.",
+        f"GPU {label} ran out of memory with {shape} pictures at once.",
+        "Another program may have taken some of it; it was tried twice. What was made is whole.",
         "Run the same command to go on, or with --allow_batch_change to go on with fewer at once "
         "(whose pictures differ in their last bits and are marked in the ledger).",
     )

@@ -53,6 +53,8 @@ class Estimate:
     scaling: list[Scaling]
     """For 1 to 1024 GPUs, at the middle speed."""
     memory: float
+    guessed_memory: bool
+    """Whether neither the settings nor the card's data sheet tell it."""
     needs: dict[str, Need]
     """By strategy."""
 
@@ -102,8 +104,8 @@ def estimate(settings: EstimateSettings, measured: Measured, budgets: list[float
         together = row.speedup * tokens / row.compute
         bills = [bill(budget, together, settings.gpus, settings.price, watts) for budget in budgets]
         scenarios.append(Scenario(name, together, bills))
-    per_image = measured.image_bytes if measured.image_bytes and model == measured.model else None
-    per_image = per_image or activation_bytes(model, side, bf16=True, compiled=True)
+    same = (model, side) == (measured.model, measured.img_size)
+    per_image = (same and measured.image_bytes) or activation_bytes(model, side, bf16=True, compiled=True)
     ddp, fsdp2 = (state_bytes(strategy, parameters, 0, settings.gpus) for strategy in ("ddp", "fsdp2"))  # type: ignore[arg-type]
     middle = measured.per_gpu()[1]
     return Estimate(
@@ -118,5 +120,6 @@ def estimate(settings: EstimateSettings, measured: Measured, budgets: list[float
         gradients=gradients,
         scaling=[at(middle, gpus) for gpus in GPUS],
         memory=settings.memory * 1e9 if settings.memory else card.memory if card else _USUAL_MEMORY,
+        guessed_memory=not (settings.memory or card),
         needs={"ddp": Need(parameters, ddp, per_image), "fsdp2": Need(parameters, fsdp2, per_image)},
     )

@@ -31,6 +31,8 @@ def run(settings: EstimateSettings) -> int:
     console = Console(width=None if Console().is_terminal else _WIDTH, highlight=False)
     _say_origin(console, found)
     console.print(_time_table(found, settings))
+    if found.scenarios[0].bills[0].kilowatt_hours is None:
+        console.print("Energy is left out: --watts tells the power of a card that is not known here.")
     console.print(_scaling_table(found))
     console.print(f"[dim]{assumptions(found.links, found.gradients, found.step_seconds)}[/]\n")
     _say_memory(console, found)
@@ -73,7 +75,8 @@ def _say_origin(console: Console, found: Estimate) -> None:
     if found.batch_size != measured.batch_size:
         console.print(f"Batch {found.batch_size} per GPU is taken to have the speed of {measured.batch_size}.")
     if measured.gpus == 1 < found.gpus:
-        console.print("One GPU was measured: what several make of it is a model, which the second table states.")
+        one = "process without a GPU" if measured.gpu == "CPU" else "GPU"
+        console.print(f"One {one} was measured: what several make of it is a model, which the second table states.")
     if (found.model, found.img_size) != (measured.model, measured.img_size):
         console.print(f"{found.model} at {found.img_size} px is taken to reach the same part of the GPU's speed.")
     console.print()
@@ -138,11 +141,14 @@ def _say_memory(console: Console, found: Estimate) -> None:
     for strategy, need in found.needs.items():
         most = need.largest_batch(found.memory)
         assert need.per_image is not None
-        how = "measured" if found.measured.image_bytes else "by formula"
+        how = "measured" if need.per_image == found.measured.image_bytes else "by formula"
+        digits = 0 if need.per_image >= 1e7 else 1
         console.print(
             f"Memory, {strategy}: {gigabytes(need.state)} per GPU for weights, gradients, optimizer and averages, "
-            f"{need.per_image / 1e6:.0f} MB for each image (bf16, compiled; {how}): batch {found.batch_size} takes "
+            f"{need.per_image / 1e6:.{digits}f} MB for each image (bf16, compiled; {how}): batch {found.batch_size} takes "
             f"{gigabytes(need.total(found.batch_size))} of {gigabytes(found.memory)}; the largest that fits is about "
             f"{most:,}."
         )
+    if found.guessed_memory:
+        console.print(f"{gigabytes(found.memory)} are a guess: --memory tells of a card that is not known here.")
     console.print(f"A checkpoint takes {gigabytes(found.needs['ddp'].checkpoint)} of disk.")

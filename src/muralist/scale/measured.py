@@ -79,7 +79,8 @@ def _read_run(run: Path) -> Measured:
     processes = re.findall(r"Number of processes: (\d+)", said)
     gpus = int(processes[-1]) if processes else 1
     share = (settings.data.global_batch_size or settings.data.batch_size * gpus) // gpus
-    kind = "GPU" if "Number of GPUs:" in said else "CPU"
+    devices = re.findall(r" device +(.+)", said)
+    kind = devices[-1] if devices else "GPU" if "Number of GPUs:" in said else "CPU"
     side = variants.square(settings.model.img_size)
     return Measured(str(run), settings.model.name, side, share, kind, gpus, tuple(kept))
 

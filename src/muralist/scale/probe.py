@@ -74,13 +74,11 @@ def probe(model: str, img_size: int, batch_size: int, seconds: float, clock: Cal
         readings.append(at_once * tokens / taken)
         at_once = max(1, round(at_once * _READING / taken))
     image_bytes = None
-    gpu = "CPU"
     if on_gpu:
-        gpu = torch.cuda.get_device_name(engine.device)
         beside = torch.cuda.max_memory_allocated(engine.device) - state_bytes("ddp", count, 0, 1)
         image_bytes = max(1.0, beside / stepper.micro)
     origin = f"a probe of {clock() - began:.0f} s on this machine"
-    return Measured(origin, model, img_size, images, gpu, 1, tuple(readings), image_bytes)
+    return Measured(origin, model, img_size, images, engine.device_name, 1, tuple(readings), image_bytes)
 
 
 def _bearable(stepper: Stepper, wanted: int, img_size: int, seconds: float, clock: Callable[[], float]) -> int:

@@ -108,6 +108,11 @@ def open_data(settings: TrainSettings) -> Data:
         source = cached(source, size, img_size, loader_processes(settings.data))
     own = _open_own_held_out(settings) if settings.data.val_fraction > 0 else None
     parts = split(size, 0.0 if own else settings.data.val_fraction)
+    if not parts.training_size:
+        raise UserError(
+            f"--val_fraction {settings.data.val_fraction:g} holds out all {size:,} images: none are left to train on.",
+            fix="Give a smaller one; 0 holds none out.",
+        )
     held_out = own or (source if len(parts.held_out) else None)
     indices = split(len(own), 1.0).held_out if own else parts.held_out
     return Data(source, parts, held_out, indices, {"fingerprint": source.fingerprint(), "samples": parts.training_size})

@@ -67,6 +67,11 @@ class Engine:
         return self.accelerator.device
 
     @property
+    def device_name(self) -> str:
+        """What that is called: a card's full name, or CPU."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+
+    @property
     def is_main(self) -> bool:
         """Whether this process writes what is written once."""
         return self.accelerator.is_main_process

@@ -385,5 +385,10 @@ def _say_contract(
     settings: TrainSettings, engine: Engine, run: RunFolder, resumed: Path | None, step: int, text: list[str]
 ) -> None:
     origin = f"resuming from {resumed} at step {step}" if resumed else "starting at step 0"
-    for part in (*engine.banner().splitlines(), f"run        {run.root}, {origin}", *text):
+    for part in (
+        *engine.banner().splitlines(),
+        f"device     {engine.device_name}",
+        f"run        {run.root}, {origin}",
+        *text,
+    ):
         log.info(part)

@@ -200,17 +200,25 @@ def open_monitors(run: RunFolder, settings: LogSettings, config: dict[str, Any],
 console = Console(highlight=False)
 
 
-class _LogFile(logging.FileHandler):
-    """The run's log; of a full disk the checkpoint that does not fit speaks, not a traceback at every line."""
+class _Unwritable(logging.Handler):
+    """What cannot be written is left out: a traceback at every line would say less than what comes of it does."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Pass over what the system refuses to take."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class _Output(_Unwritable, logging.StreamHandler):
+    """Standard output; when its reader leaves, as `| head` does, training goes on and the run's log has the rest."""
+
+
+class _LogFile(_Unwritable, logging.FileHandler):
+    """The run's log; of a full disk the checkpoint that does not fit speaks."""
 
     def _open(self) -> Any:
         """As everything that grows in a run's folder: a link under its name is not followed."""
         return open_own(Path(self.baseFilename), "a", encoding=self.encoding)
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Leave out what cannot be written."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handleError(record)
 
 
 def start_log(path: Path | None, rank: int) -> None:
@@ -226,7 +234,7 @@ def start_log(path: Path | None, rank: int) -> None:
             console=console, show_path=False, show_level=False, log_time_format="%H:%M:%S", markup=False
         )
     else:
-        terminal = logging.StreamHandler(sys.stdout)
+        terminal = _Output(sys.stdout)
     terminal.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.addHandler(terminal)
     if path is not None and rank == 0:

@@ -11,6 +11,7 @@ const KNOWN = [
   ["train/epoch_loss", "Loss of each epoch", short],
 ];
 const LEFT_OUT = new Set(["train/tokens_per_second"]); // images per second, times a constant
+const EXACT = new Set(["train/learning_rate"]); // set, not measured: smoothed, it would only come late
 const AXES = [["step", "steps"], ["images", "images"], ["hours", "hours"]];
 const DASHES = ["solid", "dash", "dot"];
 const data = new Map(); // by run: what its curves are, as far as they came
@@ -195,7 +196,7 @@ function drawChart(Plotly, chart, runs, name, isPart, style) {
     const sparse = few.length < 0.5 * parts.mean.length || few.length < 3;
     const x = run.x;
     const base = { x, type: "scatter", mode: "lines", hoverinfo: "skip", showlegend: false };
-    const keep = sparse ? 0 : state.smooth;
+    const keep = sparse || EXACT.has(name) ? 0 : state.smooth;
     if (parts.low && !sparse) {
       traces.push({ ...base, y: parts.low, line: { width: 0 } });
       traces.push({ ...base, y: parts.high, line: { width: 0 }, fill: "tonexty", fillcolor: `${own}2b` });

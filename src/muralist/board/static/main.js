@@ -86,8 +86,13 @@ async function cycle() {
   try {
     const news = await ask("overview", {}, "overview");
     if (news) {
-      const gone = state.ticked.filter((id) => !news.run.some((run) => run.id === id));
-      if (gone.length) state.ticked = state.ticked.filter((id) => !gone.includes(id));
+      const isThere = (id) => news.run.some((run) => run.id === id);
+      const gone = [...state.ticked, state.beside].filter((id) => id !== null && !isThere(id));
+      if (gone.length) {
+        state.ticked = state.ticked.filter(isThere);
+        if (gone.includes(state.beside)) state.beside = null;
+        writeAddress();
+      }
       overview = news;
       document.getElementById("root").textContent = news.name;
       document.getElementById("root").title = news.root;

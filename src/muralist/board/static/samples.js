@@ -137,6 +137,7 @@ const drawPlace = framed(() => {
   page.sides.replaceChildren(...(second?.steps.length && steps.length && !state.whole ? [
     ...side("left", state.focus.run, steps[page.place]), " · ",
     ...side("right", state.beside, second.steps[nearest(second.steps, steps[page.place])]),
+    main().prompts.some((one) => second.prompts.includes(one)) ? "" : ", which has none of these prompts",
   ] : []));
   for (const [row, one] of page.grid.tiles) fill(one, row);
 });
@@ -148,13 +149,19 @@ function tile(row) {
   return made;
 }
 
+/** The row of the other run with the same prompt; the third of several alike belongs to the third. */
+function sameRow(prompts, row) {
+  const own = main().prompts;
+  const turn = own.slice(0, row).filter((one) => one === own[row]).length;
+  return prompts.flatMap((one, at) => (one === own[row] ? [at] : []))[turn] ?? -1;
+}
+
 /** Where the pictures of a prompt at a checkpoint are: of this run, and of the other at the nearest step. */
 function pictures(row, place) {
   const found = [{ run: state.focus.run, wall: main(), row, place }];
   const second = other();
   if (second) {
-    const prompt = main().prompts[row];
-    found.push({ run: state.beside, wall: second, row: second.prompts.indexOf(prompt), place: nearest(second.steps, main().steps[place]) });
+    found.push({ run: state.beside, wall: second, row: sameRow(second.prompts, row), place: nearest(second.steps, main().steps[place]) });
   }
   return found.map(({ run, wall, row: at, place: column }) => {
     const file = wall.files[column]?.[at];

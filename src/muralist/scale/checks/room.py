@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 from pathlib import Path
@@ -162,10 +163,10 @@ def look_whether_writable(around: Circumstances) -> Finding:
     except OSError as error:
         if is_full(error):
             return skipped("the disk is full, as the check of its space says")
-        return failed(
-            f"Cannot write {folder}: {error.strerror}.",
-            remedy=f"`chmod u+rwx {place}` if it is yours (`ls -ld {place}` says), or give another {flag}.",
-        )
+        allow = f"`chmod u+rwx {place}` if it is yours (`ls -ld {place}` says)"
+        if error.errno == errno.EROFS:  # no permission of a folder changes that
+            allow = "Have the disk mounted for writing"
+        return failed(f"Cannot write {folder}: {error.strerror}.", remedy=f"{allow}, or give another {flag}.")
     return ok(f"files can be made in {place}")
 
 
