@@ -134,6 +134,7 @@ def loaded(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("other", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # torch.compile looks its functions' module up by name
     spec.loader.exec_module(module)
     return module
 

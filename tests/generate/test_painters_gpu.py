@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from muralist.generate.exactness import psnr
-from muralist.generate.fp8 import Fp8Linear, can_fp8, rounded
+from muralist.generate.fp8 import Fp8Linear
 from muralist.generate.fused import linear_gelu
 from muralist.generate.pipelines import open_painter, settle
+from muralist.models.fp8_products import can_fp8, rounded
 from tests.support.painting import CAR, CAT, DOGS, NIGHT, SIZE, SNOW, differ, no_beat, paint, settings
 from tests.support.pipelines import BUILDERS
 
