@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from bench.measure_training import RESULTS, hardware
 from bench.profile_kernels import time_by_kind
+from bench.turns import alone
 from torch import Tensor
 from torch._inductor import config as inductor
 
@@ -160,7 +161,7 @@ def finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(case: str, name: str, options: argparse.Namespace, device: torch.device, rate: float) -> dict[str, Any]:
+def measure(case: str, name: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """One row of the table."""
     model, img_size, batch = parsed(case)
     torch._dynamo.reset()
@@ -178,7 +179,10 @@ def measure(case: str, name: str, options: argparse.Namespace, device: torch.dev
         losses = [float(step())]
         first = time.perf_counter() - started
         losses += [float(step()) for _ in range(4)]
-        seconds, again = timed(step, options.steps, device)
+        with alone():
+            rate = matmul_rate(device, torch.bfloat16)
+            seconds, again = timed(step, options.steps, device)
+            profiled = time_by_kind(step, 5) if options.profile and device.type == "cuda" and name != "other" else ()
         best = min(seconds, again)
         row = {
             "case": case,
@@ -188,13 +192,13 @@ def measure(case: str, name: str, options: argparse.Namespace, device: torch.dev
             "images/s": round(batch / best),
             "K tokens/s": round(batch * family.tokens_per_image() / best / 1e3, 1),
             "share of the matmul rate": round(batch * family.flops_per_image() / best / rate, 3),
+            "matmul rate, TFLOP/s": round(rate / 1e12, 1),
             "seconds to the first step": round(first, 1),
             "losses of the first steps": losses,
         }
         if device.type == "cuda":
             row["peak memory, GB"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
-            if options.profile and name != "other":
-                row["ms by kind"], row["kernels"], row["kernels a step"] = time_by_kind(step, 5)
+        row |= dict(zip(("ms by kind", "kernels", "kernels a step"), profiled, strict=False))
     return row
 
 
@@ -217,18 +221,16 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rate = matmul_rate(device, torch.bfloat16)
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "hardware": hardware(),
         "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "matmul rate, TFLOP/s": round(rate / 1e12, 1),
         "rows": [],
     }
     names = [name for name in options.variants.split(",") if name] + (["other"] if options.other else [])
     for case in options.cases:
         for name in names:
-            row = measure(case, name, options, device, rate)
+            row = measure(case, name, options, device)
             result["rows"].append(row)
             write_json(RESULTS / f"{options.name}.json", result)
             print({key: value for key, value in row.items() if key != "kernels"}, flush=True)
