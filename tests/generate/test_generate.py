@@ -76,6 +76,7 @@ def test_classes_as_prompts_several_pictures_each(
     pictures = files(images)
     assert set(pictures) == names and len(set(pictures.values())) == 6
     said = capsys.readouterr().err
+    assert "1 of 4 rows will fail. The first: The prompt 'moon' names no class of this model." in said
     assert "8 pictures, 16 x 16, from" in said and "on 2 CPU processes: 2 3" in said
     assert "6 of 8 pictures are in" in said and "2 missing: failed_prompts_gpu*.txt say why" in said
     assert (images / "failed_prompts_gpu2.txt").read_text().startswith("000003\t44\tmoon\t")
@@ -219,6 +220,16 @@ def test_the_first_sentence_tells_the_sizes_that_rows_have(
     table(tmp_path, "prompt,height,width\ncar,48,32\ntree,,\nhouse,32,48\n")
     generate(tmp_path, wan, *small)
     assert "2 pictures, of 2 sizes, from" in capsys.readouterr().err
+
+
+def test_a_table_without_a_known_class_is_refused_before_anything_is_made(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table(tmp_path, "prompt\nmedow\nmoon\n")
+    images = generate(tmp_path, run, expect=1)
+    assert not images.exists()
+    said = capsys.readouterr().err
+    assert "None of the 2 prompts names a class of this model." in said and "Did you mean meadow?" in said
 
 
 def test_a_row_of_another_size_than_that_of_the_jit_fails_alone(run: Path, tmp_path: Path) -> None:

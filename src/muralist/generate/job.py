@@ -89,6 +89,8 @@ class _Command:
         size = (settings.height, settings.width)
         plan = Plan(table, settings.images_per_prompt, settings.seed_start, settings.negative_prompt, size, suffix)
         plan.check()
+        if model.check_prompt:
+            _look_at_prompts(plan, model.check_prompt)
         refuse_trouble(Circumstances(generate=settings, starting=True, known_model=model, known_pictures=len(plan)))
         return cls(settings, identity_of(settings, model), plan, folder, ranks)
 
@@ -369,6 +371,19 @@ def identity_of(settings: GenerateSettings, model: CheckedModel) -> dict[str, An
         words = shortcut_of(pipeline).words(settings.num_inference_steps, settings.cfg_truncation_step)
         identity["preset"] = words
     return identity
+
+
+def _look_at_prompts(plan: Plan, check: Callable[[str], object]) -> None:
+    """Some prompts that the model does not know are their rows' mistake, and the others are made; all are the table's."""
+    refused = plan.unknown_prompts(check)
+    if not refused:
+        return
+    count, first = len(refused), refused[0]
+    if count == len(plan.table):
+        what = first.what if count == 1 else f"None of the {count:,} prompts names a class of this model."
+        why = first.why if count == 1 else f"The first: {first.what} {first.why}".strip()
+        raise UserError(what, why, first.fix)
+    log.warning("%s of %s rows will fail. The first: %s", f"{count:,}", f"{len(plan.table):,}", first)
 
 
 def _job() -> str:

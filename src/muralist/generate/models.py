@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,8 @@ class CheckedModel:
     """What tells it from others: `model`, its kind in words; `fingerprint`, of its files; `lora`, of those added."""
     description: dict[str, Any] = field(default_factory=dict)
     """What is known of it, for JiT and for models trained here."""
+    check_prompt: Callable[[str], object] | None = field(default=None, compare=False)
+    """Refuses a prompt that it does not know, where it knows few: JiT has classes."""
 
 
 def check_model(settings: GenerateSettings) -> CheckedModel:
@@ -181,7 +184,7 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
     _check_cut(settings, "JiT", guidance if family.label_names else 1.0, unguided=1.0)
     settled = _settled(side, side, guidance, _asked_frames(settings))
     identity = _identity(f"{family.name} at {side} px", {"weights": _fingerprint(file)}, settings)
-    return CheckedModel("jit", settled, identity | _unusual(settings), family.describe())
+    return CheckedModel("jit", settled, identity | _unusual(settings), family.describe(), family.label_of)
 
 
 def _unusual(settings: GenerateSettings) -> dict[str, Any]:
