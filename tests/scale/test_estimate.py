@@ -32,6 +32,17 @@ def test_guide_1s_table_follows_from_its_speeds() -> None:
     assert (one.gpu_hours, one.cost, one.kilowatt_hours) == pytest.approx((8, 20, 5.6))
 
 
+def test_a_bench_of_steps_is_a_measurement_too() -> None:
+    file = REPOSITORY / "bench" / "results" / "train_speed_h200.json"
+    rows = {row["case"]: row for row in json.loads(file.read_text())["rows"] if row["variant"] == "fused+graphs"}
+    for batch, asked in ((64, None), (256, 200)):
+        found = read_measured(file, asked)
+        assert (found.model, found.img_size, found.batch_size, found.gpu) == ("JiT-B/4", 64, batch, "NVIDIA H200")
+        row = rows[f"JiT-B/4@64x{batch}"]
+        expected = batch * 256 / row["ms a step, the other row"] * 1e3, batch * 256 / row["ms a step"] * 1e3
+        assert found.readings == pytest.approx(expected, rel=1e-3)
+
+
 def test_amounts_as_people_write_them() -> None:
     assert [amount(text) for text in ("10B", "1T", "1.5m", "5e9", "300")] == [10e9, 1e12, 1.5e6, 5e9, 300]
     assert [amount(text) for text in ("10,000", "1,000,000", "1,5M", "1_000")] == [10_000, 1e6, 1.5e6, 1000]

@@ -14,6 +14,7 @@ from muralist.models import variants
 
 _WARM_UP = 0.1  # of a run's steps, in which caches fill and clocks rise
 _BATCH = re.compile(r"batch (\d+)")
+_CASE = re.compile(r"(.+)@(\d+)x(\d+)")  # of bench/train_speed.py: model, size, batch
 
 
 @dataclass(frozen=True)
@@ -91,13 +92,14 @@ def _read_bench(file: Path, batch_size: int | None) -> Measured:
         hardware = content.get("hardware", {})
     except (ValueError, AttributeError) as error:
         raise UserError(f"{file} cannot be read: {error}.") from None
-    command = str(content.get("command", ""))
-    model, side, batch = _model_of(command)
+    model, side, batch = _model_of(str(content.get("command", "")))
     by_batch = {
         int(match[1]): value["tokens/s"]
         for key, value in content.items()
         if (match := _BATCH.fullmatch(key)) and isinstance(value, dict) and "tokens/s" in value
     }
+    if steps := _steps(content.get("rows")):
+        (model, side), by_batch = next(iter(steps.items()))
     if by_batch:
         batch = min(by_batch, key=lambda size: abs(size - (batch_size or batch)))
         readings = by_batch[batch]
@@ -107,6 +109,19 @@ def _read_bench(file: Path, batch_size: int | None) -> Measured:
         raise UserError(f"{file} says nothing of a training's tokens per second.", fix="Choose another result.")
     gpu = str(hardware.get("gpu", hardware.get("cpu", "unknown")))
     return Measured(str(file), model, side, batch, gpu, int(hardware.get("gpus") or 1), tuple(map(float, readings)))
+
+
+def _steps(rows: Any) -> dict[tuple[str, int], dict[int, list[float]]]:
+    """Tokens per second of the steps that `muralist train` takes, by model and size, and by batch."""
+    found: dict[tuple[str, int], dict[int, list[float]]] = {}
+    for row in rows if isinstance(rows, list) else ():
+        case = _CASE.fullmatch(str(row.get("case")))
+        words = str(row.get("variant")).split("+")
+        if case and "K tokens/s" in row and words[0] == "fused" and "fp8" not in words:
+            best = 1e3 * row["K tokens/s"]
+            again = best * row["ms a step"] / row["ms a step, the other row"]
+            found.setdefault((case[1], int(case[2])), {})[int(case[3])] = [again, best]
+    return found
 
 
 def _model_of(command: str) -> tuple[str, int, int]:
