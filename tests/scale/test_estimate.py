@@ -20,7 +20,8 @@ from muralist.words import amount, duration, short
 from tests.conftest import REPOSITORY
 from tests.support.runs import train
 
-BENCH = REPOSITORY / "bench" / "results" / "jit_b4_64px_h200.json"
+RESULTS = REPOSITORY / "bench" / "results"
+BENCH, STEPS = RESULTS / "jit_b4_64px_h200.json", RESULTS / "train_speed_h200.json"
 ONE_GPU = Measured("test", "JiT-B/4", 64, 64, "NVIDIA H200", 1, (80e3, 100e3, 120e3))
 
 
@@ -33,10 +34,9 @@ def test_guide_1s_table_follows_from_its_speeds() -> None:
 
 
 def test_a_bench_of_steps_is_a_measurement_too() -> None:
-    file = REPOSITORY / "bench" / "results" / "train_speed_h200.json"
-    rows = {row["case"]: row for row in json.loads(file.read_text())["rows"] if row["variant"] == "fused+graphs"}
+    rows = {row["case"]: row for row in json.loads(STEPS.read_text())["rows"] if row["variant"] == "fused+graphs"}
     for batch, asked in ((64, None), (256, 200)):
-        found = read_measured(file, asked)
+        found = read_measured(STEPS, asked)
         assert (found.model, found.img_size, found.batch_size, found.gpu) == ("JiT-B/4", 64, batch, "NVIDIA H200")
         row = rows[f"JiT-B/4@64x{batch}"]
         expected = batch * 256 / row["ms a step, the other row"] * 1e3, batch * 256 / row["ms a step"] * 1e3
@@ -147,7 +147,7 @@ def test_memory_that_was_measured_holds_for_that_size_alone() -> None:
 
 
 def test_the_picture_in_the_documents_is_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    drawn = svg(estimate(EstimateSettings(), read_measured(BENCH, None), [1e12]))
+    drawn = svg(estimate(EstimateSettings(), read_measured(STEPS, None), [1e12]))
     assert drawn == (REPOSITORY / "docs" / "scaling.svg").read_text()
     assert drawn.count("<polyline") == 4 and drawn.count("1024") == 1
     assert main(["estimate", "--from", str(BENCH), "--plot", "curve.pdf"]) == 1

@@ -14,8 +14,9 @@ from muralist.errors import UserError
 from muralist.models.family import Encoded, build_family
 from muralist.settings import DataSettings, ModelSettings, OptimSettings, TrainSettings
 from muralist.train.distributed import Engine
+from muralist.train.loss_module import LossModule
 from muralist.train.schedule import Clock, learning_rate, plan_batch
-from muralist.train.stepper import LossModule, Stepper, build_optimizer
+from muralist.train.stepper import Stepper, build_optimizer
 from muralist.train.strategy import Replicated
 
 

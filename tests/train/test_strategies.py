@@ -87,6 +87,20 @@ def test_every_strategy_trains_the_same(
 
 
 @pytest.mark.slow
+def test_in_mixed_precision_gradients_travel_in_bf16_and_train_the_same(photo_folder: Path, tmp_path: Path) -> None:
+    said = {}
+    for ranks in (1, 2):
+        words = command("ddp", ranks, photo_folder, tmp_path / str(ranks), STEPS, "--use_amp", "--samples_per_gpu", "0")
+        said[ranks] = finish(start(*words))
+    one, two = (only_run(tmp_path / str(ranks)) for ranks in (1, 2))
+    assert "gradients exchanged in bf16" in said[2] and "gradients exchanged" not in said[1]
+    assert losses(two) == pytest.approx(losses(one), rel=2e-3)
+    assert losses(two)[1:] != losses(one)[1:]  # by a rounding: it is not float32 that travels
+    for mine, theirs in zip(metrics(two), metrics(one), strict=True):
+        assert mine["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=2e-2)
+
+
+@pytest.mark.slow
 @needs_deepspeed
 def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(
     alone: Path, photo_folder: Path, tmp_path: Path

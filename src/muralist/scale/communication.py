@@ -1,6 +1,6 @@
 """How a training scales: a model of the exchange of gradients, stated in full and simple enough to be checked by hand.
 
-A step on one GPU takes `compute` seconds, two thirds of them backward. Gradients (4 bytes each) are summed over n GPUs by
+A step on one GPU takes `compute` seconds, two thirds of them backward. Gradients (2 bytes each) are summed over n GPUs by
 a ring: each GPU sends 2 (n - 1) / n of them over the slowest link of the ring. The exchange of a bucket starts when the
 backward pass has filled it, so all but the last bucket can hide behind the backward pass. A step waits for the slowest of
 n GPUs, each of which is now and then a little late.
@@ -15,7 +15,7 @@ GPUS = tuple(2**power for power in range(11))
 """1 to 1024."""
 BACKWARD = 2 / 3
 """The backward pass's part of a step."""
-BUCKET = 25 * 2**20
+BUCKET = 25 * 2**20 // 2  # bytes on their way: DDP fills 25 MB of float32
 """Bytes that DDP exchanges at once."""
 REACHED = 0.8
 """The part of a link's advertised speed that a collective reaches."""

@@ -12,7 +12,7 @@ from muralist.scale.memory import Need, activation_bytes, state_bytes
 from muralist.settings import EstimateSettings
 
 SCENARIOS = ("conservative", "medium", "optimistic")
-_GRADIENT = 4  # bytes of a gradient: float32
+_GRADIENT = 2  # bytes of a gradient on its way: bf16
 _USUAL_MEMORY = 80e9
 
 

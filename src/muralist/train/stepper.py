@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from muralist.data.loader import Batch
 from muralist.errors import UserError
 from muralist.keyed_random import SampleKeys
-from muralist.models.family import Encoded, Family
+from muralist.models.family import Family
 from muralist.models.weights import Which
 from muralist.settings import OptimSettings
 from muralist.train import checkpoint
 from muralist.train.ema import WeightAverage
+from muralist.train.loss_module import LossModule
 from muralist.train.schedule import BatchPlan, LearningRate
 from muralist.train.strategy import Replicated
 
@@ -36,19 +37,6 @@ class StepResult(NamedTuple):
     loss: Tensor
     grad_norm: Tensor
     learning_rate: float
-
-
-class LossModule(nn.Module):
-    """A module whose forward is the loss, so that wrappers (DDP, compile) see the whole step."""
-
-    def __init__(self, family: Family, network: nn.Module, autocast: torch.dtype | None) -> None:
-        super().__init__()
-        self.family, self.network, self.autocast = family, network, autocast
-
-    def forward(self, encoded: Encoded, seed: int, numbers: Tensor) -> Tensor:
-        """The loss of each sample, [B]."""
-        with torch.autocast(numbers.device.type, self.autocast, enabled=self.autocast is not None):
-            return self.family.loss(self.network, encoded, SampleKeys(seed, numbers))
 
 
 def autocast_type(use_amp: bool, device: torch.device) -> torch.dtype | None:

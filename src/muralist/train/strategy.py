@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from muralist.models.family import Family
@@ -24,6 +25,7 @@ from muralist.scale.memory import state_bytes
 from muralist.train import checkpoint
 from muralist.train.distributed import Engine
 from muralist.train.ema import WeightAverage, WithWeights
+from muralist.train.loss_module import LossModule
 
 
 class Snapshot(NamedTuple):
@@ -53,11 +55,18 @@ class Replicated:
         """Bring a whole network from host memory to where it is trained."""
         network.to(self.engine.device)
 
-    def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool, graphs: bool) -> nn.Module:
+    def wrap(self, module: LossModule, optimizer: torch.optim.Optimizer, compiled: bool, graphs: bool) -> nn.Module:
         """Prepare the module whose forward is the loss."""
         if compiled:
             module.compile(mode="reduce-overhead" if graphs else None)
-        self.module = self.engine.accelerator.prepare_model(module) if self.engine.size > 1 else module
+        self.module = module
+        if self.engine.size > 1:
+            self.module = replicated = self.engine.accelerator.prepare_model(module)
+            if module.autocast is torch.bfloat16:
+                # Most of them were products in bf16 a moment ago, and half the bytes hide behind the backward pass sooner.
+                assert isinstance(replicated, DistributedDataParallel)
+                replicated.register_comm_hook(None, lambda _, bucket: _averaged_in_bf16(bucket))
+                self.words = f"{Replicated.words}, gradients exchanged in bf16"
         return self.module
 
     def part(self, last: bool) -> AbstractContextManager[None]:
@@ -155,7 +164,7 @@ class FullyShard(Replicated):
             fully_shard(module, mesh=self.mesh)
         fully_shard(network, mesh=self.mesh)
 
-    def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool, graphs: bool) -> nn.Module:
+    def wrap(self, module: LossModule, optimizer: torch.optim.Optimizer, compiled: bool, graphs: bool) -> nn.Module:
         """The network has its hooks; what is around it is compiled in pieces, between them."""
         if compiled:
             module.compile()
@@ -169,6 +178,15 @@ class FullyShard(Replicated):
         """A whole copy of the averaged weights, gathered once."""
         weights = network.state_dict() | dict(average.items())
         return gathered_network(self.engine, family, weights)
+
+
+def _averaged_in_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A bucket of gradients averaged over the processes; torch's own hook of this kind wants a GPU."""
+    whole = bucket.buffer()
+    half = whole.to(torch.bfloat16).div_(dist.get_world_size())
+    sent = dist.all_reduce(half, async_op=True)
+    assert sent is not None
+    return sent.get_future().then(lambda summed: whole.copy_(summed.value()[0]))
 
 
 def units(network: nn.Module) -> list[nn.Module]:

@@ -21,6 +21,7 @@ from muralist.models.family import Family
 from muralist.train import checkpoint
 from muralist.train.distributed import Engine
 from muralist.train.ema import WeightAverage
+from muralist.train.loss_module import LossModule
 from muralist.train.strategy import Replicated, Snapshot, gathered_network, units, whole
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -40,7 +41,7 @@ class Zero(Replicated):
         self.mesh = init_device_mesh(engine.device.type, (engine.size,))
         self.deepspeed: Any = None
 
-    def wrap(self, module: nn.Module, optimizer: torch.optim.Optimizer, compiled: bool, graphs: bool) -> nn.Module:
+    def wrap(self, module: LossModule, optimizer: torch.optim.Optimizer, compiled: bool, graphs: bool) -> nn.Module:
         """Hand module and optimizer to DeepSpeed; it takes over from backward to step."""
         warnings.filterwarnings(
             "ignore", category=FutureWarning, message=".*is deprecated. Please use `torch.distributed"
