@@ -1,7 +1,7 @@
 """Imports that the garbage collector does not look through: what they make stays as long as the process.
 
-A painter's libraries are some million objects. Collecting while they are made finds nothing and takes a tenth of the time that
-a worker needs to start; every later collection would look through all of them again.
+Collecting while a painter's libraries are made finds nothing and takes a fifth of the time in which a worker starts; every
+later collection would look through all of them again.
 """
 
 from __future__ import annotations
