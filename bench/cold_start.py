@@ -1,6 +1,6 @@
 """How long the first and the second start of the same command take to their first picture or step, with an empty cache.
 
-python bench/cold_start.py NAME generate --model_path DiT-g/2 --height 1024 --width 1024 --batch_size 4
+python bench/cold_start.py NAME generate --model_path hunyuan --height 1024 --width 1024 --batch_size 4
 python bench/cold_start.py NAME train --data_path driving_world --model JiT-B/4 --img_size 64 ...
 
 A --model_path that is a name of bench/generate_speed.py is built first, with random weights. What is compiled goes to a new
@@ -20,6 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from bench.generate_speed import MODELS
 from bench.measure_training import RESULTS, hardware
 
@@ -73,7 +77,7 @@ def main(name: str, command: str, flags: list[str]) -> None:
         folder = Path(temporary)
         for place, flag in enumerate(flags):
             if flag in MODELS and flags[place - 1] == "--model_path":
-                MODELS[flag][0](folder / "model")
+                MODELS[flag].build(folder / "model", False)
                 flags[place] = str(folder / "model")
         starts = []
         for which in ("first", "second"):

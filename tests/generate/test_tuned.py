@@ -10,14 +10,16 @@ import pytest
 import torch
 from diffusers import AutoencoderKLWan, DiffusionPipeline
 from diffusers.models.activations import GELU
+from torch._dynamo.testing import CompileCounter
 
 from muralist.copies import to_device, to_host
 from muralist.generate import tuned
 from muralist.generate.card import CardClock, Unhurried
-from muralist.generate.fused import fuse_gelus, linear_gelu
+from muralist.generate.fp8 import use_fp8
+from muralist.generate.fused import LinearGelu, fuse_gelus, linear_gelu
 from muralist.generate.one_frame import decode_frames_as_planes
 from muralist.generate.tuned import Tuning, repeated_blocks
-from tests.support.painting import CPU, painter_of
+from tests.support.painting import CAR, CPU, paint, painter_of
 
 Build = Callable[[str], Path]
 
@@ -77,10 +79,30 @@ def test_product_and_gelu_in_one_are_the_same(name: str, tiny_pipeline: Build) -
     layers = [module for module in pipe.transformer.modules() if type(module) is GELU]
     inputs = [torch.randn(2, 3, layer.proj.in_features) for layer in layers]
     expected = [layer(rows) for layer, rows in zip(layers, inputs, strict=True)]
+    names = set(pipe.transformer.state_dict())
     assert fuse_gelus(pipe.transformer) == len(layers) > 0
-    for layer, rows, wanted in zip(layers, inputs, expected, strict=True):
+    fused = [module for module in pipe.transformer.modules() if isinstance(module, LinearGelu)]
+    for layer, rows, wanted in zip(fused, inputs, expected, strict=True):
         assert torch.equal(layer(rows), wanted)
+    assert set(pipe.transformer.state_dict()) == names
     torch.library.opcheck(linear_gelu, (inputs[0], layers[0].proj.weight.detach(), layers[0].proj.bias.detach()))
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True])
+@pytest.mark.parametrize(("name", "kinds"), [("hunyuan", 2), ("wan21", 1)])  # of the former, half have a skip
+def test_blocks_of_one_kind_are_traced_once_for_all(
+    name: str, kinds: int, in_8_bits: bool, tiny_pipeline: Build
+) -> None:
+    """Tracing is what a second start waits for: it is not kept on disk."""
+    torch._dynamo.reset()
+    painter: Any = painter_of(tiny_pipeline(name))
+    network, traced = painter._pipe.transformer, CompileCounter()
+    blocks = repeated_blocks(network)
+    assert use_fp8(blocks, least_side=16) if in_8_bits else fuse_gelus(network)
+    for block in blocks:
+        block.compile(dynamic=False, backend=traced)
+    paint(painter, CAR)
+    assert traced.frame_count == kinds < len(blocks)
 
 
 def test_auto_compiles_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,6 @@ GELU and write it again. cuBLAS can apply bias and GELU before the first write; 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from diffusers.models.activations import GELU
 from torch import Tensor, nn
@@ -31,17 +29,26 @@ def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))
 
 
+class LinearGelu(nn.Module):
+    """Such a layer. Of a class of its own: what is only a function put on one layer has torch trace every block anew."""
+
+    def __init__(self, proj: nn.Linear) -> None:
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """GELU(x W^T + b)."""
+        return linear_gelu(hidden_states, self.proj.weight, self.proj.bias)
+
+
 def fuse_gelus(network: nn.Module) -> int:
     """Use it wherever a network has such a layer; returns in how many places."""
     places = 0
-    for module in network.modules():
-        if type(module) is not GELU or module.approximate != "tanh" or type(module.proj) is not nn.Linear:
-            continue
-        if module.proj.bias is not None:
-            module.forward = functools.partial(_forward, module.proj)  # type: ignore[method-assign]
-            places += 1
+    for parent in list(network.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is not GELU or layer.approximate != "tanh" or type(layer.proj) is not nn.Linear:
+                continue
+            if layer.proj.bias is not None:
+                setattr(parent, name, LinearGelu(layer.proj))
+                places += 1
     return places
-
-
-def _forward(layer: nn.Linear, hidden_states: Tensor) -> Tensor:
-    return linear_gelu(hidden_states, layer.weight, layer.bias)

@@ -12,6 +12,7 @@ import torch
 
 from muralist.generate.models import CheckedModel, check_model
 from muralist.generate.painter import Painter
+from muralist.lasting_imports import lasting_imports
 from muralist.settings import GenerateSettings
 
 
@@ -46,7 +47,8 @@ def open_painter(settings: GenerateSettings, device: torch.device) -> Painter:
         from muralist.generate.jit_painter import JiTPainter
 
         return JiTPainter.load(settings, device)
-    from muralist.generate.diffusers_painter import DiffusersPainter
+    with lasting_imports():
+        from muralist.generate.diffusers_painter import DiffusersPainter
 
     if model.kind == "pipeline":
         return DiffusersPainter.load(settings, device)

@@ -13,6 +13,7 @@ import threading
 from multiprocessing.connection import Connection
 
 from muralist.generate.messages import Job, Report
+from muralist.lasting_imports import lasting_imports
 
 
 def main(job: Job, label: str, device: str, pipe: Connection) -> None:
@@ -25,12 +26,13 @@ def main(job: Job, label: str, device: str, pipe: Connection) -> None:
         number = int(device.removeprefix("cuda:"))
         os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number] if visible else str(number)
         device = "cuda:0"
-    import torch
-    from tqdm import tqdm
+    with lasting_imports():
+        import torch
+        from tqdm import tqdm
 
-    tqdm.set_lock(threading.RLock())  # its own is shared by processes, and a killed worker would leave it behind
+        tqdm.set_lock(threading.RLock())  # its own is shared by processes, and a killed worker would leave it behind
 
-    from muralist.generate.worker import work
+        from muralist.generate.worker import work
 
     inbox: queue.Queue = queue.Queue()
     lock = threading.Lock()
