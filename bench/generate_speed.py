@@ -160,6 +160,7 @@ class Case:
         later = 0 if self.name == "wan" else 2  # goals for the others are those of exact mode
         variants = {
             EAGER: Tuning(planes=False, cudnn_attention=False, fused_gelu=False),
+            "batch, compiled, not recorded": replace(compiled, recorded=False),
             "batch, compiled, GELU apart": replace(compiled, fused_gelu=False),
             "batch, compiled, without cuDNN's attention": replace(compiled, cudnn_attention=False),
             "batch, compiled, decoded as diffusers does": replace(compiled, planes=False),

@@ -13,6 +13,7 @@ from muralist.generate.exactness import psnr
 from muralist.generate.fp8 import Fp8Linear
 from muralist.generate.fused import linear_gelu
 from muralist.generate.pipelines import open_painter, settle
+from muralist.generate.tuned import Tuning
 from muralist.models.fp8_products import can_fp8, rounded
 from tests.support.painting import CAR, CAT, DOGS, NIGHT, SIZE, SNOW, differ, no_beat, paint, settings
 from tests.support.pipelines import BUILDERS
@@ -63,6 +64,25 @@ def test_compiled_pictures_are_the_same_at_any_place_and_near_the_others(
     first, last = paint(painter, CAR, NIGHT), paint(painter, SNOW, CAR)
     assert np.array_equal(first[0], last[1])
     assert psnr(first[0], eager[0]) > 20
+
+
+@pytest.mark.parametrize("preset", ["exact", "fast"])
+@pytest.mark.parametrize("name", ["wan21", "hunyuan", "sdxl"])
+def test_recorded_passes_make_the_same_bytes(
+    name: str, preset: str, tiny_pipeline: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda:0")
+    settle(device)
+    given = settings(tiny_pipeline(name), dtype="bf16", preset=preset, num_inference_steps=8)
+    found = []
+    for recorded in (True, False):
+        monkeypatch.setattr(Tuning, "of", lambda *_, recorded=recorded: Tuning(compiled=True, recorded=recorded))
+        painter = open_painter(given, device)
+        batches = [(CAR, NIGHT), (SNOW, CAR), (CAT, DOGS)]
+        found.append([picture for orders in batches for picture in paint(painter, *orders)])
+        kept = [recorder._recordings for recorder in painter._recorders._recorders]  # type: ignore[attr-defined]
+        assert any(recording is not None for each in kept for recording in each.values()) == recorded
+    assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_batches_in_flight_are_those_that_are_waited_for_and_the_clock_runs(

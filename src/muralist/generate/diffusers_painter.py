@@ -23,6 +23,7 @@ from muralist.generate.fp8 import Fp8Linear, exactly, use_fp8
 from muralist.generate.guidance import DENOISERS, DenoisingLoop
 from muralist.generate.noise import own_noise
 from muralist.generate.painter import TRIAL_STEPS, Beat, CannotPaint, Finished, Order, Pending, Way, overflowed
+from muralist.generate.recorded import Recorders
 from muralist.generate.shortcuts import shortcut_of
 from muralist.generate.text import TextMemory, joinable, remember_few_texts
 from muralist.generate.tuned import Tuning, repeated_blocks, tune, tuned
@@ -55,7 +56,8 @@ class DiffusersPainter:
         self._in_8_bits: list[Fp8Linear] = []
         if shortcut is not None and shortcut.fp8 and can_fp8(device):
             self._in_8_bits = use_fp8(block for network in _networks(pipe) for block in repeated_blocks(network))
-        self._loop = DenoisingLoop(pipe, self._steps, settings.cfg_truncation_step, shortcut, device)
+        self._recorders = Recorders.of(tuning.recorded, device)
+        self._loop = DenoisingLoop(pipe, self._steps, settings.cfg_truncation_step, shortcut, device, self._recorders)
         tune(pipe, tuning, device)
         remember_few_texts(pipe)
         self._text: TextMemory | None = None
@@ -97,6 +99,7 @@ class DiffusersPainter:
         # Last: offloading wraps the parts' calls, and takes its wrapping off again, so it must be outermost.
         if device.type == "cuda" and _wants_offload(pipe, settings, device):
             pipe.enable_model_cpu_offload(gpu_id=device.index or 0)
+            painter._recorders.give_up()  # weights that come and go are not where they were recorded
         else:
             pipe.to(device)
         return painter
@@ -198,6 +201,7 @@ class DiffusersPainter:
             # A trial would compile a graph for every batch size that is tried; so would an exact picture in fast mode.
             eager = way is Way.TRIAL or (exact and self._fast) or not self._compiled
             stack.enter_context(tuned(self._tuning, self._device, eager))
+            stack.enter_context(self._recorders.on(not eager))
             stack.enter_context(exactly(self._in_8_bits if exact else ()))
             stack.enter_context(
                 self._loop.watched(len(orders), beat, lambda: text.positive if text is not None else None, exact)

@@ -22,6 +22,7 @@ from torch import Tensor
 from muralist.copies import to_device
 from muralist.generate.card import CardClock, Unhurried
 from muralist.generate.painter import Beat, CannotPaint, nothing_to_cut
+from muralist.generate.recorded import Recorders
 from muralist.generate.shortcuts import Shortcut
 
 DENOISERS = ("transformer", "transformer_2", "unet")
@@ -42,10 +43,12 @@ class DenoisingLoop:
         truncation: int | None,
         shortcut: Shortcut | None = None,
         device: torch.device | None = None,
+        recorders: Recorders | None = None,
     ) -> None:
         self._name = type(pipe).__name__
         self._steps, self._truncation, self._shortcut = steps, truncation, shortcut
         self._device = device or torch.device("cpu")
+        self._recorders = recorders or Recorders(None)
         self.clock = CardClock(self._device)
         self._beat: Beat | None = None
         self._text_only = self._exact = False
@@ -60,7 +63,7 @@ class DenoisingLoop:
         for name in DENOISERS:
             network = getattr(pipe, name, None)
             if network is not None:
-                network.forward = self._watched_pass(network.forward)
+                network.forward = self._watched_pass(self._recorders.before(network.forward))
 
     def _begin(self, stages: int, times: tuple[float, ...] = ()) -> None:
         self._step = self._calls = 0
@@ -130,6 +133,7 @@ class DenoisingLoop:
                 result = step(*inputs, **named)
             self._step, self._calls = self._step + 1, 0
             self.clock.leave()
+            self._recorders.step()
             if self._beat is not None:
                 self._beat()
             return result

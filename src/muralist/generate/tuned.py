@@ -35,6 +35,8 @@ class Tuning:
     """Let cuDNN compute attention before others, on Hopper and later."""
     fused_gelu: bool = True
     """Product, bias and GELU of feed-forward layers in one kernel."""
+    recorded: bool = True
+    """Record the compiled network's passes and replay them."""
 
     @classmethod
     def of(cls, compiled: bool | str, device: torch.device) -> Tuning:

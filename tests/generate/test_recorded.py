@@ -1,0 +1,88 @@
+"""Passes that are recorded and replayed say what the network says; a stand-in for the card's recorder runs on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from muralist.generate.recorded import Recorder, Recorders, Work
+
+
+class Tape:
+    """Records as a card does: the same memory in and out at every replay, nothing of Python."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def __call__(self, work: Work) -> tuple[Any, Callable[[], None]]:
+        self.recorded += 1
+        output = work()
+
+        def replay() -> None:
+            self.replayed += 1
+            for place, value in zip(output, work(), strict=True):
+                place.copy_(value)
+
+        return output, replay
+
+
+def network(sample: Tensor, time: Tensor, text: dict[str, Tensor], scale: float = 1.0) -> tuple[Tensor]:
+    return (sample * time[:, None] + scale * text["rows"],)
+
+
+def inputs(rows: int, seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(3, rows, 4, generator=generator)
+    return numbers[0], numbers[1, :, 0], {"rows": numbers[2]}
+
+
+def test_every_pass_has_its_own_inputs_and_keeps_its_result() -> None:
+    tape = Tape()
+    recorder = Recorder(network, tape)
+    recorder.on = True
+    said = [recorder(*inputs(2, seed))[0] for seed in range(4)]
+    for seed, output in enumerate(said):  # later replays have not written over it
+        assert torch.equal(output, network(*inputs(2, seed))[0])
+    assert (tape.recorded, tape.replayed) == (1, 4)  # the first is a replay as well
+
+
+def test_what_differs_in_shape_type_or_number_is_another_recording() -> None:
+    tape = Tape()
+    recorder = Recorder(network, tape)
+    recorder.on = True
+    for rows, scale in ((2, 1.0), (3, 1.0), (2, 0.5), (2, 1.0)):
+        sample, time, text = inputs(rows, rows)
+        assert torch.equal(recorder(sample, time, text, scale=scale)[0], network(sample, time, text, scale)[0])
+    sample, time, text = inputs(2, 0)
+    assert recorder(sample.double(), time, text)[0].dtype == torch.float64
+    assert tape.recorded == 4
+
+
+def test_only_while_it_is_wanted_and_only_what_can_be() -> None:
+    tape = Tape()
+    recorders = Recorders(tape)
+    stand_in = recorders.before(network)
+    stand_in(*inputs(2, 0))
+    assert tape.recorded == 0
+    with recorders.on(True):
+        stand_in(*inputs(2, 0))
+        assert tape.recorded == 1
+    with pytest.raises(torch.OutOfMemoryError), recorders.on(True):
+        raise torch.OutOfMemoryError
+    with recorders.on(True):  # memory was short: never again
+        assert torch.equal(stand_in(*inputs(2, 5))[0], network(*inputs(2, 5))[0])
+    assert (tape.recorded, tape.replayed) == (1, 1)
+
+
+def test_a_network_that_cannot_be_recorded_is_run_as_it_is() -> None:
+    def refuse(work: Work) -> tuple[Any, Callable[[], None]]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    recorder = Recorder(network, refuse)
+    recorder.on = True
+    for seed in range(2):
+        assert torch.equal(recorder(*inputs(2, seed))[0], network(*inputs(2, seed))[0])
