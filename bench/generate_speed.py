@@ -164,6 +164,7 @@ class Case:
             "batch, compiled, GELU apart": replace(compiled, fused_gelu=False),
             "batch, compiled, without cuDNN's attention": replace(compiled, cudnn_attention=False),
             "batch, compiled, decoded as diffusers does": replace(compiled, planes=False),
+            "batch, compiled, rows kept whole": replace(compiled, whole_rows=True),  # last: it stays so in this process
         }
         return [
             Stage(0, "build", 30, self._build),
