@@ -13,13 +13,18 @@ from typing import Any
 
 from torch.library import CustomOpDef, custom_op
 
+from muralist.models.fused import ahead
+
 _shapes_only = ContextVar("shapes_only", default=False)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Start a kernel, unless tensors have only shapes."""
-    if not _shapes_only.get():
-        kernel[grid](*arguments, **options)
+    """Start a kernel; where tensors have only shapes, it is compiled for when they have values."""
+    if _shapes_only.get():
+        ahead.compile_for(kernel, arguments, options)
+        return
+    ahead.finish(kernel)
+    kernel[grid](*arguments, **options)
 
 
 def operation(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
