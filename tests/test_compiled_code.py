@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from muralist import compiled_code
-from muralist.compiled_code import VARIABLE, keep
+from muralist.compiled_code import KERNELS, VARIABLE, keep
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +18,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv(VARIABLE, "")  # so that it is put back
     monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv(KERNELS, "")
+    monkeypatch.delenv(KERNELS)
     return tmp_path
 
 
@@ -27,6 +29,7 @@ def test_the_usual_folder_is_the_users_own(home: Path) -> None:
     assert kept.folder.stat().st_mode & 0o777 == 0o700
     assert re.fullmatch(r"torch-[\w.+]+-python-3\.\d+\.\d+-\w+-[0-9a-f]{8}", kept.folder.name)
     assert os.environ[VARIABLE] == str(kept.folder)
+    assert os.environ[KERNELS] == str(kept.folder / "triton")
     assert keep() == kept and not kept.holds_code
 
 

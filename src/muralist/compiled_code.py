@@ -23,6 +23,7 @@ from pathlib import Path
 from muralist.machine import user_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+KERNELS = "TRITON_CACHE_DIR"
 _GRAPHS = "fxgraph"  # torch's own name for the folder of whole graphs
 _PROCESSOR = Path("/proc/cpuinfo")
 
@@ -80,6 +81,7 @@ def keep() -> Kept:
         atexit.register(shutil.rmtree, aside, ignore_errors=True)
         kept = Kept(aside, f"They are not kept: {fault}. Name a folder of your own with {VARIABLE}.")
     os.environ[VARIABLE] = str(kept.folder)
+    os.environ.setdefault(KERNELS, str(kept.folder / "triton"))  # our own are compiled before torch would say where
     _tell_kernels_apart()
     return kept
 

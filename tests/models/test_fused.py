@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 
-def check(**environment: str) -> str:
-    command = [sys.executable, "-m", "tests.models.kernel_checks"]
+def check(module: str = "kernel_checks", *words: str, **environment: str) -> str:
+    command = [sys.executable, "-m", f"tests.models.{module}", *words]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -21,6 +22,19 @@ def check(**environment: str) -> str:
 
 def test_the_kernels_compute_what_float64_does() -> None:
     assert check(TRITON_INTERPRET="1").count("ok ") == 11
+
+
+def test_the_compiler_sees_operations_and_no_kernels() -> None:
+    difference, forward, backward = check("compile_checks", TRITON_INTERPRET="1").splitlines()
+    assert float(difference.split()[1]) < 1e-5
+    operations = {f"muralist.{name}.default" for name in ("gated_norm", "attention", "swiglu")}
+    gradients = {f"muralist.{name}_backward.default" for name in ("gated_norm", "attention", "swiglu")}
+    assert set(forward.split()[1:]) == operations
+    assert set(backward.split()[1:]) == operations | gradients  # blocks are computed again
+
+
+def test_kernels_are_compiled_while_the_network_is_traced(tmp_path: Path) -> None:
+    assert check("compile_checks", "ahead", TRITON_CACHE_DIR=str(tmp_path)) == "ahead _swiglu_forward\nmore 0\n"
 
 
 def test_our_attention_is_for_short_samples_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +57,12 @@ def test_our_attention_is_for_short_samples_in_half_precision(monkeypatch: pytes
 def test_on_a_gpu_too_in_both_precisions() -> None:
     eight = torch.cuda.get_device_capability() >= (8, 9)
     assert check().count("ok ") == 34 + 6 * eight
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_network_with_kernels_compiled_on_a_gpu() -> None:
+    assert float(check("compile_checks").split()[1]) < 1e-4
 
 
 @pytest.mark.gpu

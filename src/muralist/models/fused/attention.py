@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muralist.models.fused.launch import launcher
+from muralist.models.fused.launch import launch
 
 _SMALLEST = 16  # what a matrix unit takes
 _GROUP = 64  # rows that Hopper's matrix units take at once
@@ -224,7 +224,8 @@ def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) ->
     tiles = layout.tiles
     while tiles > 1 and batch * heads * triton.cdiv(tokens, tiles * queries) < _ENOUGH:
         tiles //= 2
-    launcher(_attention_forward)[(batch * heads * triton.cdiv(tokens, tiles * queries),)](
+    launch(
+        _attention_forward, (batch * heads * triton.cdiv(tokens, tiles * queries),),
         q, k, qkv.contiguous(), out, log_sum, heads,
         SCALE=1 / math.sqrt(head_dim), TOKENS=tokens, DIM=head_dim, QUERIES=queries, TILES=tiles,
         LARGE=large, SMALL=_power_above(tokens - large) if tokens > large else 0,
@@ -250,7 +251,8 @@ def backward(
     partial = q.new_empty((max(1, batch * heads * scratch),), dtype=torch.float32)
     dot = q.new_empty((batch, heads, tokens), dtype=torch.float32)
     sums = q.new_empty((batch * blocks, heads * head_dim), dtype=torch.float32)
-    launcher(_attention_backward)[(batch * heads,)](
+    launch(
+        _attention_backward, (batch * heads,),
         q, k, qkv.contiguous(), out, dout.contiguous(), log_sum, dot, partial, dq, dk, dqkv, sums,
         heads, SCALE=1 / math.sqrt(head_dim), TOKENS=tokens, DIM=head_dim,
         KEYS=layout.keys, TAIL=tail, QUERIES=queries, SCRATCH=scratch,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muralist.models.fused.launch import launcher
+from muralist.models.fused.launch import launch
 
 EPSILON = 1e-6
 _WARPS = {"forward": 2, "backward": 4}
@@ -115,7 +115,8 @@ def forward(
     head_dim = three // 3 // heads
     q, k = (qkv.new_empty((batch, tokens, heads, head_dim)) for _ in range(2))
     v = qkv.new_empty(q.shape if values else (1,))
-    launcher(_heads_forward)[(batch * tokens, 3 if values else 2)](
+    launch(
+        _heads_forward, (batch * tokens, 3 if values else 2),
         qkv, q_weight, k_weight, cos, sin, q, k, v, tokens, heads, head_dim // 2,
         EPS=EPSILON, num_warps=_WARPS["forward"], **_blocks(heads, head_dim),
     )  # fmt: skip
@@ -143,7 +144,8 @@ def backward(
         gradient if gradient.stride(3) == 1 else gradient.contiguous()
         for gradient in (dq, dk, dk if dv is None else dv)
     ]
-    launcher(_heads_backward)[(batch, chunks, parts)](
+    launch(
+        _heads_backward, (batch, chunks, parts),
         qkv, q_weight, k_weight, cos, sin, *given, dqkv, dweight, dbias, tokens, heads, head_dim // 2,
         *(stride for gradient in given for stride in gradient.stride()[:3]),
         EPS=EPSILON, CHUNK=chunk, num_warps=_WARPS["backward"], **_blocks(heads, head_dim),

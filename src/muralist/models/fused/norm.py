@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muralist.models.fp8_products import FP8
-from muralist.models.fused.launch import launcher
+from muralist.models.fused.launch import launch
 from muralist.models.fused.rounding import eight_bits, scale_of
 
 EPSILON = 1e-6
@@ -122,7 +122,8 @@ def forward(
     more: tuple[Tensor, ...] = ()  # without, an input stands in, which the kernel leaves alone
     if rounded:
         more = x.new_empty(x.shape, dtype=FP8), x.new_empty((batch * tokens, 1), dtype=torch.float32)
-    launcher(_norm_forward)[(batch, triton.cdiv(tokens, _FORWARD["ROWS"]))](
+    launch(
+        _norm_forward, (batch, triton.cdiv(tokens, _FORWARD["ROWS"])),
         x, branch, gate, weight, shift, scale, residual, y, inverse, *(more or (x, x)),
         tokens, width, x.stride(0), branch.stride(0), gate.stride(0), scale.stride(0),
         EPS=EPSILON, BLOCK=triton.next_power_of_2(width), EIGHT=rounded, **_FORWARD,
@@ -140,7 +141,8 @@ def backward(
     branch = _rows(branch)
     dx, dbranch = residual.new_empty(residual.shape), residual.new_empty(residual.shape)
     sums = residual.new_empty((_SUMS, batch, chunks, width), dtype=torch.float32)
-    launcher(_norm_backward)[(batch, chunks)](
+    launch(
+        _norm_backward, (batch, chunks),
         residual, branch, gate, weight, scale, inverse, dy.contiguous(), dresidual.contiguous(),
         dx, dbranch, sums, tokens, width, branch.stride(0), gate.stride(0), scale.stride(0),
         BLOCK=triton.next_power_of_2(width), **_BACKWARD,

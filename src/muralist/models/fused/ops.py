@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from muralist.models.fused import attention as attention_kernels
 from muralist.models.fused import heads as head_kernels
 from muralist.models.fused import norm, swiglu
+from muralist.models.fused.launch import operation
 
 
-@triton_op("muralist::gated_norm", mutates_args={})
+@operation("muralist::gated_norm")
 def _gated_norm(
     x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,7 +25,7 @@ def _gated_norm(
     return residual, y, inverse
 
 
-@triton_op("muralist::gated_norm_backward", mutates_args={})
+@operation("muralist::gated_norm_backward")
 def _gated_norm_backward(
     residual: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, scale: Tensor, inverse: Tensor,
     dy: Tensor, dresidual: Tensor,
@@ -54,14 +54,14 @@ def norm_gradients(ctx: Any, dresidual: Tensor, dy: Tensor, *_: Any) -> tuple[Te
 _gated_norm.register_autograd(norm_gradients, setup_context=keep_norm)
 
 
-@triton_op("muralist::heads", mutates_args={})
+@operation("muralist::heads")
 def _heads(
     qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     return head_kernels.forward(qkv, q_weight, k_weight, cos, sin, heads)
 
 
-@triton_op("muralist::heads_backward", mutates_args={})
+@operation("muralist::heads_backward")
 def _heads_backward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int,
     dq: Tensor, dk: Tensor, dv: Tensor,
@@ -84,7 +84,7 @@ def _heads_gradients(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tens
 _heads.register_autograd(_heads_gradients, setup_context=_keep_heads)
 
 
-@triton_op("muralist::attention", mutates_args={})
+@operation("muralist::attention")
 def _attention(
     qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -92,7 +92,7 @@ def _attention(
     return *attention_kernels.forward(q, k, qkv), q, k
 
 
-@triton_op("muralist::attention_backward", mutates_args={})
+@operation("muralist::attention_backward")
 def _attention_backward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int,
     out: Tensor, log_sum: Tensor, q: Tensor, k: Tensor, dout: Tensor,
@@ -118,12 +118,12 @@ def _attention_gradients(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None
 _attention.register_autograd(_attention_gradients, setup_context=_keep_attention)
 
 
-@triton_op("muralist::swiglu", mutates_args={})
+@operation("muralist::swiglu")
 def _swiglu(h: Tensor, bias: Tensor) -> Tensor:
     return swiglu.forward(h)[0]
 
 
-@triton_op("muralist::swiglu_backward", mutates_args={})
+@operation("muralist::swiglu_backward")
 def _swiglu_backward(h: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
     dh, dbias = swiglu.backward(h, dout)
     return dh, dbias

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.library import triton_op
 
 from muralist.models.fused import norm, ops, rounding, swiglu
+from muralist.models.fused.launch import operation
 
 
-@triton_op("muralist::rounded", mutates_args={})
+@operation("muralist::rounded")
 def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [R, K] in 8 bits, and the scale [R, 1] of each."""
     return rounding.rounded(rows)
 
 
-@triton_op("muralist::gated_norm_8_bits", mutates_args={})
+@operation("muralist::gated_norm_8_bits")
 def gated_norm(
     x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -26,14 +26,14 @@ def gated_norm(
 gated_norm.register_autograd(ops.norm_gradients, setup_context=ops.keep_norm)
 
 
-@triton_op("muralist::swiglu_8_bits", mutates_args={})
+@operation("muralist::swiglu_8_bits")
 def gated_linear_unit(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """silu of the first half times the second, that in 8 bits, and its scales."""
     out, values, scale = swiglu.forward(h, rounded=True)
     return out, values, scale
 
 
-@triton_op("muralist::swiglu_backward_8_bits", mutates_args={})
+@operation("muralist::swiglu_backward_8_bits")
 def gated_linear_unit_backward(h: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of h and of its bias, the former in 8 bits, and its scales."""
     dh, dbias, values, scale = swiglu.backward(h, dout, rounded=True)

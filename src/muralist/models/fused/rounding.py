@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muralist.models import fp8_products
 from muralist.models.fp8_products import FP8
-from muralist.models.fused.launch import launcher
+from muralist.models.fused.launch import launch
 
 _TILE = 4096  # values of one program: several short rows, or one long one
 _WARPS = 4
@@ -49,7 +49,16 @@ def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
     scale = rows.new_empty((count, 1), dtype=torch.float32)
     block = triton.next_power_of_2(width)
     at_once = max(1, _TILE // block)
-    launcher(_round_rows)[(triton.cdiv(count, at_once),)](
-        rows, values, scale, count, width, ROWS=at_once, BLOCK=block, num_warps=_WARPS
+    launch(
+        _round_rows,
+        (triton.cdiv(count, at_once),),
+        rows,
+        values,
+        scale,
+        count,
+        width,
+        ROWS=at_once,
+        BLOCK=block,
+        num_warps=_WARPS,
     )
     return values, scale

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from muralist.models.fp8_products import FP8
-from muralist.models.fused.launch import launcher
+from muralist.models.fused.launch import launch
 from muralist.models.fused.rounding import eight_bits, scale_of
 
 _BLOCK = 1024
@@ -80,8 +80,16 @@ def forward(h: Tensor, rounded: bool = False) -> tuple[Tensor, ...]:
     rows = out.numel() // hidden
     more = _eight_bits_like(out, rows) if rounded else ()  # else an input stands in, which the kernel leaves alone
     block, warps = _block(hidden, rounded)
-    launcher(_swiglu_forward)[(rows, triton.cdiv(hidden, block))](
-        h, out, *(more or (h, h)), hidden, BLOCK=block, EIGHT=rounded, num_warps=warps
+    launch(
+        _swiglu_forward,
+        (rows, triton.cdiv(hidden, block)),
+        h,
+        out,
+        *(more or (h, h)),
+        hidden,
+        BLOCK=block,
+        EIGHT=rounded,
+        num_warps=warps,
     )
     return out, *more
 
@@ -96,8 +104,20 @@ def backward(h: Tensor, dout: Tensor, rounded: bool = False) -> tuple[Tensor, ..
     chunks = triton.cdiv(rows, _ROWS)
     sums = h.new_empty((chunks, 2 * hidden), dtype=torch.float32)
     block, warps = _block(hidden, rounded)
-    launcher(_swiglu_backward)[(chunks, triton.cdiv(hidden, block))](
-        h, dout, dh, sums, *(more or (h, h)), rows, hidden, ROWS=_ROWS, BLOCK=block, EIGHT=rounded, num_warps=warps
+    launch(
+        _swiglu_backward,
+        (chunks, triton.cdiv(hidden, block)),
+        h,
+        dout,
+        dh,
+        sums,
+        *(more or (h, h)),
+        rows,
+        hidden,
+        ROWS=_ROWS,
+        BLOCK=block,
+        EIGHT=rounded,
+        num_warps=warps,
     )
     return dh, sums.sum(0), *more
 
