@@ -124,10 +124,10 @@ def label(x: float, y: float, words: str, colour: str = FAINT, anchor: str = "mi
 
 def main(folder: Path) -> None:
     """Write picture and section into a folder of pages."""
-    measured = json.loads(MEASURED.readlabel(encoding="utf-8"))
-    (folder / PICTURE).writelabel(draw(measured), encoding="utf-8")
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    (folder / PICTURE).write_text(draw(measured), encoding="utf-8")
     page = folder / PAGE
-    page.writelabel(with_section(page.readlabel(encoding="utf-8"), measured), encoding="utf-8")
+    page.write_text(with_section(page.read_text(encoding="utf-8"), measured), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def edges(images: Tensor) -> tuple[Tensor, Tensor]:
     return images.diff(dim=2), images.diff(dim=3)
 
 
-def loss_of(vae: AutoencoderKL, images: Tensor, generator: torch.Generator) -> Tensor:
+def loss_of(vae: Any, images: Tensor, generator: torch.Generator) -> Tensor:
     """Absolute error of pixels and of edges, and a small pull of the latents towards a unit normal."""
     with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
         mean, logvar = vae.quant_conv(vae.encoder(images)).float().chunk(2, dim=1)
@@ -97,7 +97,7 @@ def psnr(restored: Tensor, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(vae: AutoencoderKL, images_u8: Tensor, device: str) -> dict[str, float]:
+def measure(vae: Any, images_u8: Tensor, device: str) -> dict[str, float]:
     """How well pictures come back, how well their mean colours alone would do, and how their latents are spread."""
     generator = torch.Generator(device).manual_seed(0)
     ours, mean_colour, latents, spreads = [], [], [], []
@@ -116,12 +116,13 @@ def measure(vae: AutoencoderKL, images_u8: Tensor, device: str) -> dict[str, flo
     }
 
 
-def train(pools: dict[int, Tensor], held_out: Tensor, arguments: argparse.Namespace) -> tuple[AutoencoderKL, int]:
+def train(pools: dict[int, Tensor], held_out: Tensor, arguments: argparse.Namespace) -> tuple[Any, int]:
     """Train and return the averaged weights and the number of steps taken."""
     device = arguments.device
     generator = torch.Generator(device).manual_seed(arguments.seed)
     torch.manual_seed(arguments.seed)
-    vae = AutoencoderKL(**ARCHITECTURE).to(device).train()
+    network: Any = AutoencoderKL  # lazily imported: mypy knows nothing of it
+    vae = network(**ARCHITECTURE).to(device).train()
     average = copy.deepcopy(vae).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     pools = {size: pool.to(device) for size, pool in pools.items()}
