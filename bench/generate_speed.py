@@ -376,7 +376,7 @@ class Case:
 
 
 def _no_beat() -> None:
-    pass
+    """Nobody waits for a sign of life."""
 
 
 @contextmanager
