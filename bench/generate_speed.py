@@ -378,7 +378,7 @@ class Case:
 
 
 def _no_beat() -> None:
-    pass
+    """Nobody waits for a sign of life."""
 
 
 @contextmanager

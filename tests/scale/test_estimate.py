@@ -43,6 +43,15 @@ def test_a_bench_of_steps_is_a_measurement_too() -> None:
         assert found.readings == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "rows", [3, [3], [{"case": 3}], [{"case": "JiT-B/4@64x64", "variant": "fused", "K tokens/s": 1}]]
+)
+def test_rows_of_another_kind_are_no_measurement(rows: object, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(json.dumps({"rows": rows}))
+    with pytest.raises(UserError, match="says nothing of a training's tokens per second"):
+        read_measured(tmp_path / "other.json", None)
+
+
 def test_amounts_as_people_write_them() -> None:
     assert [amount(text) for text in ("10B", "1T", "1.5m", "5e9", "300")] == [10e9, 1e12, 1.5e6, 5e9, 300]
     assert [amount(text) for text in ("10,000", "1,000,000", "1,5M", "1_000")] == [10_000, 1e6, 1.5e6, 1000]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +38,9 @@ from muralist.scale.doctor import refuse_trouble
 from muralist.scale.slurm import adopt_ranks
 from muralist.settings import GenerateSettings
 from muralist.words import duration
+
+if TYPE_CHECKING:
+    from muralist.models.jit_family import JiTFamily
 
 log = logging.getLogger("muralist")
 INTERRUPTED = 130
@@ -89,8 +93,8 @@ class _Command:
         size = (settings.height, settings.width)
         plan = Plan(table, settings.images_per_prompt, settings.seed_start, settings.negative_prompt, size, suffix)
         plan.check()
-        if model.check_prompt:
-            _look_at_prompts(plan, model.check_prompt)
+        if model.family and model.family.label_names:
+            _look_at_prompts(plan, model.family)
         refuse_trouble(Circumstances(generate=settings, starting=True, known_model=model, known_pictures=len(plan)))
         return cls(settings, identity_of(settings, model), plan, folder, ranks)
 
@@ -373,17 +377,24 @@ def identity_of(settings: GenerateSettings, model: CheckedModel) -> dict[str, An
     return identity
 
 
-def _look_at_prompts(plan: Plan, check: Callable[[str], object]) -> None:
-    """Some prompts that the model does not know are their rows' mistake, and the others are made; all are the table's."""
-    refused = plan.unknown_prompts(check)
-    if not refused:
+def _look_at_prompts(plan: Plan, family: JiTFamily) -> None:
+    """Some prompts that name no class are their rows' mistake, and the others are made; all are the table's."""
+    unknown = plan.prompts_not(functools.cache(lambda prompt: family.find_label(prompt) is not None))
+    if not unknown:
         return
-    count, first = len(refused), refused[0]
-    if count == len(plan.table):
-        what = first.what if count == 1 else f"None of the {count:,} prompts names a class of this model."
-        why = first.why if count == 1 else f"The first: {first.what} {first.why}".strip()
-        raise UserError(what, why, first.fix)
-    log.warning("%s of %s rows will fail. The first: %s", f"{count:,}", f"{len(plan.table):,}", first)
+    try:
+        family.label_of(unknown[0])
+    except UserError as first:
+        if len(unknown) < len(plan.table):
+            log.warning("%s of %s rows will fail. The first: %s", f"{len(unknown):,}", f"{len(plan.table):,}", first)
+        elif len(unknown) == 1:
+            raise
+        else:
+            raise UserError(
+                f"None of the {len(unknown):,} prompts names a class of this model.",
+                f"The first: {first.what} {first.why}".strip(),
+                first.fix,
+            ) from None
 
 
 def _job() -> str:

@@ -6,14 +6,16 @@ import hashlib
 import importlib.util
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from muralist.errors import UserError, nearest
 from muralist.models.complete import check_whole
 from muralist.settings import GenerateSettings
+
+if TYPE_CHECKING:
+    from muralist.models.jit_family import JiTFamily
 
 log = logging.getLogger("muralist")
 INDEX_FILE = "model_index.json"
@@ -34,8 +36,8 @@ class CheckedModel:
     """What tells it from others: `model`, its kind in words; `fingerprint`, of its files; `lora`, of those added."""
     description: dict[str, Any] = field(default_factory=dict)
     """What is known of it, for JiT and for models trained here."""
-    check_prompt: Callable[[str], object] | None = field(default=None, compare=False)
-    """Refuses a prompt that it does not know, where it knows few: JiT has classes."""
+    family: JiTFamily | None = field(default=None, compare=False)
+    """A JiT, which knows its classes and no other prompts."""
 
 
 def check_model(settings: GenerateSettings) -> CheckedModel:
@@ -184,7 +186,7 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
     _check_cut(settings, "JiT", guidance if family.label_names else 1.0, unguided=1.0)
     settled = _settled(side, side, guidance, _asked_frames(settings))
     identity = _identity(f"{family.name} at {side} px", {"weights": _fingerprint(file)}, settings)
-    return CheckedModel("jit", settled, identity | _unusual(settings), family.describe(), family.label_of)
+    return CheckedModel("jit", settled, identity | _unusual(settings), family.describe(), family)
 
 
 def _unusual(settings: GenerateSettings) -> dict[str, Any]:

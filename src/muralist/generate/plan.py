@@ -12,7 +12,6 @@ import numpy as np
 
 from muralist.data.picture_names import file_stem
 from muralist.data.prompts import PromptTable, Row, refuse_collision
-from muralist.errors import UserError
 
 SEEDS_BETWEEN_COPIES = 1_000_000
 """Copy c of a row has the row's seed plus c times this: the same whatever the number of rows or copies."""
@@ -119,25 +118,13 @@ class Plan:
         copies = np.arange(self.copies, dtype=np.int64) * SEEDS_BETWEEN_COPIES
         refuse_collision(self.table, self.row_seeds[:, None] + copies)
 
-    def unknown_prompts(self, check: Callable[[str], object]) -> list[UserError]:
-        """What a model says to the prompts that it refuses, one for each such row."""
-        said: dict[str, UserError | None] = {}
-        refused = []
+    def prompts_not(self, known: Callable[[str], bool]) -> list[str]:
+        """The prompts of rows that something does not know."""
+        unknown = []
         for first in range(0, len(self.table), _READ_AT_ONCE):
-            for row in self.table.rows(range(first, min(first + _READ_AT_ONCE, len(self.table)))):
-                if row.prompt not in said:
-                    said[row.prompt] = _refusal(check, row.prompt)
-                if (error := said[row.prompt]) is not None:
-                    refused.append(error)
-        return refused
-
-
-def _refusal(check: Callable[[str], object], prompt: str) -> UserError | None:
-    try:
-        check(prompt)
-    except UserError as error:
-        return error
-    return None
+            rows = self.table.rows(range(first, min(first + _READ_AT_ONCE, len(self.table))))
+            unknown += [row.prompt for row in rows if not known(row.prompt)]
+        return unknown
 
 
 def place_of(row: int, copy: int, shape: int) -> int:

@@ -147,6 +147,17 @@ class JiTFamily:
 
     def label_of(self, prompt: str) -> int:
         """The class a prompt names, by name or number; an unconditional model draws the same for every prompt."""
+        found = self.find_label(prompt)
+        if found is None:
+            raise UserError(
+                f"The prompt {prompt!r} names no class of this model.",
+                nearest(prompt.strip(), self.label_names),
+                f"Prompts are class names or numbers from 0 to {len(self.label_names) - 1}.",
+            )
+        return found
+
+    def find_label(self, prompt: str) -> int | None:
+        """That class, or None where there is no such class."""
         if not self.label_names:
             return 0
         if prompt in self.label_names:  # before folding: Cat and cat may be two classes
@@ -155,13 +166,7 @@ class JiTFamily:
         wanted = prompt.strip().casefold()
         if wanted in folded:
             return folded.index(wanted)
-        if wanted.isdecimal() and int(wanted) < len(folded):
-            return int(wanted)
-        raise UserError(
-            f"The prompt {prompt!r} names no class of this model.",
-            nearest(wanted, folded),
-            f"Prompts are class names or numbers from 0 to {len(folded) - 1}.",
-        )
+        return int(wanted) if wanted.isdecimal() and int(wanted) < len(folded) else None
 
     @torch.no_grad()
     def sample(

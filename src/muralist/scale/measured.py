@@ -115,11 +115,13 @@ def _steps(rows: Any) -> dict[tuple[str, int], dict[int, list[float]]]:
     """Tokens per second of the steps that `muralist train` takes, by model and size, and by batch."""
     found: dict[tuple[str, int], dict[int, list[float]]] = {}
     for row in rows if isinstance(rows, list) else ():
-        case = _CASE.fullmatch(str(row.get("case")))
-        words = str(row.get("variant")).split("+")
-        if case and "K tokens/s" in row and words[0] == "fused" and "fp8" not in words:
+        try:
+            case, words = _CASE.fullmatch(row["case"]), row["variant"].split("+")
             best = 1e3 * row["K tokens/s"]
             again = best * row["ms a step"] / row["ms a step, the other row"]
+        except (TypeError, KeyError, AttributeError, ZeroDivisionError):
+            continue  # of another bench, or damaged
+        if case and words[0] == "fused" and "fp8" not in words:
             found.setdefault((case[1], int(case[2])), {})[int(case[3])] = [again, best]
     return found
 

@@ -50,6 +50,8 @@ log = logging.getLogger("muralist")
 def train(settings: TrainSettings, name: str) -> int:
     """Train until the last step or a request to stop; returns the exit status."""
     contract.check(settings)
+    if not torch.cuda.is_available():  # what a GPU can do is asked of the one that is used
+        contract.check_precision(settings, settings.distributed.strategy, torch.device("cpu"))
     run = RunFolder.named(settings.results_dir, name)
     adopt_ranks(os.environ)
     rank, size = rank_and_size()
