@@ -12,9 +12,11 @@ import torch
 from muralist.generate.exactness import psnr
 from muralist.generate.fp8 import Fp8Linear
 from muralist.generate.fused import linear_gelu
+from muralist.generate.painter import Order
 from muralist.generate.pipelines import open_painter, settle
 from muralist.generate.tuned import Tuning
 from muralist.models.fp8_products import can_fp8, rounded
+from tests.support.jit_models import SIDE, checkpoint, family, network_of
 from tests.support.painting import CAR, CAT, DOGS, NIGHT, SIZE, SNOW, differ, no_beat, paint, settings
 from tests.support.pipelines import BUILDERS
 
@@ -83,6 +85,25 @@ def test_recorded_passes_make_the_same_bytes(
         kept = [recorder._recordings for recorder in painter._recorders._recorders]  # type: ignore[attr-defined]
         assert any(recording is not None for each in kept for recording in each.values()) == recorded
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_recorded_jit_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda:0")
+    settle(device)
+    chosen = family("cat", "dog", "bird")
+    run = checkpoint(tmp_path / "run", chosen.describe(), network_of(chosen).state_dict())
+    orders = [Order("dog", "", 3), Order("cat", "", 4)]
+    found = []
+    for recorded in (True, False):
+        monkeypatch.setattr(Tuning, "of", lambda *_, recorded=recorded: Tuning(compiled=True, recorded=recorded))
+        guided = {"guidance_scale": 2.9, "guidance_interval": (0.1, 1.0), "height": SIDE, "width": SIDE}
+        painter = open_painter(settings(run, dtype="bf16", **guided), device)
+        flying = [painter.begin(batch, (SIDE, SIDE), no_beat) for batch in (orders, orders[::-1])]
+        found.append([picture for batch in flying for picture in batch.wait()])
+        kept = [recorder._recordings for recorder in painter._recorders._recorders]  # type: ignore[attr-defined]
+        assert any(recording is not None for each in kept for recording in each.values()) == recorded
+    assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+    assert differ(found[0][0], found[0][1]) > 0
 
 
 def test_batches_in_flight_are_those_that_are_waited_for_and_the_clock_runs(

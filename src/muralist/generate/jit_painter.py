@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from muralist.diffusion.solvers import time_grid
 from muralist.errors import UserError
 from muralist.generate.card import CardClock, Copying
 from muralist.generate.painter import TRIAL_STEPS, Beat, Order, Pending, Way, overflowed
+from muralist.generate.recorded import Recorders
 from muralist.generate.tuned import Tuning, choose_by_rules, tuned
 from muralist.models.jit import JiT
 from muralist.models.jit_family import JiTFamily, Objective
@@ -70,6 +71,8 @@ class JiTPainter:
         if self._tuning.compiled:
             choose_by_rules()
             network.compile(dynamic=False)
+        self._recorders = Recorders.of(self._tuning.compiled and self._tuning.recorded, device)
+        self._passes = self._recorders.before(network.__call__)
         self._sampling = _sampling(settings)
 
     @classmethod
@@ -112,14 +115,14 @@ class JiTPainter:
         sampling = self._sampling if way is not Way.TRIAL else self._sampling.model_copy(update={"steps": TRIAL_STEPS})
         device = next(self._network.parameters()).device
         prompts, seeds = [order.prompt for order in orders], [order.seed for order in orders]
-        beating = _Beating(self._network, beat)
+        eager = way is Way.TRIAL  # or a graph would be compiled for every batch size that is tried
         self._clock.enter()
-        # A trial would compile a graph for every batch size that is tried.
         with (
-            tuned(self._tuning, device, eager=way is Way.TRIAL),
+            tuned(self._tuning, device, eager),
+            self._recorders.on(not eager),
             torch.autocast(device.type, self._autocast, enabled=self._autocast is not None),
         ):
-            images = self._family.sample(beating, prompts, seeds, sampling)
+            images = self._family.sample(_Beating(self._network, self._passes, beat), prompts, seeds, sampling)
         pixels, whole = to_pixels(images).contiguous(), images.isfinite().all()
         self._clock.leave()
         copying = Copying(pixels, whole, self._clock.batch(), overflowed(self._precision))
@@ -135,13 +138,13 @@ class JiTPainter:
 class _Beating(nn.Module):
     """A network that gives a sign of life at every call, outside what is compiled."""
 
-    def __init__(self, network: nn.Module, beat: Beat) -> None:
+    def __init__(self, network: nn.Module, passes: Callable[..., Tensor], beat: Beat) -> None:
         super().__init__()
-        self.network, self.beat = network, beat
+        self.network, self.passes, self.beat = network, passes, beat
 
     def forward(self, *inputs: Tensor) -> Tensor:
         self.beat()
-        return self.network(*inputs)
+        return self.passes(*inputs)
 
 
 def _convert_products(network: nn.Module, dtype: torch.dtype) -> None:

@@ -67,9 +67,9 @@ class _GatedLinearUnit(torch.autograd.Function):
         from muralist.models.fused import ops_8_bits
 
         x, h, weight = ctx.saved_tensors
-        dh, dbias, values, scale = ops_8_bits.gated_linear_unit_backward(h, dout)
+        dh, sums, values, scale = ops_8_bits.gated_linear_unit_backward(h, dout)
         dx, dweight = _gradients(dh, Rounded(values, scale), x, weight, parts=2)
-        return dx, None, None, dweight, _narrowed(dbias[:, None], weight[:, :1], parts=2)[:, 0].to(ctx.bias)
+        return dx, None, None, dweight, _narrowed(sums.sum(0)[:, None], weight[:, :1], parts=2)[:, 0].to(ctx.bias)
 
 
 def linear(x: Tensor | Both, weight: Tensor, bias: Tensor, kernels: bool) -> Tensor:

@@ -176,7 +176,8 @@ class JiTFamily:
         device = next(network.parameters()).device
         numbers = torch.tensor(list(seeds), dtype=torch.int64)
         # Drawn on the CPU: the same seed is the same noise whatever the card.
-        noise = keyed_random.normal(0, Purpose.SAMPLE_NOISE, numbers, (3, self.img_size, self.img_size))
+        shape = (3, self.img_size, self.img_size)
+        noise = keyed_random.normal_in_parts(0, Purpose.SAMPLE_NOISE, numbers, shape)
         labels = to_device(torch.tensor([self.label_of(prompt) for prompt in prompts]), device)
         solver = solvers.SolverSettings(
             solver="heun" if settings.solver == "auto" else settings.solver,  # type: ignore[arg-type]

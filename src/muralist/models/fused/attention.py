@@ -237,7 +237,7 @@ def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) ->
 def backward(
     q: Tensor, k: Tensor, qkv: Tensor, out: Tensor, log_sum: Tensor, dout: Tensor, layout: Backward | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and qkv (of its last third only), and the sum of that third over all tokens."""
+    """Gradients of queries, keys and qkv (of its last third only), and that third summed over tokens, but for [n, width]."""
     batch, tokens, heads, head_dim = q.shape
     tokens = int(tokens)
     layout = layout or chosen(BACKWARD, tokens)
@@ -258,7 +258,7 @@ def backward(
         KEYS=layout.keys, TAIL=tail, QUERIES=queries, SCRATCH=scratch,
         num_warps=layout.warps, num_stages=layout.stages,
     )  # fmt: skip
-    return dq, dk, dqkv, sums.sum(0)
+    return dq, dk, dqkv, sums
 
 
 def chosen(layouts: dict[int, Layout], tokens: int) -> Layout:

@@ -127,7 +127,7 @@ def backward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int,
     dq: Tensor, dk: Tensor, dv: Tensor | None, dqkv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the layer's output, of the two norms' weights [2, head_dim] and of the layer's bias.
+    """Gradients of the layer's output; and, to be added up, of the two norms' weights [n, 2, head_dim] and of its bias.
 
     Without dv, those of the values are in dqkv already, and the bias's part of them is left out.
     """
@@ -150,7 +150,7 @@ def backward(
         *(stride for gradient in given for stride in gradient.stride()[:3]),
         EPS=EPSILON, CHUNK=chunk, num_warps=_WARPS["backward"], **_blocks(heads, head_dim),
     )  # fmt: skip
-    return dqkv, dweight.sum(0), dbias.sum(0)
+    return dqkv, dweight, dbias
 
 
 def _blocks(heads: int, head_dim: int) -> dict[str, int]:

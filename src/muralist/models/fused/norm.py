@@ -5,7 +5,7 @@
 
 A row is a token; gate, scale and shift belong to its sample. The backward pass also sums what gate, scale and shift get over
 the tokens of each sample, and what the weight and the branch's bias get over all tokens: first over the rows of a program,
-then over programs, always in the same order. On request the forward pass writes y in 8 bits too.
+then (left to the caller) over programs, always in the same order. On request the forward pass writes y in 8 bits too.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def forward(
 def backward(
     residual: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, scale: Tensor, inverse: Tensor,
     dy: Tensor, dresidual: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x and branch; of gate, shift and scale, [3, B, width]; of weight and branch's bias, [2, width]."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x and branch; and, to be added up, of gate, shift, scale, weight and branch's bias, [5, B, n, width]."""
     batch, tokens, width = residual.shape
     chunks = triton.cdiv(tokens, _BACKWARD["ROWS"])
     branch = _rows(branch)
@@ -147,7 +147,7 @@ def backward(
         dx, dbranch, sums, tokens, width, branch.stride(0), gate.stride(0), scale.stride(0),
         BLOCK=triton.next_power_of_2(width), **_BACKWARD,
     )  # fmt: skip
-    return dx, dbranch, sums[:3].sum(2), sums[3:].sum((1, 2))
+    return dx, dbranch, sums
 
 
 def _rows(x: Tensor) -> Tensor:

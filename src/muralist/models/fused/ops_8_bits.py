@@ -35,6 +35,6 @@ def gated_linear_unit(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @operation("muralist::swiglu_backward_8_bits")
 def gated_linear_unit_backward(h: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of h and of its bias, the former in 8 bits, and its scales."""
-    dh, dbias, values, scale = swiglu.backward(h, dout, rounded=True)
-    return dh, dbias, values, scale
+    """Gradients of h and, to be added up, of its bias; the former in 8 bits, and its scales."""
+    dh, sums, values, scale = swiglu.backward(h, dout, rounded=True)
+    return dh, sums, values, scale
