@@ -50,11 +50,17 @@ def our_sampler(model: str, img_size: int, batch: int, device: torch.device, ste
         num_inference_steps=steps, guidance_scale=2.9, guidance_interval=(0.1, 1.0),
     )  # fmt: skip
     painter = JiTPainter(family, network.to(device).eval().requires_grad_(False), settings)
-    orders = [Order(str(number % CLASSES), "", number) for number in range(batch)]
     flying: list[Pending] = []
+    begun = 0
+
+    def orders(first: int) -> list[Order]:
+        return [Order(str(number % CLASSES), "", number) for number in range(first, first + batch)]
 
     def sampler() -> None:
-        flying.append(painter.begin(orders, (img_size, img_size), lambda: None))
+        nonlocal begun
+        painter.prepare(orders(begun) + orders(begun + batch))  # as a worker does
+        flying.append(painter.begin(orders(begun), (img_size, img_size), lambda: None))
+        begun += batch
         if len(flying) > 1:
             flying.pop(0).wait()
 

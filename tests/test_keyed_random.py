@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muralist import keyed_random
-from muralist.keyed_random import Purpose, SampleKeys, normal, philox4x32, uniform, words
+from muralist.keyed_random import Purpose, SampleKeys, normal, normal_in_parts, philox4x32, uniform, words
 from tests.support.statistics import assert_counts, assert_follows, standard_normal
 
 Draw = Callable[..., torch.Tensor]
@@ -171,3 +171,10 @@ def test_compiled_integers_are_the_same() -> None:
         assert torch.equal(compiled(seed, Purpose.NOISE, sample, 50), words(seed, Purpose.NOISE, sample, 50))
     drawn = torch.compile(normal, fullgraph=True)(7, Purpose.NOISE, sample, (3, 8, 8))
     torch.testing.assert_close(drawn, normal(7, Purpose.NOISE, sample, (3, 8, 8)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3, 200, 200), (3, 64, 64), (5,), ()])
+def test_numbers_drawn_in_parts_are_the_same(shape: tuple[int, ...]) -> None:
+    numbers = torch.tensor([4, 1 << 33, 0, 9, 9])
+    parts = normal_in_parts(3, Purpose.SAMPLE_NOISE, numbers, shape)
+    assert torch.equal(parts, normal(3, Purpose.SAMPLE_NOISE, numbers, shape))

@@ -70,6 +70,26 @@ def test_it_paints_what_the_family_draws(pets: tuple[Path, JiTFamily, torch.nn.M
     assert differ(painted[0], painted[1]) > 5
 
 
+def test_noise_is_drawn_ahead_once_and_is_the_same(
+    pets: tuple[Path, JiTFamily, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unprepared = paint(painter_of(pets[0]), DOG, CAT)
+    painter, drawn, draw = painter_of(pets[0]), [], JiTFamily.sample_noise
+
+    def watched(family: JiTFamily, seeds: list[int]) -> torch.Tensor:
+        drawn.append(list(seeds))
+        return draw(family, seeds)
+
+    monkeypatch.setattr(JiTFamily, "sample_noise", watched)
+    painter.prepare([DOG, CAT])
+    painter.prepare([CAT, DOG, DOG])  # as the window moves on
+    assert all(map(np.array_equal, paint(painter, DOG, CAT), unprepared))
+    assert sorted(drawn) == [[DOG.seed], [CAT.seed]]
+    painter.prepare([CAT])  # the other is forgotten
+    assert all(map(np.array_equal, paint(painter, DOG, CAT), unprepared))
+    assert drawn[2:] == [[DOG.seed, CAT.seed]]
+
+
 def test_every_form_of_the_weights_is_the_same_model(
     pets: tuple[Path, JiTFamily, torch.nn.Module], tmp_path: Path
 ) -> None:

@@ -112,6 +112,7 @@ def test_text_is_encoded_ahead_and_then_never_again(name: str, painters: Callabl
     with encoder_runs() as runs:
         prepared = paint(painter, CAR, DOGS, CAT)
         assert paint(painter, CAT)[0].shape == (*SIZE, 3)
+        painter.prepare([DOGS, CAT, CAR])
     assert runs == []
     assert all(map(np.array_equal, prepared, unprepared))
     painter.prepare([SNOW])  # the others are forgotten

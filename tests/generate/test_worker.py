@@ -273,3 +273,25 @@ def test_a_picture_found_broken_on_its_way_is_tried_alone_and_recorded(tmp_path:
         (1, "Its numbers overflowed.")
     ]
     assert events.count("wait 43") == 2
+
+
+def test_what_follows_is_prepared_before_a_task_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    atelier = Atelier(tmp_path, PROMPTS)
+    tasks = [Task(tuple(map(atelier.plan.sample, rows)), 2, 2) for rows in ((0, 1), (2, 3), (4, 5), (6, 7))]
+    inbox: queue.Queue[messages.Order] = queue.Queue()
+    ahead: list[list[int]] = []  # for every task: seeds that were prepared when it was begun
+    prepared: list[int] = []
+
+    def prepare(_: Watched, orders: Sequence[Order]) -> None:
+        prepared[:] = sorted(order.seed for order in orders)
+
+    def before(label: str, orders: Sequence[Order]) -> None:
+        ahead.append(list(prepared))
+        inbox.put(tasks[len(ahead) + 1] if len(ahead) + 1 < len(tasks) else Stop())  # one is always waiting
+
+    monkeypatch.setattr(Watched, "prepare", prepare)
+    inbox.put(tasks[0])
+    inbox.put(tasks[1])
+    Worker(atelier.job, "0", CPU, Watched("0", before), lambda _: None).serve(inbox)
+    seeds = [[sample.seed for sample in task.samples] for task in tasks]
+    assert ahead == [seeds[0] + seeds[1], seeds[1] + seeds[2], seeds[2] + seeds[3]]

@@ -168,10 +168,9 @@ class DiffusersPainter:
         if self._text is None:
             return
         self._loop.clock.enter()
-        self._text.open_window()
-        for order in orders:
+        for order in self._text.still_wanted(orders):
             self._said_of(order)
-            self._text.keep()
+            self._text.keep_for(order)
         self._text.forget_others()
         self._loop.clock.leave()
 

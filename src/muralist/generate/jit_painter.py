@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,9 @@ class JiTPainter:
         self._recorders = Recorders.of(self._tuning.compiled and self._tuning.recorded, device)
         self._passes = self._recorders.before(network.__call__)
         self._sampling = _sampling(settings)
+        # A second of a core for a hundred pictures of 256 px, in which the card would have nothing to do.
+        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="noise")
+        self._noise: dict[int, Future[Tensor]] = {}  # by seed
 
     @classmethod
     def load(cls, settings: GenerateSettings, device: torch.device) -> JiTPainter:
@@ -96,7 +100,12 @@ class JiTPainter:
         return True
 
     def prepare(self, orders: Sequence[Order]) -> None:
-        """There is no text to encode."""
+        """There is no text to encode, but noise to be drawn, while the device is at work on others."""
+        seeds = {order.seed for order in orders}
+        for seed in self._noise.keys() - seeds:
+            self._noise.pop(seed).cancel()
+        for seed in seeds - self._noise.keys():
+            self._noise[seed] = self._drawer.submit(self._family.sample_noise, [seed])
 
     def paint(
         self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, way: Way = Way.USUAL
@@ -114,21 +123,27 @@ class JiTPainter:
             )
         sampling = self._sampling if way is not Way.TRIAL else self._sampling.model_copy(update={"steps": TRIAL_STEPS})
         device = next(self._network.parameters()).device
-        prompts, seeds = [order.prompt for order in orders], [order.seed for order in orders]
+        prompts = [order.prompt for order in orders]
         eager = way is Way.TRIAL  # or a graph would be compiled for every batch size that is tried
+        noise = self._noise_of([order.seed for order in orders])
         self._clock.enter()
         with (
             tuned(self._tuning, device, eager),
             self._recorders.on(not eager),
             torch.autocast(device.type, self._autocast, enabled=self._autocast is not None),
         ):
-            images = self._family.sample(_Beating(self._network, self._passes, beat), prompts, seeds, sampling)
+            images = self._family.sample_from(_Beating(self._network, self._passes, beat), noise, prompts, sampling)
         pixels, whole = to_pixels(images).contiguous(), images.isfinite().all()
         self._clock.leave()
         copying = Copying(pixels, whole, self._clock.batch(), overflowed(self._precision))
         if way is not Way.USUAL:
             self._clock.forget()
         return copying
+
+    def _noise_of(self, seeds: Sequence[int]) -> Tensor:
+        if not all(seed in self._noise for seed in seeds):  # asked for without `prepare`
+            return self._family.sample_noise(seeds)
+        return torch.cat([self._noise[seed].result() for seed in seeds])
 
     def made_with(self) -> dict[str, str]:
         """Compiled pictures differ from others in their last bits."""

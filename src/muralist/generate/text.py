@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from muralist.copies import to_device, to_host
+from muralist.generate.painter import Order
 
 _TEXTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3 ...
 _ENCODER = re.compile(r"_get_\w+_prompt_embeds")
@@ -35,7 +36,7 @@ class TextMemory:
         self._encode = encode
         self._signature = inspect.signature(encode)
         self._rows: dict[Hashable, Any] = {}
-        self._window: set[Hashable] = set()
+        self._kept_for: dict[Order, set[Hashable]] = {}  # an order's keys
         self._touched: dict[Hashable, None] = {}
         self.positive: Any = None
         """What the first call since `begin` said of the prompts themselves: embeddings [B, ...], or a list of B."""
@@ -52,17 +53,19 @@ class TextMemory:
         """What was said of each prompt since `begin`, in the order of asking."""
         return [self._rows[key] for key in self._touched]
 
-    def keep(self) -> None:
-        """Keep what was used since `begin` for as long as `open_window` is not called."""
-        self._window |= self._touched.keys()
+    def keep_for(self, order: Order) -> None:
+        """Keep what was used since `begin` until the order is done with."""
+        self._kept_for[order] = set(self._touched)
 
-    def open_window(self) -> None:
-        """From now on only what is kept anew will stay."""
-        self._window = set()
+    def still_wanted(self, orders: Sequence[Order]) -> list[Order]:
+        """Be done with all but these; those of them for which nothing is kept yet."""
+        self._kept_for = {order: keys for order, keys in self._kept_for.items() if order in set(orders)}
+        return [order for order in dict.fromkeys(orders) if order not in self._kept_for]
 
     def forget_others(self) -> None:
-        """Forget what is not kept."""
-        self._rows = {key: row for key, row in self._rows.items() if key in self._window}
+        """Forget what is kept for no order."""
+        kept = set().union(*self._kept_for.values())
+        self._rows = {key: row for key, row in self._rows.items() if key in kept}
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """What encode_prompt would say, put together from what it says of every prompt alone."""

@@ -191,7 +191,8 @@ class Worker:
                     land()
 
     def _prepare(self, tasks: list[Task]) -> None:
-        if all(_order(sample) in self.prepared for sample in tasks[0].samples):
+        """Have the painter prepare these, if it has not prepared the first two: the second while it paints the first."""
+        if all(_order(sample) in self.prepared for task in tasks[:2] for sample in task.samples):
             return
         orders = [_order(sample) for task in tasks for sample in task.samples]
         try:

@@ -173,11 +173,20 @@ class JiTFamily:
         self, network: nn.Module, prompts: Sequence[str], seeds: Sequence[int], settings: SampleSettings
     ) -> Tensor:
         """Solve the flow from each seed's noise."""
-        device = next(network.parameters()).device
+        return self.sample_from(network, self.sample_noise(seeds), prompts, settings)
+
+    def sample_noise(self, seeds: Sequence[int]) -> Tensor:
+        """Where pictures begin; drawn on the CPU: the same seed is the same noise whatever the card."""
         numbers = torch.tensor(list(seeds), dtype=torch.int64)
-        # Drawn on the CPU: the same seed is the same noise whatever the card.
         shape = (3, self.img_size, self.img_size)
-        noise = keyed_random.normal_in_parts(0, Purpose.SAMPLE_NOISE, numbers, shape)
+        return keyed_random.normal_in_parts(0, Purpose.SAMPLE_NOISE, numbers, shape)
+
+    @torch.no_grad()
+    def sample_from(
+        self, network: nn.Module, noise: Tensor, prompts: Sequence[str], settings: SampleSettings
+    ) -> Tensor:
+        """Solve the flow from this noise."""
+        device = next(network.parameters()).device
         labels = to_device(torch.tensor([self.label_of(prompt) for prompt in prompts]), device)
         solver = solvers.SolverSettings(
             solver="heun" if settings.solver == "auto" else settings.solver,  # type: ignore[arg-type]
