@@ -8,7 +8,10 @@ import torch
 from muralist import keyed_random
 from muralist.keyed_random import Purpose
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 
 @pytest.mark.parametrize("side", [64, 256, 512])
