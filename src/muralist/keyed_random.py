@@ -64,7 +64,7 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tup
 def words(seed: int, purpose: int, numbers: Tensor, count: int) -> Tensor:
     """Random 32-bit words, [B, count] int64, for B sample numbers (int64)."""
     # With "and", which changes nothing: a compiled range is an index of 32 bits, and Inductor (torch 2.11) multiplies it as
-    # one, so that products overflow from 49,152 blocks (256 px) on. What comes out of a bitwise operation has its 64 bits.
+    # one, so that products overflow from 39,886 blocks (231 px) on. What comes out of a bitwise operation has its 64 bits.
     blocks = torch.arange(-(-count // 4), device=numbers.device, dtype=torch.int64)[None, :] & _MASK
     low, high = (numbers & _MASK)[:, None], ((numbers >> 32) & _MASK)[:, None]
     counter = torch.broadcast_tensors(blocks, torch.full_like(blocks, int(purpose)), low, high)

@@ -90,6 +90,24 @@ def test_noise_is_drawn_ahead_once_and_is_the_same(
     assert drawn[2:] == [[DOG.seed, CAT.seed]]
 
 
+def test_noise_that_could_not_be_drawn_is_drawn_again(
+    pets: tuple[Path, JiTFamily, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    painter, draw, failed = painter_of(pets[0]), JiTFamily.sample_noise, []
+
+    def short_of_memory(family: JiTFamily, seeds: list[int]) -> torch.Tensor:
+        if not failed:
+            failed.append(seeds)
+            raise MemoryError
+        return draw(family, seeds)
+
+    monkeypatch.setattr(JiTFamily, "sample_noise", short_of_memory)
+    painter.prepare([DOG])
+    with pytest.raises(MemoryError):
+        paint(painter, DOG)
+    assert paint(painter, DOG)[0].shape == (SIDE, SIDE, 3)
+
+
 def test_every_form_of_the_weights_is_the_same_model(
     pets: tuple[Path, JiTFamily, torch.nn.Module], tmp_path: Path
 ) -> None:

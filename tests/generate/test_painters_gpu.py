@@ -14,6 +14,7 @@ from muralist.generate.fp8 import Fp8Linear
 from muralist.generate.fused import linear_gelu
 from muralist.generate.painter import Order
 from muralist.generate.pipelines import open_painter, settle
+from muralist.generate.recorded import Recorders
 from muralist.generate.tuned import Tuning
 from muralist.models.fp8_products import can_fp8, rounded
 from tests.support.jit_models import SIDE, checkpoint, family, network_of
@@ -85,6 +86,20 @@ def test_recorded_passes_make_the_same_bytes(
         kept = [recorder._recordings for recorder in painter._recorders._recorders]  # type: ignore[attr-defined]
         assert any(recording is not None for each in kept for recording in each.values()) == recorded
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_recording_that_fails_leaves_the_card_as_it_was() -> None:
+    device = torch.device("cuda:0")
+    recorders = Recorders.of(True, device)
+    asks = recorders.before(lambda x: x * x.sum().item())
+    says = recorders.before(lambda x: x * 2)
+    stream, x = torch.cuda.current_stream(), torch.ones(1 << 20, device=device)
+    with recorders.on(True):
+        assert torch.equal(asks(x), x * (1 << 20))
+        assert torch.cuda.current_stream() == stream
+        torch.cuda.empty_cache()
+        assert torch.equal(says(x), x + x) and torch.equal(says(x + 1), 2 * x + 2)
+    assert [recorder.holds_memory for recorder in recorders._recorders] == [False, True]
 
 
 def test_a_recorded_jit_makes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,31 @@ def test_only_while_it_is_wanted_and_only_what_can_be() -> None:
     assert (tape.recorded, tape.replayed) == (1, 1)
 
 
+def test_a_batch_that_is_tried_and_too_large_ends_no_recording_before_there_is_one() -> None:
+    tape = Tape()
+    recorders = Recorders(tape)
+    stand_in = recorders.before(network)
+    with pytest.raises(torch.OutOfMemoryError), recorders.on(False):
+        raise torch.OutOfMemoryError
+    with recorders.on(True):
+        stand_in(*inputs(2, 0))
+    assert tape.recorded == 1
+    with pytest.raises(RuntimeError), recorders.on(False):  # now recordings may be why
+        raise RuntimeError("CUDNN_STATUS_ALLOC_FAILED")
+    with recorders.on(True):
+        stand_in(*inputs(2, 0))
+    assert tape.replayed == 1
+
+
+def test_numbers_on_the_host_are_not_recorded() -> None:
+    recorder = Recorder(lambda sample, scale: (sample * scale.item(),), Tape())
+    recorder.on = True
+    sample = torch.ones(2, device="meta")
+    for scale in (2.0, 3.0):
+        assert recorder(sample, torch.tensor(scale))[0].device.type == "meta"
+    assert not recorder.holds_memory
+
+
 def test_a_network_that_cannot_be_recorded_is_run_as_it_is() -> None:
     def refuse(work: Work) -> tuple[Any, Callable[[], None]]:
         raise RuntimeError("operation not permitted when stream is capturing")

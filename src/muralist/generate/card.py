@@ -14,6 +14,16 @@ from torch.overrides import TorchFunctionMode
 
 from muralist.copies import to_device, to_host
 
+_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is short, the host's or the GPU's."""
+    text = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)
+    )
+
 
 class Unhurried(TorchFunctionMode):
     """Within it, small things go to the GPU without waiting for it, and nobody looks whether an equation could be solved.

@@ -143,7 +143,11 @@ class JiTPainter:
     def _noise_of(self, seeds: Sequence[int]) -> Tensor:
         if not all(seed in self._noise for seed in seeds):  # asked for without `prepare`
             return self._family.sample_noise(seeds)
-        return torch.cat([self._noise[seed].result() for seed in seeds])
+        try:
+            return torch.cat([self._noise[seed].result() for seed in seeds])
+        except Exception:
+            self._noise.clear()  # or the next try would find the same error
+            raise
 
     def made_with(self) -> dict[str, str]:
         """Compiled pictures differ from others in their last bits."""

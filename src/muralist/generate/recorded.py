@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from muralist.generate.card import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,10 @@ class Recorder:
         if not self.on or not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
             return self._forward(*inputs, **named)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if (
+            len({tensor.device for tensor in tensors}) != 1
+        ):  # a number that lies on the host would be recorded as it is now
+            return self._forward(*inputs, **named)
         key = (str(structure), *map(_kind, leaves))
         if key not in self._recordings:
             self._recordings[key] = self._recorded(leaves, structure) if len(self._recordings) < _MOST else None
@@ -59,6 +65,11 @@ class Recorder:
         recording.replay()
         return tree_map_only(Tensor, torch.clone, recording.output)  # the next replay writes there again
 
+    @property
+    def holds_memory(self) -> bool:
+        """Whether there is a recording."""
+        return any(recording is not None for recording in self._recordings.values())
+
     def forget(self) -> None:
         """Give the memory of all recordings back."""
         self._recordings.clear()
@@ -68,9 +79,10 @@ class Recorder:
         inputs, named = tree_unflatten(own, structure)
         try:
             output, replay = self._record(lambda: self._forward(*inputs, **named))
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # it asks the card for a number, which a recording cannot do
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            # It asks the card for a number, which a recording cannot do.
             log.info("%s cannot be recorded and is run step by step: %s", getattr(self, "__qualname__", ""), error)
             return None
         return _Recording([leaf for leaf in own if isinstance(leaf, Tensor)], output, replay)
@@ -97,10 +109,24 @@ class CardRecords:
         torch.cuda.current_stream().wait_stream(stream)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Threads that write pictures may talk to the card meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            output = work()
+        try:
+            # In the stream's own context: where recording fails, torch may leave it current. Threads that write pictures may
+            # talk to the card meanwhile.
+            with (
+                torch.cuda.stream(stream),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                output = work()
+        except RuntimeError:
+            self._end()
+            raise
         return output, graph.replay
+
+    def _end(self) -> None:
+        """Take the memory of a recording that failed out of use, which older versions of torch do not."""
+        with suppress(RuntimeError):  # it has
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        self._pool = None
 
 
 class Recorders:
@@ -125,14 +151,14 @@ class Recorders:
 
     @contextmanager
     def on(self, wanted: bool) -> Iterator[None]:
-        """For one call of the pipeline; when memory runs out in it, there are no recordings any more."""
+        """For one call of the pipeline; when memory runs out in it and recordings may be why, there are none any more."""
         self._turn(wanted)
         try:
             yield
-        except torch.OutOfMemoryError:
-            if self._recorders:
+        except Exception as error:
+            if is_out_of_memory(error) and any(recorder.on or recorder.holds_memory for recorder in self._recorders):
                 log.warning("Memory is short: passes of the network are not recorded any more.")
-            self.give_up()
+                self.give_up()
             raise
         finally:
             self._turn(False)

@@ -59,8 +59,9 @@ class TextMemory:
 
     def still_wanted(self, orders: Sequence[Order]) -> list[Order]:
         """Be done with all but these; those of them for which nothing is kept yet."""
-        self._kept_for = {order: keys for order, keys in self._kept_for.items() if order in set(orders)}
-        return [order for order in dict.fromkeys(orders) if order not in self._kept_for]
+        wanted = dict.fromkeys(orders)
+        self._kept_for = {order: keys for order, keys in self._kept_for.items() if order in wanted}
+        return [order for order in wanted if order not in self._kept_for]
 
     def forget_others(self) -> None:
         """Forget what is kept for no order."""

@@ -19,7 +19,6 @@ from muralist.machine import can_compile
 
 _SIZES = 64  # of pictures in one table, each with a graph of its own
 _HOPPER = (9, 0)
-_WHOLE_ROWS = 4096
 # Beside the blocks that the network itself names.
 _ALSO_REPEATED = {"UNet2DConditionModel": ("ResnetBlock2D",)}
 
@@ -38,8 +37,6 @@ class Tuning:
     """Product, bias and GELU of feed-forward layers in one kernel."""
     recorded: bool = True
     """Record the compiled network's passes and replay them."""
-    whole_rows: bool = False
-    """Keep rows of up to 4,096 numbers in registers while they are normalised, where Inductor reads them twice."""
 
     @classmethod
     def of(cls, compiled: bool | str, device: torch.device) -> Tuning:
@@ -75,8 +72,6 @@ def tune(pipe: Any, tuning: Tuning, device: torch.device) -> None:
     if not tuning.compiled:
         return
     choose_by_rules()
-    if tuning.whole_rows:
-        _keep_whole_rows()
     for network in networks:
         for block in repeated_blocks(network):
             block.compile(dynamic=False)
@@ -101,26 +96,6 @@ def choose_by_rules() -> None:
     dynamo.automatic_dynamic_shapes = False
     dynamo.recompile_limit = max(dynamo.recompile_limit, 8 * _SIZES)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 64 * _SIZES)
-
-
-def _keep_whole_rows() -> None:
-    """Have Inductor keep longer rows than it does by itself: a LayerNorm over 1,408 channels then reads them once."""
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.virtualized import V
-
-    class WholeRows(InductorChoices):
-        """Rows of up to 4,096 numbers in registers."""
-
-        @staticmethod
-        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
-                return True
-            inner = features.get_reduction_hint() == ReductionHint.INNER and not cooperative_reduction
-            return inner and V.graph.sizevars.statically_known_leq(features.reduction_numel, _WHOLE_ROWS)
-
-    V.set_choices_handler(WholeRows())
-    torch.compiler.config.cache_key_tag = "rows of 4,096"  # or code that was compiled without this would be taken
 
 
 @contextmanager

@@ -25,6 +25,7 @@ import torch
 from muralist import compiled_code
 from muralist.errors import UserError
 from muralist.generate import exactness, messages, store
+from muralist.generate.card import is_out_of_memory
 from muralist.generate.folder import OutputFolder, cannot_write
 from muralist.generate.ledger import Shard
 from muralist.generate.messages import Job, Measure, Stop, Task
@@ -41,7 +42,6 @@ Inbox = queue.Queue[messages.Order]
 _MEMORY_TO_USE = 0.92  # of a GPU's; what is left is for the pieces into which memory breaks over hours
 _SECONDS_BETWEEN_BEATS = 1.0
 _SAVERS = 4  # a picture of 1024 x 1024 is a file after a quarter of a second; no model makes sixteen of them in one
-_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 STATUS_BROKEN_DEVICE = 70
 
 
@@ -58,9 +58,9 @@ def work(job: Job, label: str, device: torch.device, inbox: Inbox, send: Send) -
     except UserError as error:
         send(messages.Hopeless(error, everyone=True))
     except Exception as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             log.debug("GPU %s", label, exc_info=True)
-        short = _too_large(label) if _is_out_of_memory(error) else UserError(f"GPU {label}: {_in_words(error)}.")
+        short = _too_large(label) if is_out_of_memory(error) else UserError(f"GPU {label}: {_in_words(error)}.")
         send(messages.Hopeless(short, everyone=False))
 
 
@@ -298,7 +298,7 @@ class Worker:
             try:
                 return [_Part(samples, shape, self.painter.begin(orders, size, beat, way))]
             except Exception as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
             _free_memory()
         if not self.job.settings.allow_batch_change or shape == 1:
@@ -346,7 +346,7 @@ class Worker:
             try:
                 self.painter.paint([_order(sample)] * shape, (sample.height, sample.width), beat, Way.TRIAL)
             except Exception as error:
-                if not _is_out_of_memory(error) or shape == 1:
+                if not is_out_of_memory(error) or shape == 1:
                     raise
                 break
             finally:
@@ -384,13 +384,6 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    text = str(error)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in _NO_MEMORY)
-    )
 
 
 def _out_of_memory(label: str, sample: Sample, shape: int) -> tuple[str, str, str]:
