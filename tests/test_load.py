@@ -132,7 +132,7 @@ from muralist.generate.ledger import Shard
 from muralist.train.heartbeat import Heartbeat, Pace
 folder, rank, size = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 sample = Sample(rank, rank, 0, str(rank), rank, "a car", "", 8, 8, "x.png")
-with Heartbeat(folder / "heartbeats", rank, size, 600, Pace(beat=0.5)) as heartbeat:
+with Heartbeat(folder / "heartbeats", rank, size, 600, Pace(beat=1.5)) as heartbeat:
     shard = Shard(folder / "shards" / f"gpu{rank}.jsonl", "x")
     for number in range(20):
         heartbeat.report("working", number)

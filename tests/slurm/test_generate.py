@@ -28,7 +28,7 @@ def test_ranks_on_two_nodes_lose_two_and_make_every_picture(
     table, model = write_table(tmp_path, ROWS), tiny_pipeline("wan21")
     alone, together = tmp_path / "alone", tmp_path / "together"
     finish(start("python", SCRIPT, *words(table, model, alone, steps=STEPS)))
-    told = words(table, model, together, "--worker_timeout", "6", steps=STEPS)
+    told = words(table, model, together, "--worker_timeout", "10", steps=STEPS)
     # Each task leaves its process number and its exit status: srun itself tells only the worst one.
     task = (
         f"{shlex.join([sys.executable, SCRIPT, *told])} & echo $! > {tmp_path}/pid.$SLURM_PROCID; "
