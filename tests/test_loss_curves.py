@@ -69,8 +69,8 @@ def test_the_section_says_what_came_out() -> None:
     once = draw_loss_curves.placed(page, draw_loss_curves.HEADING, draw_loss_curves.NEXT, text)
     assert once.replace(text, "") == page
     assert f"| fp8 | {exact:.4f} | +0.20% (± 0.03%) |" in text
-    assert "end 1.00% apart: rounding moves fp8 less than chance does." in text
-    assert "rounding moves fp8 more than" in draw_loss_curves.section(measured(fp8=0.04))
+    assert "One other seed in bf16 ends 1.00% away from the first; fp8 is closer to fp32\nthan that." in text
+    assert "fp8 is farther from fp32\nthan that." in draw_loss_curves.section(measured(fp8=0.04))
 
 
 def test_a_trial_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
