@@ -89,19 +89,19 @@ def gated_linear_unit(x: Tensor | Both, weight: Tensor, bias: Tensor) -> Both:
 
 def _product(x: Rounded, weight: Tensor, bias: Tensor, parts: int) -> Tensor:
     """x W^T + b, where each of the weight's parts is followed by zeros up to a side that products take."""
-    wide = _widened(weight, parts, x.values.shape[1])
-    return product(x, rounded(wide), _widened(bias[:, None], parts, 1)[:, 0].to(torch.bfloat16))
+    wide = widened(weight, parts, x.values.shape[1])
+    return product(x, rounded(wide), widened(bias[:, None], parts, 1)[:, 0].to(torch.bfloat16))
 
 
 def _gradients(dy: Tensor, in_8_bits: Rounded, x: Tensor, weight: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """Of a layer's input and weight."""
-    values, scale = rounded(_widened(weight, parts, x.shape[1]).t())
+    values, scale = rounded(widened(weight, parts, x.shape[1]).t())
     dx = product(in_8_bits, Rounded(values.contiguous(), scale), fast=False)
     return dx, _narrowed(dy.t() @ x, weight, parts).to(weight.dtype)
 
 
-def _widened(matrix: Tensor, parts: int, columns: int) -> Tensor:
-    """A matrix [parts * R, C] with rows of zeros after each of its parts, and columns of zeros after its own."""
+def widened(matrix: Tensor, parts: int, columns: int) -> Tensor:
+    """A matrix [parts * R, C] with rows of zeros after each of its parts, up to what products take, and columns likewise."""
     rows = matrix.shape[0] // parts
     more_rows, more_columns = -rows % MULTIPLE, columns - matrix.shape[1]
     if not (more_rows or more_columns):

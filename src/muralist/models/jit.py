@@ -221,8 +221,8 @@ class SwiGLU(nn.Module):
         """Transform each token on its own; a branch and its bias."""
         hidden = gated_linear_unit(self.w12, x)
         if keys is not None and self.drop > 0:
-            exact = hidden.exact[..., : self.w3.in_features] if isinstance(hidden, Both) else hidden
-            hidden = _drop(exact, self.drop, keys, self.site)
+            exact = hidden.exact if isinstance(hidden, Both) else hidden
+            hidden = _drop(exact[..., : self.w3.in_features], self.drop, keys, self.site)
         return projection(self.w3, hidden)
 
 

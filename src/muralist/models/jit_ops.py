@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from muralist.machine import can_compile
 from muralist.models import fp8_training
-from muralist.models.fp8_training import Both
+from muralist.models.fp8_training import Both, widened
 
 _EPSILON = 1e-6
 _CAPABILITY = (8, 0)  # the first cards with bf16
@@ -38,10 +38,11 @@ class Linear(nn.Linear):
         return self.with_bias(x, self.bias)
 
     def with_bias(self, x: Tensor | Both, bias: Tensor) -> Tensor:
-        """The same with another bias, or one that gets no gradient here."""
+        """The same with another bias, or one that gets no gradient here; zeros may follow the inputs."""
         if isinstance(x, Both) or self.in_8_bits:
             return fp8_training.linear(x, self.weight, bias, fused(x))
-        return F.linear(x, self.weight, bias)
+        more = x.shape[-1] - self.in_features
+        return F.linear(x, F.pad(self.weight, (0, more)) if more else self.weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -117,13 +118,17 @@ def attention(
 
 
 def gated_linear_unit(layer: Linear, x: Tensor | Both) -> Tensor | Both:
-    """silu of the first half of the layer's channels times the second."""
+    """silu of the first half of the layer's channels times the second; from kernels, zeros may follow."""
     if fused(x):
         if layer.in_8_bits:
             return fp8_training.gated_linear_unit(x, layer.weight, layer.bias)
         from muralist.models.fused import ops
 
-        return ops.gated_linear_unit(_without_bias_gradient(layer, x), layer.bias)
+        # A third of JiT-L's width times eight is no number that fast products take, so zeros follow in both halves. What comes
+        # of them are zeros, which the next layer's weights have columns for.
+        bias = widened(layer.bias[:, None], 2, 1)[:, 0]
+        h = F.linear(x, widened(layer.weight, 2, layer.in_features), bias.detach())
+        return ops.gated_linear_unit(h, bias)
     gate, value = layer(x).chunk(2, dim=-1)
     return F.silu(gate) * value
 
