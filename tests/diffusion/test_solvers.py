@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from muralist.diffusion import solvers
 from muralist.diffusion.solvers import SolverSettings, guidance_at, sample, time_grid
 from muralist.errors import UserError
 
@@ -159,6 +162,21 @@ def test_a_slot_shows_the_same_whatever_the_others_hold(noise):
     one, two = sample(gaussian_x, noise, LABELS, NULL, settings), sample(gaussian_x, other, labels, NULL, settings)
     assert torch.equal(one[0], two[0])
     assert not torch.equal(one[1], two[1])
+
+
+def test_arithmetic_that_is_compiled_is_compiled_once_and_for_all_times(noise):
+    calls = []
+    settings = SolverSettings("heun", 8, guidance=2.0, interval=(0.1, 1.0))
+    with torch.compiler.set_stance("force_eager"):
+        compiled = sample(gaussian_x, noise, LABELS, NULL, settings, compiled=True)
+    assert torch.equal(compiled, sample(gaussian_x, noise, LABELS, NULL, settings))
+    torch._dynamo.reset()
+    solvers._compiled.cache_clear()
+    with patch.object(torch, "compile", partial(torch.compile, backend=lambda graph, _: calls.append(1) or graph)):
+        compiled = sample(gaussian_x, noise, LABELS, NULL, settings, compiled=True)
+    solvers._compiled.cache_clear()
+    assert len(calls) == 4  # with guidance and without, a step and the mean of two; times and steps are no part of it
+    torch.testing.assert_close(compiled, sample(gaussian_x, noise, LABELS, NULL, settings))
 
 
 def test_no_gradient_is_kept(noise):

@@ -89,7 +89,9 @@ def attention(batch: int, tokens: int, count: int, dtype: torch.dtype, device: s
     def ours(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
         return (ops.attention(qkv + bias.detach().to(qkv.dtype), bias, *others, count),)
 
-    return worst(ours, partial(plain_attention, count=count), head_inputs(batch, tokens, count, 64, dtype, device), leaves=4)
+    return worst(
+        ours, partial(plain_attention, count=count), head_inputs(batch, tokens, count, 64, dtype, device), leaves=4
+    )
 
 
 def attention_of_layer(batch: int, tokens: int, count: int, dtype: torch.dtype, device: str) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from muralist.errors import UserError
 
 Network = Callable[[Tensor, Tensor, Tensor], Tensor]  # (z [B, ...], t [B], labels [B]) -> prediction [B, ...]
 Velocity = Callable[[Tensor, float], Tensor]  # (z [B, ...], t) -> dz/dt [B, ...]
+Arithmetic = TypeVar("Arithmetic", bound=Callable[..., Tensor])
 
 
 @dataclass(frozen=True)
@@ -60,36 +62,75 @@ def guidance_at(t: float, settings: SolverSettings) -> float:
     return settings.guidance if t < high and (low == 0 or t > low) else 1.0
 
 
-def guided_velocity(
-    network: Network, prediction: flow.Kind, labels: Tensor, null_label: int, settings: SolverSettings
+def _guided_velocity(
+    network: Network, prediction: flow.Kind, labels: Tensor, null_label: int, settings: SolverSettings, compiled: bool
 ) -> Velocity:
     """The velocity v_u + s (v_c - v_u) with scale s, from a network that predicts x, v or eps."""
     null_labels = torch.full_like(labels, null_label)
     # No time of the grid at which x is predicted reaches 1, so only a predicted eps, at t = 0, would divide by zero.
     t_eps = settings.t_eps if settings.official_last_step or prediction == "eps" else 0.0
+    follow = _fused(_followed, compiled)
 
     def velocity(z: Tensor, t: float) -> Tensor:
         times = torch.full((len(z),), t, dtype=torch.float32, device=z.device)
-        conditional = flow.to_v(prediction, network(z, times, labels).float(), z, times, t_eps)
+        conditional = network(z, times, labels)
         scale = guidance_at(t, settings)
-        if scale == 1.0:
-            return conditional
-        unconditional = flow.to_v(prediction, network(z, times, null_labels).float(), z, times, t_eps)
-        return unconditional + scale * (conditional - unconditional)
+        unconditional = None if scale == 1.0 else network(z, times, null_labels)
+        return follow(prediction, conditional, unconditional, scale, z, times, t_eps)
 
     return velocity
 
 
-def euler_step(velocity: Velocity, z: Tensor, t: float, t_next: float) -> Tensor:
+def _followed(
+    prediction: flow.Kind,
+    conditional: Tensor,
+    unconditional: Tensor | None,
+    scale: float,
+    z: Tensor,
+    times: Tensor,
+    t_eps: float,
+) -> Tensor:
+    v = flow.to_v(prediction, conditional.float(), z, times, t_eps)
+    if unconditional is None:
+        return v
+    away = flow.to_v(prediction, unconditional.float(), z, times, t_eps)
+    return away + scale * (v - away)
+
+
+def _moved(z: Tensor, v: Tensor, h: Tensor) -> Tensor:
+    return z + h * v
+
+
+def _moved_by_mean(z: Tensor, here: Tensor, there: Tensor, h: Tensor) -> Tensor:
+    return z + h * (0.5 * (here + there))
+
+
+def _fused(function: Arithmetic, compiled: bool) -> Arithmetic:
+    """Compiled, arithmetic on whole pictures is one pass over them; of 256 px they are larger than a card's cache."""
+    return _compiled(function) if compiled else function
+
+
+@cache
+def _compiled(function: Arithmetic) -> Arithmetic:
+    return torch.compile(function, dynamic=False)  # type: ignore[return-value]
+
+
+def _euler_step(velocity: Velocity, z: Tensor, t: float, t_next: float, compiled: bool) -> Tensor:
     """First order: z + h v(z, t)."""
-    return z + (t_next - t) * velocity(z, t)
+    return _fused(_moved, compiled)(z, velocity(z, t), _number(t_next - t, z))
 
 
-def heun_step(velocity: Velocity, z: Tensor, t: float, t_next: float) -> Tensor:
+def _heun_step(velocity: Velocity, z: Tensor, t: float, t_next: float, compiled: bool) -> Tensor:
     """Second order: the mean of the velocity here and the velocity where it leads, z + h (v + v') / 2."""
+    h = _number(t_next - t, z)
     here = velocity(z, t)
-    there = velocity(z + (t_next - t) * here, t_next)
-    return z + (t_next - t) * (0.5 * (here + there))
+    there = velocity(_fused(_moved, compiled)(z, here, h), t_next)
+    return _fused(_moved_by_mean, compiled)(z, here, there, h)
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    """A number where the pictures are: one that is only Python's would be compiled for."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 @torch.no_grad()
@@ -100,12 +141,16 @@ def sample(
     null_label: int,
     settings: SolverSettings,
     prediction: flow.Kind = "x",
+    compiled: bool = False,
 ) -> Tensor:
-    """Integrate noise [B, ...] to pictures; the last step is Euler's and lands on the predicted data."""
-    velocity = guided_velocity(network, prediction, labels, null_label, settings)
-    step = heun_step if settings.solver == "heun" else euler_step
+    """Integrate noise [B, ...] to pictures; the last step is Euler's and lands on the predicted data.
+
+    The network is called as it is given; `compiled` is for the arithmetic around it.
+    """
+    velocity = _guided_velocity(network, prediction, labels, null_label, settings, compiled)
+    step = _heun_step if settings.solver == "heun" else _euler_step
     times = time_grid(settings.steps)
     z = noise
     for t, t_next in pairwise(times[:-1]):
-        z = step(velocity, z, t, t_next)
-    return euler_step(velocity, z, times[-2], times[-1])
+        z = step(velocity, z, t, t_next, compiled)
+    return _euler_step(velocity, z, times[-2], times[-1], compiled)

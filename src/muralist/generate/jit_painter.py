@@ -132,7 +132,8 @@ class JiTPainter:
             self._recorders.on(not eager),
             torch.autocast(device.type, self._autocast, enabled=self._autocast is not None),
         ):
-            images = self._family.sample_from(_Beating(self._network, self._passes, beat), noise, prompts, sampling)
+            network = _Beating(self._network, self._passes, beat)
+            images = self._family.sample_from(network, noise, prompts, sampling, self._tuning.compiled)
         pixels, whole = to_pixels(images).contiguous(), images.isfinite().all()
         self._clock.leave()
         copying = Copying(pixels, whole, self._clock.batch(), overflowed(self._precision))

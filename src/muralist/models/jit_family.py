@@ -183,9 +183,14 @@ class JiTFamily:
 
     @torch.no_grad()
     def sample_from(
-        self, network: nn.Module, noise: Tensor, prompts: Sequence[str], settings: SampleSettings
+        self,
+        network: nn.Module,
+        noise: Tensor,
+        prompts: Sequence[str],
+        settings: SampleSettings,
+        compiled: bool = False,
     ) -> Tensor:
-        """Solve the flow from this noise."""
+        """Solve the flow from this noise; `compiled`: the arithmetic between the network's passes too."""
         device = next(network.parameters()).device
         labels = to_device(torch.tensor([self.label_of(prompt) for prompt in prompts]), device)
         solver = solvers.SolverSettings(
@@ -197,7 +202,7 @@ class JiTFamily:
             official_last_step=settings.official_last_step,
         )
         start = to_device(noise, device) * self.objective.noise_scale
-        images = solvers.sample(network, start, labels, self.null_label, solver, self.objective.prediction)
+        images = solvers.sample(network, start, labels, self.null_label, solver, self.objective.prediction, compiled)
         return images.clamp(-1, 1)
 
     def stores(self, name: str) -> bool:

@@ -124,8 +124,9 @@ def gated_linear_unit(layer: Linear, x: Tensor | Both) -> Tensor | Both:
             return fp8_training.gated_linear_unit(x, layer.weight, layer.bias)
         from muralist.models.fused import ops
 
-        # A third of JiT-L's width times eight is no number that fast products take, so zeros follow in both halves. What comes
-        # of them are zeros, which the next layer's weights have columns for.
+        # Fast products want multiples of 16, and JiT-L has 2 x 2730 channels here: zeros follow in both halves. What
+        # comes of them are zeros too, for which the next layer's weights get columns.
+        assert isinstance(x, Tensor)
         bias = widened(layer.bias[:, None], 2, 1)[:, 0]
         h = F.linear(x, widened(layer.weight, 2, layer.in_features), bias.detach())
         return ops.gated_linear_unit(h, bias)

@@ -203,9 +203,7 @@ def _layer_attention(
         more_k_odd = _rows(k_ptr + HALF, LARGE, DIM, TOKENS, SMALL, BOTH, HALF)
     first = tl.program_id(0) % PARTS * TILES * QUERIES
     for start in tl.range(first, tl.minimum(first + TILES * QUERIES, TOKENS), QUERIES):
-        even, odd = _turned_rows(
-            qkv_ptr, start, 3 * width, q_weight_ptr, cos_ptr, sin_ptr, EPS, TOKENS, QUERIES, HALF
-        )
+        even, odd = _turned_rows(qkv_ptr, start, 3 * width, q_weight_ptr, cos_ptr, sin_ptr, EPS, TOKENS, QUERIES, HALF)
         # A sum over channels, in two halves.
         scores = _scores(even, k_even, tl.dot(odd, tl.trans(k_odd)), 0, TOKENS, LARGE, ALL)
         more = scores

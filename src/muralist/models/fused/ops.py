@@ -124,9 +124,7 @@ _attention.register_autograd(_attention_gradients, setup_context=_keep_attention
 
 
 @operation("muralist::layer_attention")
-def _layer_attention(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
-) -> Tensor:
+def _layer_attention(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
     return attention_kernels.of_layer(qkv, q_weight, k_weight, cos, sin, heads)
 
 
