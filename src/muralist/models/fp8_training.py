@@ -100,10 +100,10 @@ def _gradients(dy: Tensor, in_8_bits: Rounded, x: Tensor, weight: Tensor, parts:
     return dx, _narrowed(dy.t() @ x, weight, parts).to(weight.dtype)
 
 
-def widened(matrix: Tensor, parts: int, columns: int) -> Tensor:
-    """A matrix [parts * R, C] with rows of zeros after each of its parts, up to what products take, and columns likewise."""
+def widened(matrix: Tensor, parts: int, columns: int, multiple: int = MULTIPLE) -> Tensor:
+    """A matrix [parts * R, C] with rows of zeros after each of its parts, and columns of zeros after its own."""
     rows = matrix.shape[0] // parts
-    more_rows, more_columns = -rows % MULTIPLE, columns - matrix.shape[1]
+    more_rows, more_columns = -rows % multiple, columns - matrix.shape[1]
     if not (more_rows or more_columns):
         return matrix
     return F.pad(matrix.unflatten(0, (parts, rows)), (0, more_columns, 0, more_rows)).flatten(0, 1)

@@ -19,6 +19,9 @@ _HOPPER = 9  # its shared memory and matrix units
 _SHORT = 320
 _SHORT_HEADS = (64,)
 _SHORT_TYPES = (torch.bfloat16, torch.float16)
+# Channels of rows that begin at multiples of 128 bytes in half precision: fast products want 16 bytes, and Inductor lays out
+# anew what has less than these.
+_EVEN = 64
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, [tokens, head_dim / 2] each
 
@@ -124,11 +127,11 @@ def gated_linear_unit(layer: Linear, x: Tensor | Both) -> Tensor | Both:
             return fp8_training.gated_linear_unit(x, layer.weight, layer.bias)
         from muralist.models.fused import ops
 
-        # Fast products want multiples of 16, and JiT-L has 2 x 2730 channels here: zeros follow in both halves. What
-        # comes of them are zeros too, for which the next layer's weights get columns.
+        # JiT-L has 2 x 2730 channels here: zeros follow in both halves. What comes of them are zeros too, for which the
+        # next layer's weights get columns.
         assert isinstance(x, Tensor)
-        bias = widened(layer.bias[:, None], 2, 1)[:, 0]
-        h = F.linear(x, widened(layer.weight, 2, layer.in_features), bias.detach())
+        bias = widened(layer.bias[:, None], 2, 1, _EVEN)[:, 0]
+        h = F.linear(x, widened(layer.weight, 2, layer.in_features, _EVEN), bias.detach())
         return ops.gated_linear_unit(h, bias)
     gate, value = layer(x).chunk(2, dim=-1)
     return F.silu(gate) * value

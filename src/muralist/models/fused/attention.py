@@ -6,29 +6,24 @@ output [B, tokens, 3 * heads * head_dim], and their gradients are written into t
 The forward pass keeps a head's keys and values in shared memory and a whole row of scores in registers. In the backward
 pass one program does all of a head: it goes through the keys in blocks, and the gradients of queries grow from block to
 block in a scratch of its own. Nothing is added by two programs, so the bits are the same every time.
-
-Where no gradients are asked for, one kernel does norm and rotation of queries and keys as well: queries are never written,
-and keys only for the program that reads them, while they are still in the cache.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from muralist.models.fused.heads import EPSILON
 from muralist.models.fused.launch import launch
 
 _SMALLEST = 16  # what a matrix unit takes
 _GROUP = 64  # rows that Hopper's matrix units take at once
 _LOG2E = tl.constexpr(math.log2(math.e))  # powers of two are what the card computes
 _ENOUGH = 512  # programs that fill a card
-_KEYS = 64  # normalised and rotated at once
 
 
 class Forward(NamedTuple):
@@ -84,28 +79,11 @@ def _store_rows(
 
 
 @triton.jit
-def _scores(q, k, before, first, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    scores = tl.dot(q, tl.trans(k), before)
+def _scores(q, k, first, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    scores = tl.dot(q, tl.trans(k))
     if not WHOLE:
         scores = tl.where((first + tl.arange(0, BLOCK))[None, :] < TOKENS, scores, float("-inf"))
     return scores
-
-
-@triton.jit
-def _weighted(scores, more, v, more_v, SCALE: tl.constexpr, SMALL: tl.constexpr):
-    """Values weighted by what the scores say, the sum of the weights, and the largest score."""
-    top = tl.max(scores, axis=1)
-    if SMALL > 0:
-        top = tl.maximum(top, tl.max(more, axis=1))
-    top *= SCALE * _LOG2E
-    weights = tl.exp2(scores * (SCALE * _LOG2E) - top[:, None])
-    total = tl.sum(weights, axis=1)
-    out = tl.dot(weights.to(v.dtype), v)
-    if SMALL > 0:
-        weights = tl.exp2(more * (SCALE * _LOG2E) - top[:, None])
-        total += tl.sum(weights, axis=1)
-        out = tl.dot(weights.to(v.dtype), more_v, out)
-    return out, total, top
 
 
 @triton.jit
@@ -129,89 +107,28 @@ def _attention_forward(
     EVEN: tl.constexpr = TOKENS % QUERIES == 0
     k = _rows(k_ptr, 0, width, TOKENS, LARGE, ALL, DIM)
     v = _rows(v_ptr, 0, 3 * width, TOKENS, LARGE, ALL, DIM)
-    more_v = v
     if SMALL > 0:
         more_k = _rows(k_ptr, LARGE, width, TOKENS, SMALL, BOTH, DIM)
         more_v = _rows(v_ptr, LARGE, 3 * width, TOKENS, SMALL, BOTH, DIM)
     first = tl.program_id(0) % PARTS * TILES * QUERIES
     for start in tl.range(first, tl.minimum(first + TILES * QUERIES, TOKENS), QUERIES):
         q = _rows(q_ptr, start, width, TOKENS, QUERIES, EVEN, DIM)
-        scores = _scores(q, k, None, 0, TOKENS, LARGE, ALL)
-        more = scores
+        scores = _scores(q, k, 0, TOKENS, LARGE, ALL)
+        top = tl.max(scores, axis=1)
         if SMALL > 0:
-            more = _scores(q, more_k, None, LARGE, TOKENS, SMALL, BOTH)
-        out, total, top = _weighted(scores, more, v, more_v, SCALE, SMALL)
+            more = _scores(q, more_k, LARGE, TOKENS, SMALL, BOTH)
+            top = tl.maximum(top, tl.max(more, axis=1))
+        top *= SCALE * _LOG2E
+        weights = tl.exp2(scores * (SCALE * _LOG2E) - top[:, None])
+        total = tl.sum(weights, axis=1)
+        out = tl.dot(weights.to(v.dtype), v)
+        if SMALL > 0:
+            more = tl.exp2(more * (SCALE * _LOG2E) - top[:, None])
+            total += tl.sum(more, axis=1)
+            out = tl.dot(more.to(v.dtype), more_v, out)
         _store_rows(out_ptr, start, width, out * (1.0 / total)[:, None], TOKENS, QUERIES, EVEN, DIM)
         row = start + tl.arange(0, QUERIES)
         tl.store(log_sum_ptr + row, top + tl.log2(total), mask=row < TOKENS)
-
-
-@triton.jit
-def _turned_rows(
-    head_ptr, first, of_token, weight_ptr, cos_ptr, sin_ptr, EPS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """Rows normalised and rotated: their even channels, and their odd ones."""
-    row = first + tl.arange(0, BLOCK)[:, None]
-    pair = tl.arange(0, HALF)[None, :]
-    inside = row < TOKENS
-    places = head_ptr + row * of_token + 2 * pair
-    even = tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    odd = tl.load(places + 1, mask=inside, other=0.0).to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(even * even + odd * odd, axis=1, keep_dims=True) / (2 * HALF) + EPS)
-    even *= inverse * tl.load(weight_ptr + 2 * pair).to(tl.float32)
-    odd *= inverse * tl.load(weight_ptr + 2 * pair + 1).to(tl.float32)
-    cos = tl.load(cos_ptr + row * HALF + pair, mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + row * HALF + pair, mask=inside, other=0.0)
-    TYPE: tl.constexpr = head_ptr.dtype.element_ty
-    return (even * cos - odd * sin).to(TYPE), (odd * cos + even * sin).to(TYPE)
-
-
-@triton.jit
-def _layer_attention(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_ptr, out_ptr, heads, EPS: tl.constexpr,
-    SCALE: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr, QUERIES: tl.constexpr, TILES: tl.constexpr,
-    LARGE: tl.constexpr, SMALL: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    PARTS: tl.constexpr = (TOKENS + TILES * QUERIES - 1) // (TILES * QUERIES)
-    DIM: tl.constexpr = 2 * HALF
-    number = tl.program_id(0) // PARTS
-    sample, head = (number // heads).to(tl.int64), number % heads
-    width = heads * DIM
-    qkv_ptr += sample * TOKENS * 3 * width + head * DIM
-    out_ptr += sample * TOKENS * width + head * DIM
-    k_ptr += tl.program_id(0).to(tl.int64) * TOKENS * DIM  # a program's own
-    for start in tl.range(0, TOKENS, KEYS):
-        even, odd = _turned_rows(
-            qkv_ptr + width, start, 3 * width, k_weight_ptr, cos_ptr, sin_ptr, EPS, TOKENS, KEYS, HALF
-        )
-        _store_rows(k_ptr, start, DIM, even, TOKENS, KEYS, False, HALF)
-        _store_rows(k_ptr + HALF, start, DIM, odd, TOKENS, KEYS, False, HALF)
-    tl.debug_barrier()  # other threads of this program read what these have written
-    ALL: tl.constexpr = LARGE <= TOKENS
-    BOTH: tl.constexpr = LARGE + SMALL == TOKENS
-    EVEN: tl.constexpr = TOKENS % QUERIES == 0
-    v = _rows(qkv_ptr + 2 * width, 0, 3 * width, TOKENS, LARGE, ALL, DIM)
-    more_v = v
-    k_even = _rows(k_ptr, 0, DIM, TOKENS, LARGE, ALL, HALF)
-    more_k_even = k_even
-    k_odd = _rows(k_ptr + HALF, 0, DIM, TOKENS, LARGE, ALL, HALF)
-    more_k_odd = k_odd
-    if SMALL > 0:
-        more_v = _rows(qkv_ptr + 2 * width, LARGE, 3 * width, TOKENS, SMALL, BOTH, DIM)
-        more_k_even = _rows(k_ptr, LARGE, DIM, TOKENS, SMALL, BOTH, HALF)
-        more_k_odd = _rows(k_ptr + HALF, LARGE, DIM, TOKENS, SMALL, BOTH, HALF)
-    first = tl.program_id(0) % PARTS * TILES * QUERIES
-    for start in tl.range(first, tl.minimum(first + TILES * QUERIES, TOKENS), QUERIES):
-        even, odd = _turned_rows(qkv_ptr, start, 3 * width, q_weight_ptr, cos_ptr, sin_ptr, EPS, TOKENS, QUERIES, HALF)
-        # A sum over channels, in two halves.
-        scores = _scores(even, k_even, tl.dot(odd, tl.trans(k_odd)), 0, TOKENS, LARGE, ALL)
-        more = scores
-        if SMALL > 0:
-            more = tl.dot(odd, tl.trans(more_k_odd))
-            more = _scores(even, more_k_even, more, LARGE, TOKENS, SMALL, BOTH)
-        out, total, _ = _weighted(scores, more, v, more_v, SCALE, SMALL)
-        _store_rows(out_ptr, start, width, out * (1.0 / total)[:, None], TOKENS, QUERIES, EVEN, DIM)
 
 
 @triton.jit
@@ -299,43 +216,22 @@ def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) ->
     """The result like q, and for every query the logarithm (to base 2) of the sum of its weights, [B, heads, tokens]."""
     batch, tokens, heads, head_dim = q.shape
     tokens = int(tokens)  # also where torch.compile would rather not know: the kernel is made for this number
-    programs, options = _forward_options(batch * heads, tokens, head_dim, layout)
+    layout = layout or chosen(FORWARD, tokens)
     out = q.new_empty(q.shape)
     log_sum = q.new_empty((batch, heads, tokens), dtype=torch.float32)
-    launch(_attention_forward, (programs,), q, k, qkv.contiguous(), out, log_sum, heads, DIM=head_dim, **options)
-    return out, log_sum
-
-
-def of_layer(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int, layout: Forward | None = None
-) -> Tensor:
-    """The same from the qkv layer's output, norm and rotation included, [B, tokens, heads, head_dim]; no gradients."""
-    batch, tokens, three = qkv.shape
-    tokens, head_dim = int(tokens), three // 3 // heads
-    programs, options = _forward_options(batch * heads, tokens, head_dim, layout)
-    out = qkv.new_empty((batch, tokens, heads, head_dim))
-    keys = qkv.new_empty((programs, tokens, head_dim))
-    launch(
-        _layer_attention, (programs,),
-        qkv.contiguous(), q_weight, k_weight, cos.contiguous(), sin.contiguous(), keys, out, heads,
-        EPS=EPSILON, HALF=head_dim // 2, KEYS=min(_KEYS, _power_above(tokens)), **options,
-    )  # fmt: skip
-    return out
-
-
-def _forward_options(samples: int, tokens: int, head_dim: int, layout: Forward | None) -> tuple[int, dict[str, Any]]:
-    """How many programs there are, and what the kernel is made for; a sample is one of one head."""
-    layout = layout or chosen(FORWARD, tokens)
     large = max(_SMALLEST, _power_below(tokens))
     queries = min(layout.queries, _power_above(tokens))
     tiles = layout.tiles
-    while tiles > 1 and samples * triton.cdiv(tokens, tiles * queries) < _ENOUGH:
+    while tiles > 1 and batch * heads * triton.cdiv(tokens, tiles * queries) < _ENOUGH:
         tiles //= 2
-    return samples * triton.cdiv(tokens, tiles * queries), {
-        "SCALE": 1 / math.sqrt(head_dim), "TOKENS": tokens, "QUERIES": queries, "TILES": tiles,
-        "LARGE": large, "SMALL": _power_above(tokens - large) if tokens > large else 0,
-        "num_warps": layout.warps, "num_stages": layout.stages,
-    }  # fmt: skip
+    launch(
+        _attention_forward, (batch * heads * triton.cdiv(tokens, tiles * queries),),
+        q, k, qkv.contiguous(), out, log_sum, heads,
+        SCALE=1 / math.sqrt(head_dim), TOKENS=tokens, DIM=head_dim, QUERIES=queries, TILES=tiles,
+        LARGE=large, SMALL=_power_above(tokens - large) if tokens > large else 0,
+        num_warps=layout.warps, num_stages=layout.stages,
+    )  # fmt: skip
+    return out, log_sum
 
 
 def backward(

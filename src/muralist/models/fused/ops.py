@@ -123,11 +123,6 @@ def _attention_gradients(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None
 _attention.register_autograd(_attention_gradients, setup_context=_keep_attention)
 
 
-@operation("muralist::layer_attention")
-def _layer_attention(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    return attention_kernels.of_layer(qkv, q_weight, k_weight, cos, sin, heads)
-
-
 @operation("muralist::swiglu")
 def _swiglu(h: Tensor, bias: Tensor) -> Tensor:
     return swiglu.forward(h)[0]
@@ -174,8 +169,6 @@ def attention(
     qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
 ) -> Tensor:
     """Attention with queries and keys normalised and rotated, [B, tokens, heads * head_dim]."""
-    if not torch.is_grad_enabled():
-        return _layer_attention(qkv, q_weight, k_weight, cos, sin, heads).flatten(2)
     return _attention(qkv, bias, q_weight, k_weight, cos, sin, heads)[0].flatten(2)
 
 
