@@ -95,13 +95,14 @@ class DiffusersPainter:
         if settings.scheduler is not None:
             pipe.scheduler = another_scheduler(pipe.scheduler, settings.scheduler)
         add_adapters(pipe, check_adapters(settings.lora))
+        offloaded = device.type == "cuda" and _wants_offload(pipe, settings, device)
+        if not offloaded:
+            pipe.to(device)  # first: weights are rounded and laid out anew where that is fast
         painter = cls(pipe, settings, device, tuning or Tuning.of(settings.compile, device))
-        # Last: offloading wraps the parts' calls, and takes its wrapping off again, so it must be outermost.
-        if device.type == "cuda" and _wants_offload(pipe, settings, device):
+        if offloaded:
+            # Last: offloading wraps the parts' calls, and takes its wrapping off again, so it must be outermost.
             pipe.enable_model_cpu_offload(gpu_id=device.index or 0)
             painter._recorders.give_up()  # weights that come and go are not where they were recorded
-        else:
-            pipe.to(device)
         return painter
 
     def _check_kind(self) -> None:
