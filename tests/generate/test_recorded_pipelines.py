@@ -18,14 +18,13 @@ from muralist.generate.painter import Order, Way
 from muralist.generate.recorded import Record, Recorders, Work
 from muralist.generate.text_encoders import text_encoders, whole_masks
 from muralist.generate.tuned import Tuning
-from tests.support.painting import CAR, NIGHT, SNOW, differ, paint, painter_of
+from tests.support.painting import CAR, FULL, NIGHT, SNOW, differ, paint, painter_of
 from tests.support.pipelines import BUILDERS
 from tests.support.recording import Tape, Taped
 
 Build = Callable[[str], Path]
 Make = Callable[[str, Record | None], Any]
 UNEVEN = ("zimage", "qwenimage")  # whose embeddings are as long as the text
-FULL = Order("many " * 120, "few " * 130, 10)  # more than all the tokens that an encoder reads
 
 
 @pytest.fixture
