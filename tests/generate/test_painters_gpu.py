@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from muralist.generate.card import Unhurried
 from muralist.generate.exactness import psnr
 from muralist.generate.fp8 import Fp8Linear
 from muralist.generate.fused import linear_gelu
 from muralist.generate.painter import Order
 from muralist.generate.pipelines import open_painter, settle
 from muralist.generate.recorded import Recorders
+from muralist.generate.text_encoders import text_encoders
 from muralist.generate.tuned import Tuning
 from muralist.models.fp8_products import can_fp8, rounded
 from tests.support.jit_models import SIDE, checkpoint, family, network_of
-from tests.support.painting import CAR, CAT, DOGS, NIGHT, SIZE, SNOW, differ, no_beat, paint, settings
+from tests.support.painting import CAR, CAT, DOGS, FULL, NIGHT, SIZE, SNOW, differ, no_beat, paint, settings
 from tests.support.pipelines import BUILDERS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
+
+
+@pytest.fixture
+def waiting_fails() -> Callable[[], AbstractContextManager[None]]:
+    """Makes a context in which it is an error that the host waits for the card's queue."""
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return context
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -70,7 +88,7 @@ def test_compiled_pictures_are_the_same_at_any_place_and_near_the_others(
 
 
 @pytest.mark.parametrize("preset", ["exact", "fast"])
-@pytest.mark.parametrize("name", ["wan21", "hunyuan", "sdxl"])
+@pytest.mark.parametrize("name", ["wan21", "hunyuan", "sdxl", "sana"])
 def test_recorded_passes_make_the_same_bytes(
     name: str, preset: str, tiny_pipeline: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,11 +99,48 @@ def test_recorded_passes_make_the_same_bytes(
     for recorded in (True, False):
         monkeypatch.setattr(Tuning, "of", lambda *_, recorded=recorded: Tuning(compiled=True, recorded=recorded))
         painter = open_painter(given, device)
-        batches = [(CAR, NIGHT), (SNOW, CAR), (CAT, DOGS)]
+        batches = [(CAR, NIGHT), (SNOW, CAR), (CAT, DOGS), (FULL, CAR)]
         found.append([picture for orders in batches for picture in paint(painter, *orders)])
-        kept = [recorder._recordings for recorder in painter._recorders._recorders]  # type: ignore[attr-defined]
-        assert any(recording is not None for each in kept for recording in each.values()) == recorded
+        encoders = len(text_encoders(painter._pipe))  # type: ignore[attr-defined]
+        held = [recorder.holds_memory for recorder in painter._recorders._recorders]  # type: ignore[attr-defined]
+        assert held == [True] * (1 + encoders) if recorded else held == []
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["wan21", "hunyuan", "sdxl"])
+def test_from_its_second_batch_on_nothing_waits_for_the_card(
+    name: str, tiny_pipeline: Callable[[str], Path], waiting_fails: Callable[[], AbstractContextManager[None]]
+) -> None:
+    device = torch.device("cuda:0")
+    settle(device)
+    painter = open_painter(settings(tiny_pipeline(name), dtype="bf16", compile=True), device)
+    painter.prepare([CAR, NIGHT])
+    expected = paint(painter, CAR, NIGHT)  # compiles and records
+    painter.prepare([SNOW])
+    with waiting_fails():
+        painter.prepare([CAR, CAT])
+        flying = painter.begin([CAR, CAT], SIZE, no_beat)
+    assert np.array_equal(flying.wait()[0], expected[0])
+
+
+def test_small_things_reach_the_card_without_waiting(
+    waiting_fails: Callable[[], AbstractContextManager[None]],
+) -> None:
+    numbers = torch.arange(6.0).reshape(2, 3)
+    there = torch.zeros(1, dtype=torch.float16, device="cuda")
+    copies: list[Callable[[], torch.Tensor]] = [
+        lambda: numbers.to("cuda"),
+        lambda: numbers[:1].expand(4, 3).to(there),
+        lambda: torch.tensor([numbers[1, 1]] * 3, device="cuda"),
+        lambda: torch.tensor([0.1, 2], dtype=torch.bfloat16, device="cuda"),
+    ]
+    with waiting_fails(), Unhurried():
+        found = [copy() for copy in copies]
+    for one, copy in zip(found, copies, strict=True):
+        other = copy()
+        assert one.device == other.device and one.dtype == other.dtype and torch.equal(one, other)
+    with waiting_fails(), pytest.raises(RuntimeError):
+        numbers.to("cuda")
 
 
 def test_a_recording_that_fails_leaves_the_card_as_it_was() -> None:

@@ -8,26 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from muralist.generate.recorded import Recorder, Recorders, Work
-
-
-class Tape:
-    """Records as a card does: the same memory in and out at every replay, nothing of Python."""
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-
-    def __call__(self, work: Work) -> tuple[Any, Callable[[], None]]:
-        self.recorded += 1
-        output = work()
-
-        def replay() -> None:
-            self.replayed += 1
-            for place, value in zip(output, work(), strict=True):
-                place.copy_(value)
-
-        return output, replay
+from tests.support.recording import Tape
 
 
 def network(sample: Tensor, time: Tensor, text: dict[str, Tensor], scale: float = 1.0) -> tuple[Tensor]:
@@ -111,3 +95,35 @@ def test_a_network_that_cannot_be_recorded_is_run_as_it_is() -> None:
     recorder.on = True
     for seed in range(2):
         assert torch.equal(recorder(*inputs(2, seed))[0], network(*inputs(2, seed))[0])
+
+
+def test_what_would_hand_out_the_memory_of_a_replay_is_not_recorded() -> None:
+    """A language model's cache holds tensors out of sight."""
+
+    class Cache:
+        def __init__(self, keys: Tensor) -> None:
+            self.keys = keys
+
+    recorder = Recorder(lambda tokens: {"hidden": tokens + 1, "cache": Cache(tokens * 2)}, Tape())
+    recorder.on = True
+    said = [recorder(torch.full((2,), number)) for number in range(3)]
+    assert [each["cache"].keys.tolist() for each in said] == [[0, 0], [2, 2], [4, 4]]
+    assert not recorder.holds_memory
+
+
+@pytest.mark.parametrize("hidden", [None, (torch.ones(2), torch.zeros(3))])
+def test_what_a_text_encoder_says_comes_back_whole(hidden: tuple[Tensor, ...] | None) -> None:
+    def encode(tokens: Tensor) -> BaseModelOutputWithPooling:
+        layers = hidden and tuple(layer + tokens.sum() for layer in hidden)
+        return BaseModelOutputWithPooling(last_hidden_state=tokens + 1, hidden_states=layers)
+
+    recorder = Recorder(encode, Tape())
+    recorder.on = True
+    said = [recorder(torch.full((2,), number)) for number in range(3)]
+    for number, output in enumerate(said):
+        expected = encode(torch.full((2,), number))
+        assert type(output) is type(expected) and output.keys() == expected.keys()
+        assert torch.equal(output[0], expected.last_hidden_state) and output.pooler_output is None
+        assert (output.hidden_states is None) == (hidden is None)
+        assert all(map(torch.equal, output.hidden_states or (), expected.hidden_states or ()))
+    assert recorder.holds_memory

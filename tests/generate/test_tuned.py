@@ -13,7 +13,7 @@ from diffusers.models.activations import GELU
 from torch._dynamo.testing import CompileCounter
 
 from muralist.copies import to_device, to_host
-from muralist.generate import tuned
+from muralist.generate import diffusers_painter, tuned
 from muralist.generate.card import CardClock, Unhurried
 from muralist.generate.fp8 import use_fp8
 from muralist.generate.fused import LinearGelu, fuse_gelus, linear_gelu
@@ -103,6 +103,18 @@ def test_blocks_of_one_kind_are_traced_once_for_all(
         block.compile(dynamic=False, backend=traced)
     paint(painter, CAR)
     assert traced.frame_count == kinds < len(blocks)
+
+
+def test_weights_are_on_the_device_before_they_are_tuned(tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    pipeline, tune = diffusers_painter.DiffusionPipeline, diffusers_painter.tune
+    to = pipeline.to
+    monkeypatch.setattr(
+        pipeline, "to", lambda self, *inputs: (happened.append(f"to {inputs[0]}"), to(self, *inputs))[1]
+    )
+    monkeypatch.setattr(diffusers_painter, "tune", lambda *inputs: (happened.append("tune"), tune(*inputs))[1])
+    painter_of(tiny_pipeline("sd"))
+    assert happened == [f"to {CPU}", "tune"]
 
 
 def test_auto_compiles_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:

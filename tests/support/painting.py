@@ -22,6 +22,7 @@ NIGHT = Order("night in the rain, many lights and a long way to go home from the
 SNOW = Order("snow", "a blurry and ugly picture, with noise", 7)
 DOGS = Order("two dogs on the street", "", 8)
 CAT = Order("cat", "dog", 9)
+FULL = Order("many " * 120, "few " * 130, 10)  # more than all the tokens that an encoder reads
 
 
 def settings(folder: Path, **changes: Any) -> GenerateSettings:

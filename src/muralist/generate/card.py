@@ -6,11 +6,14 @@ queue runs empty.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from muralist.copies import to_device, to_host
 
@@ -28,8 +31,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 class Unhurried(TorchFunctionMode):
     """Within it, small things go to the GPU without waiting for it, and nobody looks whether an equation could be solved.
 
-    Schedulers of diffusers send a few numbers at every step, and UniPC solves two equations; each by itself waits until the
-    queue is empty. The results are the same.
+    Pipelines of diffusers send tokens, sizes and means, their schedulers a few numbers at every step, and UniPC solves two
+    equations; each by itself waits until the queue is empty. The results are the same.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,11 +40,80 @@ class Unhurried(TorchFunctionMode):
         named = kwargs or {}
         if func is torch.linalg.solve:
             return torch.linalg.solve_ex(*args, **named).result
-        if func is torch.Tensor.to and args[0].device.type == "cpu":
-            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **named)
-            if device is not None and device.type == "cuda":
+        if func is Tensor.to and _can_be_copied(args[0]):
+            device, dtype = _target(*args[1:], *named.values())
+            if _is_gpu(device):
                 return to_device(args[0], device, dtype)
+        of_numbers = func in (torch.tensor, torch.as_tensor) and not isinstance(next(iter(args), None), Tensor)
+        if of_numbers and _is_gpu(named.get("device")):
+            made = func(*args, **(named | {"device": "cpu"}))
+            if _can_be_copied(made):
+                return to_device(made, named["device"])
         return func(*args, **named)
+
+
+def _target(*wanted: Any) -> tuple[Any, torch.dtype | None]:
+    """Which device and type the arguments of `Tensor.to` name; no device where they name an order of the numbers."""
+    device, dtype = None, None
+    for value in wanted:
+        if isinstance(value, torch.memory_format):
+            return None, None
+        if isinstance(value, Tensor):
+            device, dtype = value.device, value.dtype
+        elif isinstance(value, torch.dtype):
+            dtype = value
+        elif value is not None and not isinstance(value, bool):  # whether to wait, whether to copy
+            device = value
+    return device, dtype
+
+
+def _is_gpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _can_be_copied(tensor: Tensor) -> bool:
+    """Whether there is no more to a tensor than numbers on the host, in the order in which a copy would have them."""
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.requires_grad)
+        and tensor.numel() > 0
+        and (tensor.is_contiguous() or 0 in tensor.stride())
+    )
+
+
+class Ease:
+    """Lets a pipeline's calls go on without waiting for a GPU, with `Unhurried` around everything but the large parts.
+
+    These copy nothing and are thousands of kernels, before each of which it would stand; and what is compiled would be
+    compiled again for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._mode = Unhurried()
+        self._wanted = device.type == "cuda"
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """For one call of a pipeline."""
+        with self._mode if self._wanted else nullcontext():
+            yield
+
+    def paused(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """What is to be called in the place of a large part."""
+
+        @functools.wraps(work)
+        def run(*inputs: Any, **named: Any) -> Any:
+            # Where it is not on top, it is off, or somebody else's mode would be taken away.
+            with _pop_mode_temporarily() if _get_current_function_mode() is self._mode else nullcontext():
+                return work(*inputs, **named)
+
+        return run
+
+    def end(self) -> None:
+        """From now on everything is copied as torch does it."""
+        self._wanted = False
 
 
 class CardClock:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from muralist.errors import UserError, nearest
 from muralist.generate.adapters import add_adapters, check_adapters
-from muralist.generate.card import Copying
+from muralist.generate.card import Copying, Ease
 from muralist.generate.fp8 import Fp8Linear, exactly, use_fp8
 from muralist.generate.guidance import DENOISERS, DenoisingLoop
 from muralist.generate.noise import own_noise
@@ -26,6 +26,7 @@ from muralist.generate.painter import TRIAL_STEPS, Beat, CannotPaint, Finished, 
 from muralist.generate.recorded import Recorders
 from muralist.generate.shortcuts import shortcut_of
 from muralist.generate.text import TextMemory, joinable, remember_few_texts
+from muralist.generate.text_encoders import keep_no_cache, text_encoders, whole_masks
 from muralist.generate.tuned import Tuning, repeated_blocks, tune, tuned
 from muralist.models.fp8_products import can_fp8
 from muralist.settings import GenerateSettings
@@ -56,10 +57,17 @@ class DiffusersPainter:
         self._in_8_bits: list[Fp8Linear] = []
         if shortcut is not None and shortcut.fp8 and can_fp8(device):
             self._in_8_bits = use_fp8(block for network in _networks(pipe) for block in repeated_blocks(network))
-        self._recorders = Recorders.of(tuning.recorded, device)
-        self._loop = DenoisingLoop(pipe, self._steps, settings.cfg_truncation_step, shortcut, device, self._recorders)
+        self._recorders, self._ease = Recorders.of(tuning.recorded, device), Ease(device)
+        self._loop = DenoisingLoop(
+            pipe, self._steps, settings.cfg_truncation_step, shortcut, device, self._recorders, self._ease
+        )
         tune(pipe, tuning, device)
-        remember_few_texts(pipe)
+        for encoder in text_encoders(pipe):
+            keep_no_cache(encoder)
+            encoder.forward = self._ease.paused(self._recorders.before(encoder.forward))
+        if getattr(pipe, "vae", None) is not None:
+            pipe.vae.decode = self._ease.paused(pipe.vae.decode)
+        self._forget_few_texts = remember_few_texts(pipe)
         self._text: TextMemory | None = None
         if hasattr(pipe, "encode_prompt"):
             self._text = TextMemory(pipe.encode_prompt)
@@ -95,13 +103,15 @@ class DiffusersPainter:
         if settings.scheduler is not None:
             pipe.scheduler = another_scheduler(pipe.scheduler, settings.scheduler)
         add_adapters(pipe, check_adapters(settings.lora))
+        offloaded = device.type == "cuda" and _wants_offload(pipe, settings, device)
+        if not offloaded:
+            pipe.to(device)  # first: weights are rounded and laid out anew where that is fast
         painter = cls(pipe, settings, device, tuning or Tuning.of(settings.compile, device))
-        # Last: offloading wraps the parts' calls, and takes its wrapping off again, so it must be outermost.
-        if device.type == "cuda" and _wants_offload(pipe, settings, device):
+        if offloaded:
+            # Last: offloading wraps the parts' calls, and takes its wrapping off again, so it must be outermost.
             pipe.enable_model_cpu_offload(gpu_id=device.index or 0)
             painter._recorders.give_up()  # weights that come and go are not where they were recorded
-        else:
-            pipe.to(device)
+            painter._ease.end()  # and are not to be page-locked on their way
         return painter
 
     def _check_kind(self) -> None:
@@ -151,6 +161,7 @@ class DiffusersPainter:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # what was said is on its way to the host
         self._text.forget_others()
+        self._forget_few_texts()  # these were encoded before it was known how
         return bool(short) and joinable(short, long)
 
     @property
@@ -167,12 +178,20 @@ class DiffusersPainter:
         """Encode the text of these, and forget the rest."""
         if self._text is None:
             return
+        eager = not self._compiled
         self._loop.clock.enter()
-        for order in self._text.still_wanted(orders):
-            self._said_of(order)
-            self._text.keep_for(order)
+        with self._running(eager):
+            for order in self._text.still_wanted(orders):
+                self._said_of(order)
+                self._text.keep_for(order)
         self._text.forget_others()
         self._loop.clock.leave()
+
+    @contextmanager
+    def _running(self, eager: bool) -> Iterator[None]:
+        """For calls of the pipeline; an `eager` one neither compiles nor records, and reads text to the same bit."""
+        with tuned(self._tuning, self._device, eager), self._recorders.on(not eager), whole_masks(self._compiled):
+            yield
 
     def _said_of(self, order: Order) -> list[Any]:
         """The text encoders' answers for an order, by a call of the pipeline that ends before its first step."""
@@ -193,18 +212,16 @@ class DiffusersPainter:
         if len(orders) > 1 and not self.batches():
             return Finished([picture for order in orders for picture in self.paint([order], size, beat, way)])
         text, exact = self._text, way is Way.EXACT
+        # A trial would compile a graph for every batch size that is tried; so would an exact picture in fast mode.
+        eager = not self._compiled or way is Way.TRIAL or (exact and self._fast)
         if text is not None:
             text.begin()
         self._loop.clock.enter()
-        with ExitStack() as stack:
-            # A trial would compile a graph for every batch size that is tried; so would an exact picture in fast mode.
-            eager = way is Way.TRIAL or (exact and self._fast) or not self._compiled
-            stack.enter_context(tuned(self._tuning, self._device, eager))
-            stack.enter_context(self._recorders.on(not eager))
-            stack.enter_context(exactly(self._in_8_bits if exact else ()))
-            stack.enter_context(
-                self._loop.watched(len(orders), beat, lambda: text.positive if text is not None else None, exact)
-            )
+        with (
+            self._running(eager),
+            exactly(self._in_8_bits if exact else ()),
+            self._loop.watched(len(orders), beat, lambda: text.positive if text is not None else None, exact),
+        ):
             output = self._call(orders, size, TRIAL_STEPS if way is Way.TRIAL else self._steps)
             pictures = self._pictures(output, size)
         if way is not Way.USUAL:
@@ -232,7 +249,7 @@ class DiffusersPainter:
             empty = _NO_NEGATIVE if "true_cfg_scale" in self._guidance else ""
             arguments["negative_prompt"] = [order.negative_prompt or empty for order in orders]
         try:
-            with own_noise(generators):
+            with own_noise(generators), self._ease.on():
                 return self._pipe(**{name: value for name, value in arguments.items() if name in self._takes})
         except ValueError as error:
             if "height" in str(error) and "width" in str(error):

@@ -13,14 +13,14 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from muralist.copies import to_device
-from muralist.generate.card import CardClock, Unhurried
+from muralist.generate.card import CardClock, Ease
 from muralist.generate.painter import Beat, CannotPaint, nothing_to_cut
 from muralist.generate.recorded import Recorders
 from muralist.generate.shortcuts import Shortcut
@@ -44,11 +44,13 @@ class DenoisingLoop:
         shortcut: Shortcut | None = None,
         device: torch.device | None = None,
         recorders: Recorders | None = None,
+        ease: Ease | None = None,
     ) -> None:
         self._name = type(pipe).__name__
         self._steps, self._truncation, self._shortcut = steps, truncation, shortcut
         self._device = device or torch.device("cpu")
         self._recorders = recorders or Recorders(None)
+        ease = ease or Ease(self._device)
         self.clock = CardClock(self._device)
         self._beat: Beat | None = None
         self._text_only = self._exact = False
@@ -63,7 +65,7 @@ class DenoisingLoop:
         for name in DENOISERS:
             network = getattr(pipe, name, None)
             if network is not None:
-                network.forward = self._watched_pass(self._recorders.before(network.forward))
+                network.forward = self._watched_pass(ease.paused(self._recorders.before(network.forward)))
 
     def _begin(self, stages: int, times: tuple[float, ...] = ()) -> None:
         self._step = self._calls = 0
@@ -129,8 +131,7 @@ class DenoisingLoop:
             unguided = self._step == 0 and self._calls < 2 and self._conditional_half is None
             if self._truncation is not None and unguided:
                 raise nothing_to_cut(self._name)
-            with Unhurried() if self._device.type == "cuda" else nullcontext():
-                result = step(*inputs, **named)
+            result = step(*inputs, **named)
             self._step, self._calls = self._step + 1, 0
             self.clock.leave()
             self._recorders.step()

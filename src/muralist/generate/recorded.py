@@ -1,6 +1,6 @@
-"""A network's passes recorded once and replayed: the host says one word where it said two thousand.
+"""Passes of networks and text encoders recorded once and replayed: the host says one word where it said two thousand.
 
-A pass of a large network is some thousand kernels, each handed to the card by Python. Where that takes longer than the
+A pass of a large one is some thousand kernels, each handed to the card by Python. Where that takes longer than the
 kernels themselves, the card waits. A recording (a CUDA graph) holds the same kernels in the same order with the same memory,
 so pictures stay the same to the bit. Every pass, the first too, is a replay.
 """
@@ -47,7 +47,7 @@ class Recorder:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """What the network says to these."""
         leaves, structure = tree_flatten((inputs, named))
-        if not self.on or not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):
+        if not self.on or not _all_known(leaves):
             return self._forward(*inputs, **named)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if (
@@ -85,7 +85,14 @@ class Recorder:
             # It asks the card for a number, which a recording cannot do.
             log.info("%s cannot be recorded and is run step by step: %s", getattr(self, "__qualname__", ""), error)
             return None
+        if not _all_known(tree_flatten(output)[0]):
+            log.info("%s returns more than tensors and is run step by step.", getattr(self, "__qualname__", ""))
+            return None  # such as a cache, in which the next replay would write
         return _Recording([leaf for leaf in own if isinstance(leaf, Tensor)], output, replay)
+
+
+def _all_known(leaves: Sequence[Any]) -> bool:
+    return all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
 
 
 def _kind(leaf: Any) -> Any:
@@ -130,7 +137,7 @@ class CardRecords:
 
 
 class Recorders:
-    """Those of one pipeline: its networks are recorded where `record` is given."""
+    """Those of one pipeline: its networks and text encoders are recorded where `record` is given."""
 
     def __init__(self, record: Record | None) -> None:
         self.record = record
@@ -157,7 +164,7 @@ class Recorders:
             yield
         except Exception as error:
             if is_out_of_memory(error) and any(recorder.on or recorder.holds_memory for recorder in self._recorders):
-                log.warning("Memory is short: passes of the network are not recorded any more.")
+                log.warning("Memory is short: passes of the networks are not recorded any more.")
                 self.give_up()
             raise
         finally:

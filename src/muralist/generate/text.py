@@ -98,15 +98,24 @@ class TextMemory:
         return self._rows[key]
 
 
-def remember_few_texts(pipe: Any) -> None:
-    """Let a pipeline's text encoders keep the last two answers: the negative prompt of most tables is always the same."""
+def remember_few_texts(pipe: Any) -> Callable[[], None]:
+    """Let a pipeline's text encoders keep the last two answers: the negative prompt of most tables is always the same.
+
+    Returns what makes them forget.
+    """
+    memories: list[dict[str, Any]] = []
     for name in filter(_ENCODER.fullmatch, dir(type(pipe))):
-        setattr(pipe, name, _remembering(getattr(pipe, name)))
+        memories.append({})
+        setattr(pipe, name, _remembering(getattr(pipe, name), memories[-1]))
+
+    def forget() -> None:
+        for memory in memories:
+            memory.clear()
+
+    return forget
 
 
-def _remembering(encode: Callable[..., Any]) -> Callable[..., Any]:
-    kept: dict[str, Any] = {}
-
+def _remembering(encode: Callable[..., Any], kept: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(encode)
     def answer(*arguments: Any, **named: Any) -> Any:
         key = repr((arguments, named))  # texts, numbers, devices and precisions
