@@ -20,13 +20,13 @@ import tempfile
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from bench.cifar_fid import Workshop
-from bench.measure_training import RESULTS, hardware
+from bench.measure_training import RATES, RESULTS, hardware
 
 from muralist import __version__
 from muralist.runfolder import write_json
@@ -131,6 +131,7 @@ def measure(options: argparse.Namespace, given: list[str], folder: Path) -> dict
         "hardware": hardware(),
         "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "seconds, start to end": round(seconds, 1),
+        **{f"median {name}": median(line[name] for line in lines[len(lines) // 4 :]) for name in RATES},
         **cost(lines, written),
     }
 
