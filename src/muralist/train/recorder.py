@@ -1,4 +1,8 @@
-"""Turns the results of steps into metrics, in groups, so that the device is waited for now and then, not every step."""
+"""Turns the results of steps into metrics, in groups, and those of a GPU a few steps later, while it computes on.
+
+Monitors take half a millisecond or more for a step. A GPU that had nothing to do meanwhile would stand still for a few
+percent of the time where steps are short.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from muralist.copies import to_host
 from muralist.errors import UserError
 from muralist.train.distributed import Engine
 from muralist.train.forecast import Forecast
@@ -21,6 +28,44 @@ from muralist.train.stepper import StepResult
 log = logging.getLogger("muralist")
 _MOST_IN_A_ROW = 10  # skipped steps: more are no accident
 _LONGEST_SILENCE = 1.0  # seconds between updates of the progress line, however slow a step is
+_LATER = 4  # steps that a GPU has to do while results are written out
+
+
+class Moment:
+    """A moment in a GPU's queue; on other devices, which have none, now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        self._time = time.perf_counter()
+
+    def wait(self) -> None:
+        """Until it has come."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds from another one that has come to this one, which has too."""
+        if self._event is not None:
+            return float(earlier._event.elapsed_time(self._event)) / 1000
+        return self._time - earlier._time
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Results of some steps on their way to the host."""
+
+    results: list[tuple[int, StepResult]]
+    pairs: Tensor
+    """Losses and norms of gradients, [2, steps]."""
+    moment: Moment
+    """When the last of these steps is done, and its numbers are on the host."""
+    waited: float
+    paused: float
+    due: int
+    """The step after which they are written out."""
 
 
 @dataclass
@@ -71,8 +116,14 @@ class Recorder:
     skips: bool = False
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
     _results: list[tuple[int, StepResult]] = field(default_factory=list)
-    _since: float = field(default_factory=time.perf_counter)
+    _reading: Reading | None = None
+    _last: Moment = field(init=False)
+    _flushed: float = field(default_factory=time.perf_counter)
     _waited: float = 0.0
+    _paused: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._last = Moment(self.engine.device)
 
     def add(self, step: int, result: StepResult, waited: float) -> None:
         """Keep the result of a step and the seconds it waited for data."""
@@ -81,10 +132,19 @@ class Recorder:
 
     def flush_if_due(self, step: int) -> None:
         """Write out every so many steps, or when a person would wonder whether anything still moves."""
-        # With several ranks the step alone decides: a flush has a collective, so all must agree without asking.
-        slow = self.engine.size == 1 and time.perf_counter() - self._since > _LONGEST_SILENCE
-        if step % self.flush_every == 0 or slow:
-            self.flush()
+        # With several ranks the step alone decides: a flush has a collective, so all must agree without asking. And all
+        # of them end at the same step where its numbers say so.
+        slow = self.engine.size == 1 and time.perf_counter() - self._flushed > _LONGEST_SILENCE
+        due = step % self.flush_every == 0 or slow
+        if self._reading and (due or step >= self._reading.due):
+            self._write_out()
+        if due:
+            self._read(step + min(self.flush_every, self._later()))
+            if self._reading and step >= self._reading.due:
+                self._write_out()
+
+    def _later(self) -> int:
+        return _LATER if self.engine.device.type == "cuda" else 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -95,20 +155,39 @@ class Recorder:
         try:
             yield
         finally:
-            self._since += time.perf_counter() - started
+            self._paused += time.perf_counter() - started
 
     def flush(self, extra: Mapping[str, float] | None = None) -> None:
-        """Write out all steps since the last time; `extra` goes with the last of them."""
+        """Write out all steps so far; `extra` goes with the last of them."""
+        if self._reading:
+            self._write_out()
+        self._read(0)
+        self._write_out(extra)
+
+    def _read(self, due: int) -> None:
+        """Have the results so far brought to the host."""
         if not self._results:
             return
-        pairs = torch.stack([torch.stack((r.loss.float(), r.grad_norm.float())) for _, r in self._results])
-        losses = self.engine.mean(pairs)[:, 0].tolist()
-        norms = pairs[:, 1].tolist()
-        now = time.perf_counter()
-        seconds, count = max(1e-9, now - self._since), len(self._results)
+        losses, norms = (
+            torch.stack(values).float()
+            for values in zip(*((result.loss, result.grad_norm) for _, result in self._results), strict=True)
+        )
+        pairs = to_host(torch.stack((self.engine.mean(losses), norms)))
+        moment = Moment(self.engine.device)
+        self._reading = Reading(self._results, pairs, moment, self._waited, self._paused, due)
+        self._results, self._waited, self._paused = [], 0.0, 0.0
+        self._flushed = time.perf_counter()
+
+    def _write_out(self, extra: Mapping[str, float] | None = None) -> None:
+        reading, self._reading = self._reading, None
+        if reading is None:
+            return
+        reading.moment.wait()
+        seconds, count = max(1e-9, reading.moment.since(self._last) - reading.paused), len(reading.results)
+        self._last = reading.moment
         images_per_second = count * self.clock.total_batch / seconds
         values: dict[str, float] = {}
-        for (step, result), loss, norm in zip(self._results, losses, norms, strict=True):
+        for (step, result), loss, norm in zip(reading.results, *reading.pairs.tolist(), strict=True):
             self._judge(step, loss, norm)
             if math.isfinite(loss):
                 self.epoch_loss.add(loss)
@@ -122,7 +201,7 @@ class Recorder:
                 "train/samples_per_second": images_per_second,
                 "train/tokens_per_second": images_per_second * self.tokens_per_image,
                 "train/mfu": images_per_second * self.flops_per_image / (self.peak_flops * self.engine.size),
-                "train/data_wait_fraction": min(1.0, self._waited / seconds),
+                "train/data_wait_fraction": min(1.0, reading.waited / seconds),
             }
             values = {
                 name: value for name, value in values.items() if math.isfinite(value)
@@ -131,13 +210,12 @@ class Recorder:
                 values["train/skipped_steps"] = self.skipped.total
             if self.clock.ends_epoch(step) and self.epoch_loss.steps:
                 values["train/epoch_loss"] = self.epoch_loss.take()
-            if extra and step == self._results[-1][0]:
+            if extra and step == reading.results[-1][0]:
                 values |= extra
             for monitor in self.monitors:
                 monitor.scalars(step, values)
-        self.line.show(self._results[-1][0], values)
+        self.line.show(reading.results[-1][0], values)
         self.forecast.add(count, seconds)
-        self._results, self._since, self._waited = [], now, 0.0
 
     def _judge(self, step: int, loss: float, norm: float) -> None:
         """Count a step that was skipped; end the run at one that has spoiled the weights."""
