@@ -104,5 +104,5 @@ if __name__ == "__main__":
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if interpreted:
             jit_ops._attention_runs = lambda: True
-            jit_ops._SHORT_TYPES = (torch.float32,)  # type: ignore[assignment]  # bf16 is not for the interpreter
+            jit_ops._HALF = (torch.float32,)  # type: ignore[assignment]  # bf16 is not for the interpreter
         network_through_the_compiler("cpu" if interpreted else "cuda", interpreted)

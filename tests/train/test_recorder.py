@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,11 +38,12 @@ class Memory:
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     moment = [100.0]
     monkeypatch.setattr(recording.time, "perf_counter", lambda: moment[0])
+    monkeypatch.setattr(recording.time, "time", lambda: moment[0])
     return moment
 
 
 def build(later: int, monkeypatch: pytest.MonkeyPatch, every: int = 10) -> tuple[Recorder, Memory]:
-    monkeypatch.setattr(Recorder, "_later", lambda _: later)
+    monkeypatch.setattr(Recorder, "_steps_later", lambda _: later)
     engine: Any = SimpleNamespace(device=torch.device("cpu"), size=1, mean=lambda values: values, is_main=True)
     memory = Memory()
     line = ProgressLine(0, 1000, 10, quiet=True)
@@ -85,6 +87,8 @@ def test_pauses_are_left_out_of_the_speed_on_either_side_of_a_reading(
                 now[0] += 7
     recorder.flush()
     assert all(line["train/samples_per_second"] == pytest.approx(80) for _, line in memory.lines)
+    groups = [list(group) for _, group in groupby(memory.lines, lambda line: line[1]["time"])]
+    assert [len(group) for group in groups] == [10, 10, 10]  # a pause is no silence
 
 
 @pytest.mark.parametrize("every", [1, 2, 10])
@@ -98,8 +102,9 @@ def test_where_nothing_computes_on_nothing_waits(every: int, now: list[float], m
 def test_groups_never_overtake_each_other(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, memory = build(4, monkeypatch, every=3)
     for step in range(1, 20):
-        now[0] += 2 if step == 8 else 0.1  # a person would wonder: written out ahead of its turn
+        now[0] += 2 if step == 8 else 0.1
         take(recorder, step)
+        assert step != 8 or memory.steps[-1] == 8  # a person would wonder: at once
     recorder.flush()
     recorder.flush()
     assert memory.steps == list(range(1, 20))

@@ -106,7 +106,10 @@ def _moved_by_mean(z: Tensor, here: Tensor, there: Tensor, h: Tensor) -> Tensor:
 
 
 def _fused(function: Arithmetic, compiled: bool) -> Arithmetic:
-    """Compiled, arithmetic on whole pictures is one pass over them; of 256 px they are larger than a card's cache."""
+    """Compiled, arithmetic on whole pictures is one pass over them; of 256 px they are larger than a card's cache.
+
+    For each batch size a few graphs are made: whoever has several sizes allows for that (`choose_by_rules`).
+    """
     return _compiled(function) if compiled else function
 
 
@@ -130,7 +133,7 @@ def _heun_step(velocity: Velocity, z: Tensor, t: float, t_next: float, compiled:
 
 def _number(value: float, like: Tensor) -> Tensor:
     """A number where the pictures are: one that is only Python's would be compiled for."""
-    return torch.full((), value, dtype=like.dtype, device=like.device)
+    return torch.full((), value, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
 
 
 @torch.no_grad()

@@ -37,7 +37,8 @@ def whole_masks(wanted: bool) -> Iterator[None]:
     By itself transformers looks whether a prompt fills all its tokens, for which it waits for the GPU, and if so computes
     attention by other kernels. A recording cannot look. A prompt's last bits would depend on whether there is one.
     """
-    makers = [maker for name in _MAKERS_OF_MASKS if (maker := sys.modules.get(name)) is not None and wanted]
+    loaded = (sys.modules.get(name) for name in _MAKERS_OF_MASKS)
+    makers = [maker for maker in loaded if wanted and hasattr(maker, _ASKED)]
     original = [getattr(maker, _ASKED) for maker in makers]
     for maker in makers:
         setattr(maker, _ASKED, lambda tensor=None: True)

@@ -199,6 +199,8 @@ class Worker:
             self.painter.prepare(orders)
         except Exception as error:  # one of these prompts; painting says which
             log.debug("Text could not be encoded ahead: %s", error)
+            if is_out_of_memory(error):
+                _free_memory()
         self.prepared = set(orders)
 
     def _to_compare(self, task: Task) -> tuple[Sample, ...]:

@@ -18,9 +18,10 @@ _CAPABILITY = (8, 0)  # the first cards with bf16
 _HOPPER = 9  # its shared memory and matrix units
 _SHORT = 320
 _SHORT_HEADS = (64,)
-_SHORT_TYPES = (torch.bfloat16, torch.float16)
+_HALF = (torch.bfloat16, torch.float16)
 # Channels of rows that begin at multiples of 128 bytes in half precision: fast products want 16 bytes, and Inductor lays out
-# anew what has less than these.
+# anew what has less than these. Between w12 and w3 JiT-L has 2730: zeros follow in both halves of w12's output, what comes
+# of them are zeros too, and w3's weights get columns for them.
 _EVEN = 64
 
 Rotation = tuple[Tensor, Tensor]  # cos and sin, [tokens, head_dim / 2] each
@@ -41,11 +42,10 @@ class Linear(nn.Linear):
         return self.with_bias(x, self.bias)
 
     def with_bias(self, x: Tensor | Both, bias: Tensor) -> Tensor:
-        """The same with another bias, or one that gets no gradient here; zeros may follow the inputs."""
+        """The same with another bias, or one that gets no gradient here."""
         if isinstance(x, Both) or self.in_8_bits:
             return fp8_training.linear(x, self.weight, bias, fused(x))
-        more = x.shape[-1] - self.in_features
-        return F.linear(x, F.pad(self.weight, (0, more)) if more else self.weight, bias)
+        return F.linear(x, self.weight, bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -62,7 +62,10 @@ def projection(layer: Linear, inner: Tensor | Both) -> tuple[Tensor, Tensor | No
     """A branch that a layer makes of its inner values, and the bias whose gradient the one who adds it is to pass on."""
     if fused(inner):
         # A copy of the bias: where weights lie in parts, the layer's own is gone when the next block is at work.
-        return _without_bias_gradient(layer, inner), layer.bias.clone()
+        if isinstance(inner, Both) or inner.shape[-1] == layer.in_features:
+            return _without_bias_gradient(layer, inner), layer.bias.clone()
+        even = F.pad(layer.weight, (0, -layer.in_features % _EVEN))
+        return F.linear(inner, even, layer.bias.detach()), layer.bias.clone()
     return layer(inner), None
 
 
@@ -127,11 +130,11 @@ def gated_linear_unit(layer: Linear, x: Tensor | Both) -> Tensor | Both:
             return fp8_training.gated_linear_unit(x, layer.weight, layer.bias)
         from muralist.models.fused import ops
 
-        # JiT-L has 2 x 2730 channels here: zeros follow in both halves. What comes of them are zeros too, for which the
-        # next layer's weights get columns.
         assert isinstance(x, Tensor)
-        bias = widened(layer.bias[:, None], 2, 1, _EVEN)[:, 0]
-        h = F.linear(x, widened(layer.weight, 2, layer.in_features, _EVEN), bias.detach())
+        # Not in float32, where nothing is gained: the copy of the weights would be kept for the backward pass.
+        multiple = _EVEN if x.dtype in _HALF else 1
+        bias = widened(layer.bias[:, None], 2, 1, multiple)[:, 0]
+        h = F.linear(x, widened(layer.weight, 2, layer.in_features, multiple), bias.detach())
         return ops.gated_linear_unit(h, bias)
     gate, value = layer(x).chunk(2, dim=-1)
     return F.silu(gate) * value
@@ -161,7 +164,7 @@ def _have_kernels() -> bool:
 
 def _has_short_attention(qkv: Tensor, heads: int) -> bool:
     short = qkv.shape[1] <= _SHORT and qkv.shape[2] // 3 // heads in _SHORT_HEADS
-    return short and qkv.dtype in _SHORT_TYPES and _attention_runs()
+    return short and qkv.dtype in _HALF and _attention_runs()
 
 
 @torch.compiler.assume_constant_result

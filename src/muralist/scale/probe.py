@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from muralist.data.loader import Batch
+from muralist.machine import can_compile
 from muralist.models import variants
 from muralist.models.family import build_family
 from muralist.scale.measured import Measured
@@ -35,7 +36,8 @@ def probe(model: str, img_size: int, batch_size: int, seconds: float, clock: Cal
     network = family.network()
     count = sum(parameter.numel() for parameter in network.parameters())
     strategy = build_strategy(engine)
-    strategy.place(network, compiled=on_gpu)
+    compiled = on_gpu and can_compile()
+    strategy.place(network, compiled)
     optimizer = build_optimizer(network, settings.optim)
 
     def stepper_of(images: int) -> Stepper:
@@ -49,9 +51,10 @@ def probe(model: str, img_size: int, batch_size: int, seconds: float, clock: Cal
             rate=learning_rate(settings.optim, clock_of_run),
             seed=0,
             autocast=autocast_type(settings.use_amp, engine.device),
-            compiled=on_gpu,
+            compiled=compiled,
             max_grad_norm=None,
             skip_non_finite=False,
+            graphs=compiled,  # as a run on one GPU has it
             half_lives=(settings.optim.ema1_half_life, settings.optim.ema2_half_life),
         )
 

@@ -177,7 +177,7 @@ def _require_space(folder: Path, weights: Mapping[str, Mapping[str, Tensor]], st
 
 
 def _digest(path: Path) -> str:
-    """Of a file, in large pieces: after each, a thread of Python asks for its turn, which training has."""
+    """Of a file, in large pieces: after each, this thread needs Python's lock again, which training holds."""
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):

@@ -352,8 +352,8 @@ def _loop(
             keeper.save_checkpoint(step + 1)
         else:
             recorder.flush_if_due(step + 1)
-    keeper.finish()
     recorder.forecast.conclude()
+    keeper.finish()
     log.info("Finished at step %d.", steps.stop)
 
 

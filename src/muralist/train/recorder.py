@@ -58,7 +58,7 @@ class Reading:
     """Results of some steps on their way to the host."""
 
     results: list[tuple[int, StepResult]]
-    pairs: Tensor
+    numbers: Tensor
     """Losses and norms of gradients, [2, steps]."""
     moment: Moment
     """When the last of these steps is done, and its numbers are on the host."""
@@ -117,13 +117,13 @@ class Recorder:
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
     _results: list[tuple[int, StepResult]] = field(default_factory=list)
     _reading: Reading | None = None
-    _last: Moment = field(init=False)
-    _flushed: float = field(default_factory=time.perf_counter)
+    _last_moment: Moment = field(init=False)
+    _read_at: float = field(init=False)
     _waited: float = 0.0
     _paused: float = 0.0
 
     def __post_init__(self) -> None:
-        self._last = Moment(self.engine.device)
+        self._last_moment, self._read_at = Moment(self.engine.device), time.perf_counter()
 
     def add(self, step: int, result: StepResult, waited: float) -> None:
         """Keep the result of a step and the seconds it waited for data."""
@@ -134,16 +134,17 @@ class Recorder:
         """Write out every so many steps, or when a person would wonder whether anything still moves."""
         # With several ranks the step alone decides: a flush has a collective, so all must agree without asking. And all
         # of them end at the same step where its numbers say so.
-        slow = self.engine.size == 1 and time.perf_counter() - self._flushed > _LONGEST_SILENCE
+        slow = self.engine.size == 1 and time.perf_counter() - self._read_at > _LONGEST_SILENCE
         due = step % self.flush_every == 0 or slow
         if self._reading and (due or step >= self._reading.due):
             self._write_out()
         if due:
-            self._read(step + min(self.flush_every, self._later()))
+            # Where a step takes a second, what is written takes no part of it.
+            self._read(step + (0 if slow else min(self.flush_every, self._steps_later())))
             if self._reading and step >= self._reading.due:
                 self._write_out()
 
-    def _later(self) -> int:
+    def _steps_later(self) -> int:
         return _LATER if self.engine.device.type == "cuda" else 0
 
     @contextmanager
@@ -155,7 +156,8 @@ class Recorder:
         try:
             yield
         finally:
-            self._paused += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._paused, self._read_at = self._paused + seconds, self._read_at + seconds
 
     def flush(self, extra: Mapping[str, float] | None = None) -> None:
         """Write out all steps so far; `extra` goes with the last of them."""
@@ -172,22 +174,22 @@ class Recorder:
             torch.stack(values).float()
             for values in zip(*((result.loss, result.grad_norm) for _, result in self._results), strict=True)
         )
-        pairs = to_host(torch.stack((self.engine.mean(losses), norms)))
+        numbers = to_host(torch.stack((self.engine.mean(losses), norms)))
         moment = Moment(self.engine.device)
-        self._reading = Reading(self._results, pairs, moment, self._waited, self._paused, due)
+        self._reading = Reading(self._results, numbers, moment, self._waited, self._paused, due)
         self._results, self._waited, self._paused = [], 0.0, 0.0
-        self._flushed = time.perf_counter()
+        self._read_at = time.perf_counter()
 
     def _write_out(self, extra: Mapping[str, float] | None = None) -> None:
         reading, self._reading = self._reading, None
         if reading is None:
             return
         reading.moment.wait()
-        seconds, count = max(1e-9, reading.moment.since(self._last) - reading.paused), len(reading.results)
-        self._last = reading.moment
+        seconds, count = max(1e-9, reading.moment.since(self._last_moment) - reading.paused), len(reading.results)
+        self._last_moment = reading.moment
         images_per_second = count * self.clock.total_batch / seconds
         values: dict[str, float] = {}
-        for (step, result), loss, norm in zip(reading.results, *reading.pairs.tolist(), strict=True):
+        for (step, result), loss, norm in zip(reading.results, *reading.numbers.tolist(), strict=True):
             self._judge(step, loss, norm)
             if math.isfinite(loss):
                 self.epoch_loss.add(loss)
@@ -215,7 +217,7 @@ class Recorder:
             for monitor in self.monitors:
                 monitor.scalars(step, values)
         self.line.show(reading.results[-1][0], values)
-        self.forecast.add(count, seconds)
+        self.forecast.add(count, seconds, reading.paused)
 
     def _judge(self, step: int, loss: float, norm: float) -> None:
         """Count a step that was skipped; end the run at one that has spoiled the weights."""
