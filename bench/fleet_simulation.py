@@ -202,6 +202,9 @@ class _Painter:
     def prepare(self, orders: Sequence[PaintOrder]) -> None:
         pass
 
+    def cut_short(self, prompt: str) -> bool:
+        return False
+
     def begin(
         self, orders: Sequence[PaintOrder], size: tuple[int, int], beat: Callable[[], None], way: Way = Way.USUAL
     ) -> Finished:

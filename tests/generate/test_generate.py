@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,22 @@ def test_pictures_do_not_depend_on_workers_or_interruptions(wan: Path, tmp_path:
     made.append(files(tmp_path / "bit" / "images"))
     assert len(set(made[0].values())) == 7
     assert made[0] == made[1] == made[2] == made[3]
+
+
+def test_prompts_that_are_cut_short_are_counted(
+    tiny_pipeline: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "many " * 120
+    table(tmp_path, f"prompt\na car\n{long}one\n{long}two\na car\n{long}one\n")
+    words = ["--height", "64", "--width", "64", "--guidance_scale", "3", "--batch_size", "2"]
+    images = generate(tmp_path, tiny_pipeline("sdxl"), *words)
+    cut = {line["index"]: line.get(ledger.CUT) for line in lines(images)}
+    assert cut == {0: None, 1: True, 2: True, 3: None, 4: True}
+    said = capsys.readouterr()
+    assert said.err.count("3 prompts are longer than a text encoder of this model reads") == 1
+    assert "truncated" not in said.out + said.err  # nobody wants to read it for every prompt
+    generate(tmp_path, tiny_pipeline("sdxl"), *words)
+    assert "longer than" not in capsys.readouterr().err  # nothing was made
 
 
 def test_rows_of_their_own_size_and_one_that_cannot_be(wan: Path, tmp_path: Path) -> None:

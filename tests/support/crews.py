@@ -81,6 +81,9 @@ class Watched:
     def made_with(self) -> dict[str, str]:
         return self.painter.made_with()
 
+    def cut_short(self, prompt: str) -> bool:
+        return self.painter.cut_short(prompt)
+
     def paint(
         self, orders: Sequence[PaintOrder], size: tuple[int, int], beat: Callable[[], None], way: Way = Way.USUAL
     ) -> list[np.ndarray]:

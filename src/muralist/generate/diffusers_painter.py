@@ -25,7 +25,7 @@ from muralist.generate.noise import own_noise
 from muralist.generate.painter import TRIAL_STEPS, Beat, CannotPaint, Finished, Order, Pending, Way, overflowed
 from muralist.generate.recorded import Recorders
 from muralist.generate.shortcuts import shortcut_of
-from muralist.generate.text import TextMemory, joinable, remember_few_texts
+from muralist.generate.text import TextMemory, hear_of_cuts, joinable, remember_few_texts
 from muralist.generate.text_encoders import keep_no_cache, text_encoders, whole_masks
 from muralist.generate.tuned import Tuning, repeated_blocks, tune, tuned
 from muralist.models.fp8_products import can_fp8
@@ -86,7 +86,8 @@ class DiffusersPainter:
         folder, dtype = folder or Path(settings.model_path), DTYPES[settings.dtype]
         for library in (diffusers_logging, transformers_logging):
             library.disable_progress_bar()
-            library.set_verbosity_error()  # or every long prompt of ten thousand would be announced as cut short
+        transformers_logging.set_verbosity_error()
+        hear_of_cuts()  # and not the user: every long prompt of ten thousand would be announced
         try:
             pipe: Any = DiffusionPipeline.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(parts or {})
@@ -192,6 +193,10 @@ class DiffusersPainter:
         """For calls of the pipeline; an `eager` one neither compiles nor records, and reads text to the same bit."""
         with tuned(self._tuning, self._device, eager), self._recorders.on(not eager), whole_masks(self._compiled):
             yield
+
+    def cut_short(self, prompt: str) -> bool:
+        """Whether the pipeline said so when it encoded the prompt."""
+        return self._text is not None and prompt in self._text.cut
 
     def _said_of(self, order: Order) -> list[Any]:
         """The text encoders' answers for an order, by a call of the pipeline that ends before its first step."""

@@ -107,6 +107,10 @@ class JiTPainter:
         for seed in seeds - self._noise.keys():
             self._noise[seed] = self._drawer.submit(self._family.sample_noise, [seed])
 
+    def cut_short(self, prompt: str) -> bool:
+        """A name of a class is read whole."""
+        return False
+
     def paint(
         self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, way: Way = Way.USUAL
     ) -> list[np.ndarray]:

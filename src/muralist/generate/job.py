@@ -338,14 +338,23 @@ class _Command:
         return 0
 
     def _measured(self) -> Iterator[str]:
-        """What the ledger says of this folder's speed and of its distance to exact mode."""
+        """What the ledger says of this folder's prompts, speed and distance to exact mode."""
         busy: list[float] = []
         distances: list[float] = []
+        cut: set[Any] = set()
         for line in ledger.read_lines(self.folder.ledger):
             if isinstance(share := line.get("gpu_busy"), float):
                 busy.append(share)
             if (distance := exactness.distance_in(line)) is not None:
                 distances.append(distance)
+            if line.get(ledger.CUT) is True:
+                cut.add(line.get("index"))
+        if cut:
+            longer = f"{len(cut):,} prompts are" if len(cut) > 1 else "One prompt is"
+            yield (
+                f"{longer} longer than a text encoder of this model reads: what followed was not seen there "
+                f'("{ledger.CUT}" in ledger.jsonl).'
+            )
         if busy:
             yield f"The GPU had work for {100 * sum(busy) / len(busy):.1f}% of the time after its first batch."
         if told := exactness.told(distances, str(self.folder.exact)):

@@ -27,6 +27,8 @@ from muralist.settings.generate import scheduler_name
 
 _FORMAT = "muralist ledger"
 _VERSION = 1
+CUT = "prompt_cut"
+"""In the line of a picture: a text encoder did not read its prompt to the end."""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,9 @@ class Painter(Protocol):
     def prepare(self, orders: Sequence[Order]) -> None:
         """Encode the text of orders that will be painted soon, and forget that of others."""
 
+    def cut_short(self, prompt: str) -> bool:
+        """Whether a prompt that was encoded is longer than some text encoder reads."""
+
     def begin(self, orders: Sequence[Order], size: tuple[int, int], beat: Beat, way: Way = Way.USUAL) -> Pending:
         """Pictures of a height and width, handed to the device; another batch may be begun before they are there."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from diffusers.utils import logging as diffusers_logging
 from torch import Tensor
 
 from muralist.copies import to_device, to_host
@@ -17,6 +19,26 @@ from muralist.generate.painter import Order
 _TEXTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3 ...
 _ENCODER = re.compile(r"_get_\w+_prompt_embeds")
 _TEXTS_TO_KEEP = 2  # a prompt and the negative one
+
+
+class _Ears(logging.Handler):
+    """Counts how often a pipeline says that it cut a text short, which the user is told once for all prompts."""
+
+    count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hear it."""
+        self.count += "truncated" in record.getMessage()
+
+
+_EARS = _Ears(logging.WARNING)
+
+
+def hear_of_cuts() -> None:
+    """Take what diffusers has to say, in place of the terminal."""
+    diffusers_logging.set_verbosity_warning()
+    diffusers_logging.disable_default_handler()
+    diffusers_logging.add_handler(_EARS)  # once: a logger has no handler twice
 
 
 class _Kept(NamedTuple):
@@ -38,6 +60,8 @@ class TextMemory:
         self._rows: dict[Hashable, Any] = {}
         self._kept_for: dict[Order, set[Hashable]] = {}  # an order's keys
         self._touched: dict[Hashable, None] = {}
+        self.cut: set[str] = set()
+        """Prompts of which some text encoder did not read the end."""
         self.positive: Any = None
         """What the first call since `begin` said of the prompts themselves: embeddings [B, ...], or a list of B."""
 
@@ -93,7 +117,10 @@ class TextMemory:
         if key not in self._rows:
             alone = {name: [text] for name, text in texts.items()}
             bound = inspect.BoundArguments(self._signature, {**given, **alone})  # type: ignore[arg-type]
+            heard = _EARS.count
             self._rows[key] = _put_away(self._encode(*bound.args, **bound.kwargs))
+            if _EARS.count > heard:
+                self.cut.add(texts["prompt"])
         self._touched[key] = None
         return self._rows[key]
 

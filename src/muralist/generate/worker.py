@@ -27,7 +27,7 @@ from muralist.errors import UserError
 from muralist.generate import exactness, messages, store
 from muralist.generate.card import is_out_of_memory
 from muralist.generate.folder import OutputFolder, cannot_write
-from muralist.generate.ledger import Shard
+from muralist.generate.ledger import CUT, Shard
 from muralist.generate.messages import Job, Measure, Stop, Task
 from muralist.generate.painter import CannotPaint, Painter, Pending, Way
 from muralist.generate.painter import Order as PaintOrder
@@ -273,7 +273,9 @@ class Worker:
                 pictures = part.pictures()
                 if part.pending.gpu_busy is not None:
                     facts["gpu_busy"] = round(part.pending.gpu_busy, 4)
-                painted += [_Painted(sample, pixels, 0.0, facts) for sample, pixels in pictures.items()]
+                painted += [
+                    _Painted(sample, pixels, 0.0, facts | self._cut(sample)) for sample, pixels in pictures.items()
+                ]
         except Exception as error:
             self._check_device(error)
             return [], _in_words(error)
@@ -281,6 +283,9 @@ class Worker:
         seconds = (time.monotonic() - max(batch.started, self.ended)) / len(painted)
         self.ended = time.monotonic()
         return [picture._replace(seconds=seconds, facts=self._compared(picture)) for picture in painted], None
+
+    def _cut(self, sample: Sample) -> dict[str, Any]:
+        return {CUT: True} if self.painter.cut_short(sample.prompt) else {}
 
     def _compared(self, painted: _Painted) -> dict[str, Any]:
         exact = self.exact.pop(painted.sample, None)
