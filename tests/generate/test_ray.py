@@ -17,7 +17,7 @@ from tests.slurm.cluster import wait_until
 from tests.support.generating import SCRIPT, made_by, makers, other_files, pictures, words, write_table
 from tests.support.runs import finish, start
 
-ROWS, STEPS = 24, 20
+ROWS, STEPS = 48, 40  # seconds of work for each node, or one is through before it is lost
 
 
 @pytest.fixture
