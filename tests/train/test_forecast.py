@@ -56,7 +56,7 @@ def test_a_steady_run_is_foreseen_with_its_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_first_pause_and_the_steps_after_one_are_no_measure(tmp_path: Path) -> None:
-    """As seen on a GPU: a first checkpoint of 4.7 s, later ones of one, and 50 steps of 3.3 s while files are written."""
+    """As on a GPU: memory is laid out at the first checkpoint, and steps are slower while files are written."""
     run(tmp_path / "forecast.json", step=0.03, pause=1.0, first=3.7, slower=1.8)
     assert abs(json.loads((tmp_path / "forecast.json").read_text())["off"]) < 0.01
     run(tmp_path / "forecast.json", step=0.03, pause=1.0, first=3.7, slower=1.8, steps=400)
