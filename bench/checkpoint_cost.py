@@ -133,6 +133,7 @@ def measure(options: argparse.Namespace, given: list[str], folder: Path) -> dict
         "seconds, start to end": round(seconds, 1),
         **{f"median {name}": median(line[name] for line in lines[len(lines) // 4 :]) for name in RATES},
         **cost(lines, written),
+        "the run's own forecast": json.loads((run / "forecast.json").read_text()),
     }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from muralist.models import fp8_products
 from muralist.models.fp8_products import FP8
@@ -19,6 +20,7 @@ from muralist.models.fused import ops, rounding
 from muralist.models.fused import swiglu as swiglu_kernels
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+AS_GOOD_AS = 1.1  # times what PyTorch's own attention is off
 
 
 def difference(ours: Tensor, reference: Tensor) -> float:
@@ -82,17 +84,33 @@ def heads(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype
     return worst(ours, plain, head_inputs(batch, tokens, count, head_dim, dtype, device), leaves=4)
 
 
-def attention(batch: int, tokens: int, count: int, dtype: torch.dtype, device: str) -> float:
-    """Attention with heads of 64 channels."""
+def attention(batch: int, tokens: int, count: int, dtype: torch.dtype, device: str) -> tuple[float, float]:
+    """Attention with heads of 64 channels; and its bound, in bf16 as far as PyTorch's own is off on the same inputs.
+
+    Gradients of queries and keys are differences of two sums that nearly cancel where values have a common part, as here.
+    One of the two comes from the result, which Flash, cuDNN and this kernel keep in bf16: at times that makes over 2e-2.
+    """
 
     def ours(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
         return (ops.attention(qkv + bias.detach().to(qkv.dtype), bias, *others, count),)
+
+    def of_pytorch(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
+        heads = ops.rotated_heads(qkv + bias.detach().to(qkv.dtype), bias, *others, count)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return (F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2),)
 
     def plain(*inputs: Tensor) -> Sequence[Tensor]:
         q, k, v = plain_heads(*inputs, count)
         return (((q @ k.transpose(-2, -1) / 8).softmax(dim=-1) @ v).transpose(1, 2).flatten(2),)
 
-    return worst(ours, plain, head_inputs(batch, tokens, count, 64, dtype, device), leaves=4)
+    inputs, bound = head_inputs(batch, tokens, count, 64, dtype, device), BOUNDS[dtype]
+    seed = int(torch.randint(2**31, ()))
+    torch.manual_seed(seed)
+    off = worst(ours, plain, inputs, leaves=4)
+    if dtype == torch.bfloat16:
+        torch.manual_seed(seed)  # the gradient that comes in is the same
+        bound = max(bound, AS_GOOD_AS * worst(of_pytorch, plain, inputs, leaves=4))
+    return off, bound
 
 
 def head_inputs(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -201,10 +219,11 @@ def main() -> None:
             ("attention 60x288x12", attention(60, 288, 12, dtype, device)),
             ("attention 3x319x16", attention(3, 319, 16, dtype, device)),
         ]  # fmt: skip
-        for name, value in small + large + short + many:
-            fine = value <= BOUNDS[dtype]
-            failures += not fine
-            print(f"{'ok' if fine else 'WRONG'} {name} {dtype} {value:.2e}", flush=True)
+        found = [(name, value, BOUNDS[dtype]) for name, value in small + large]
+        found += [(name, *value_and_bound) for name, value_and_bound in short + many]
+        for name, value, bound in found:
+            failures += not value <= bound
+            print(f"{'ok' if value <= bound else 'WRONG'} {name} {dtype} {value:.2e}, at most {bound:.1e}", flush=True)
     if failures:
         raise SystemExit(f"{failures} kernels differ from float64")
 
