@@ -26,6 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.generate_speed import MODELS, Bench, Case, _no_beat  # noqa: E402
+from bench.idle_places import idle_places  # noqa: E402
 from bench.kernel_classes import profiled  # noqa: E402
 from bench.measure_training import RESULTS, hardware  # noqa: E402
 from bench.turns import alone  # noqa: E402
@@ -68,19 +69,26 @@ def timeline(case: Case, painter: DiffusersPainter) -> dict[str, Any]:
         orders = case._orders(count, 200)
         result["the host waits in text"] = places_of_waiting(lambda: painter.prepare(orders))
         result["the host waits in a batch"] = places_of_waiting(lambda: painter.paint(orders, size, _no_beat))
-    rows, flying, ends = [], None, []
-    for number in range(BATCHES):
-        orders = case._orders(count, 300 + number * count)
-        text, _ = timed(lambda orders=orders: painter.prepare(orders))
-        handed, begun = timed(lambda orders=orders: painter.begin(orders, size, _no_beat))
-        fetched, _ = timed(flying.wait) if flying is not None else (0.0, None)
-        rows.append({"text": text, "handed to the card": handed, "the one before fetched": fetched})
-        flying = begun
-        ends.append(time.perf_counter())
-    assert flying is not None
-    flying.wait()
+
+    def batches(first: int) -> tuple[list[dict[str, float]], list[float]]:
+        rows, flying, ends = [], None, []
+        for number in range(first, first + BATCHES):
+            orders = case._orders(count, 300 + number * count)
+            text, _ = timed(lambda orders=orders: painter.prepare(orders))
+            handed, begun = timed(lambda orders=orders: painter.begin(orders, size, _no_beat))
+            fetched, _ = timed(flying.wait) if flying is not None else (0.0, None)
+            rows.append({"text": text, "handed to the card": handed, "the one before fetched": fetched})
+            flying = begun
+            ends.append(time.perf_counter())
+        assert flying is not None
+        flying.wait()
+        return rows, ends
+
+    rows, ends = batches(0)
     result["seconds of each batch"] = rows
     result["images/s"] = round(count * (BATCHES - 2) / (ends[-1] - ends[1]), 4)
+    if device.type == "cuda":
+        result["the card idle"] = idle_places(lambda: batches(BATCHES))
     orders = case._orders(count)
     result["profile of its text"] = profiled(lambda: painter.prepare(orders), device)
     result["profile of a batch, text apart"] = profiled(lambda: painter.paint(orders, size, _no_beat), device)
