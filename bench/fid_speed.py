@@ -1,6 +1,7 @@
 """How many pictures a second FID's features are computed of, where the time goes, and pytorch-fid's own loop beside it.
 
 python bench/fid_speed.py NAME --weights W [--reference_package FOLDER] [--cifar cifar10_subset_u8.npz] [--count 5000]
+                               [--compiled]
 
 FOLDER holds the package pytorch_fid (the `src` of its repository); it needs torchvision and SciPy. With --cifar, the FIDs of
 shared/data/fid_reference.json are computed as well, in full float32 and in TF32, to see how far they are apart.
@@ -64,7 +65,7 @@ def ours(paths: list[Path], weights: Path, folder: Path, tf32: bool) -> tuple[di
     }, found.rows  # fmt: skip
 
 
-def parts(paths: list[Path], weights: Path) -> dict[str, float]:
+def parts(paths: list[Path], weights: Path, compiled: bool) -> dict[str, float]:
     """Images a second of each part by itself: the slowest one decides."""
     import torch
 
@@ -85,12 +86,12 @@ def parts(paths: list[Path], weights: Path) -> dict[str, float]:
     pixels = [row for row in first if not isinstance(row, str)]
     with torch.inference_mode():
         found["copying and resizing"] = _rate(lambda: inception.resized(pixels, device), len(pixels), device)
-        found |= networks(inception.resized(pixels, device), weights)
+        found |= networks(inception.resized(pixels, device), weights, compiled)
     return {name: round(value, 1) for name, value in found.items()}
 
 
-def networks(inputs: Any, weights: Path) -> dict[str, float]:
-    """Images a second of the network alone, by layout, precision, number at once, and compiled."""
+def networks(inputs: Any, weights: Path, compiled: bool) -> dict[str, float]:
+    """Images a second of the network alone, by layout, precision, number at once, and where it is asked for compiled."""
     import torch
 
     from muralist.evaluate.inception import fold_norms
@@ -100,7 +101,7 @@ def networks(inputs: Any, weights: Path) -> dict[str, float]:
     for layout in (torch.channels_last, torch.contiguous_format):
         network = fold_norms(load_inception(weights)).to(device).to(memory_format=layout)  # type: ignore[call-overload]
         ways = {"": network}
-        if device.type == "cuda":
+        if compiled:
             ways["compiled, "] = torch.compile(network)
         for way, run in ways.items():
             for times in (1, 4) if device.type == "cuda" else (1,):
@@ -200,7 +201,7 @@ def measure(side: int, arguments: argparse.Namespace) -> dict[str, Any]:
             list(pool.map(write, range(arguments.count), chunksize=50))
         paths = sorted((folder / "pictures").iterdir())
         result: dict[str, Any] = {"bytes of a file": round(sum(path.stat().st_size for path in paths) / len(paths))}
-        result["parts alone, images/s"] = parts(paths, arguments.weights)
+        result["parts alone, images/s"] = parts(paths, arguments.weights, arguments.compiled)
         result["muralist"], rows = ours(paths, arguments.weights, folder / "features", tf32=False)
         half = len(paths) // 2
         fid = distance(rows[:half], rows[half:])
@@ -224,6 +225,9 @@ def main() -> None:
     parser.add_argument("--reference_package", type=Path)
     parser.add_argument("--cifar", type=Path)
     parser.add_argument("--count", type=int, default=5000)
+    parser.add_argument(
+        "--compiled", action="store_true", help="time the network compiled as well, which takes minutes"
+    )
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     for side in SIDES:

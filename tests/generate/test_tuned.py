@@ -13,7 +13,7 @@ from diffusers.models.activations import GELU
 from torch._dynamo.testing import CompileCounter
 
 from muralist.copies import to_device, to_host
-from muralist.generate import diffusers_painter, tuned
+from muralist.generate import diffusers_painter, tuned, turned
 from muralist.generate.card import CardClock, Unhurried
 from muralist.generate.fp8 import use_fp8
 from muralist.generate.fused import LinearGelu, fuse_gelus, linear_gelu
@@ -88,6 +88,30 @@ def test_product_and_gelu_in_one_are_the_same(name: str, tiny_pipeline: Build) -
     torch.library.opcheck(linear_gelu, (inputs[0], layers[0].proj.weight.detach(), layers[0].proj.bias.detach()))
 
 
+@pytest.mark.parametrize("name", ["wan21", "wan22"])
+def test_queries_and_keys_turned_in_one_kernel_are_the_same(name: str, tiny_pipeline: Build) -> None:
+    pipe: Any = painter_of(tiny_pipeline(name))._pipe
+    network, random = pipe.transformer, torch.Generator().manual_seed(0)
+    for parameter in network.parameters():  # or the norms' weights, all ones, could be left out
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=random)
+    channels, text = network.config.in_channels, network.config.text_dim
+    inputs = {
+        "hidden_states": torch.randn(2, channels, 1, 6, 10, generator=random),
+        "timestep": torch.tensor([3.0, 700.0]),
+        "encoder_hidden_states": torch.randn(2, 7, text, generator=random),
+    }
+    expected = network(**inputs).sample
+    assert turned.turn_in_one_kernel(network) == len(network.blocks) > 0
+    assert turned.turn_in_one_kernel(network) == 0  # it has them
+    mine = network(**inputs).sample
+    assert expected.std() > 0.01 and (mine - expected).abs().max() < 1e-5
+    layer = network.blocks[0].attn1
+    cos, sin = network.rope(inputs["hidden_states"])
+    tokens = torch.randn(2, cos.shape[1], layer.inner_dim, generator=random)
+    weights = layer.norm_q.weight.detach(), layer.norm_k.weight.detach()
+    torch.library.opcheck(turned.norm_and_turn, (tokens, tokens.flip(0), *weights, 1e-6, cos, sin, layer.heads))
+
+
 @pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize(("name", "kinds"), [("hunyuan", 2), ("wan21", 1)])  # of the former, half have a skip
 def test_blocks_of_one_kind_are_traced_once_for_all(
@@ -99,6 +123,7 @@ def test_blocks_of_one_kind_are_traced_once_for_all(
     network, traced = painter._pipe.transformer, CompileCounter()
     blocks = repeated_blocks(network)
     assert use_fp8(blocks, least_side=16) if in_8_bits else fuse_gelus(network)
+    assert turned.turn_in_one_kernel(network) == (len(blocks) if name == "wan21" else 0)
     for block in blocks:
         block.compile(dynamic=False, backend=traced)
     paint(painter, CAR)

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from muralist.generate import turned_kernels
+from muralist.generate.turned import norm_and_turn
 from muralist.models import fp8_products
 from muralist.models.fp8_products import FP8
 from muralist.models.fused import norm as norm_kernels
@@ -113,6 +115,19 @@ def attention(batch: int, tokens: int, count: int, dtype: torch.dtype, device: s
     return off, bound
 
 
+def across_heads(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype, device: str) -> float:
+    """Norm over all heads of a token, and rotation by cosines and sines of which each is there twice."""
+    width = count * head_dim
+    q, k = torch.randn(2, batch, tokens, width, dtype=dtype, device=device)
+    weights = torch.randn(2, width, dtype=dtype, device=device)
+    angle = torch.randn(1, tokens, 1, head_dim // 2, device=device).repeat_interleave(2, dim=-1)
+    made = turned_kernels.norm_and_turn(q, k, *weights, 1e-6, angle.cos(), angle.sin(), count)
+    high = [x.double().cpu() for x in (q, k, *weights)]
+    return max(
+        map(difference, made, norm_and_turn(*high, 1e-6, angle.double().cpu().cos(), angle.double().cpu().sin(), count))
+    )
+
+
 def head_inputs(batch: int, tokens: int, count: int, head_dim: int, dtype: torch.dtype, device: str) -> list[Tensor]:
     """Output and bias of a qkv layer, weights of two norms, cosines and sines."""
     width = count * head_dim
@@ -192,6 +207,8 @@ def main() -> None:
             ("norm 1x33x40", norm(1, 33, 40, dtype, device)),
             ("heads 2x9x3x8", heads(2, 9, 3, 8, dtype, device)),
             ("heads 1x35x5x20", heads(1, 35, 5, 20, dtype, device)),
+            ("across heads 2x9x3x8", across_heads(2, 9, 3, 8, dtype, device)),
+            ("across heads 1x5x2x20", across_heads(1, 5, 2, 20, dtype, device)),
             ("swiglu 3x15x7", swiglu((3, 15), 7, dtype, device)),
             *([("8 bits 9x48", in_8_bits(9, 48, dtype, device))] if eight else []),
         ]
@@ -202,6 +219,7 @@ def main() -> None:
             ("heads 4x288x12x64", heads(4, 288, 12, 64, dtype, device)),
             ("heads 3x261x16x80", heads(3, 261, 16, 80, dtype, device)),
             ("heads 2x70x16x104", heads(2, 70, 16, 104, dtype, device)),
+            ("across heads 2x390x12x128", across_heads(2, 390, 12, 128, dtype, device)),
             ("swiglu 4x288x2048", swiglu((4, 288), 2048, dtype, device)),
             ("swiglu 3x261x2730", swiglu((3, 261), 2730, dtype, device)),
             *([("8 bits 513x768", in_8_bits(513, 768, dtype, device))] if eight else []),

@@ -35,6 +35,8 @@ class Tuning:
     """Let cuDNN compute attention before others, on Hopper and later."""
     fused_gelu: bool = True
     """Product, bias and GELU of feed-forward layers in one kernel."""
+    turned: bool = True
+    """Norm and rotation of queries and keys in one kernel, in Wan's self-attention."""
     recorded: bool = True
     """Record the compiled network's passes and replay them."""
 
@@ -69,6 +71,11 @@ def tune(pipe: Any, tuning: Tuning, device: torch.device) -> None:
 
         for network in networks:
             fuse_gelus(network)
+    if tuning.turned and device.type == "cuda" and can_compile():
+        from muralist.generate.turned import turn_in_one_kernel
+
+        for network in networks:
+            turn_in_one_kernel(network)
     if not tuning.compiled:
         return
     choose_by_rules()
