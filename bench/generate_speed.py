@@ -288,6 +288,7 @@ class Case:
 
     def _rows_kept_whole(self, tuning: Tuning) -> dict[str, Any]:
         keep_whole_rows()  # last of all: it stays so in this process
+        torch._dynamo.reset()  # or what was compiled before would be taken
         return self._batches(tuning)
 
     def _decoding(self, painter: DiffusersPainter) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ from muralist.errors import UserError
 
 _AT_ONCE = 8  # pictures of one request
 _FAREWELL = 5.0  # seconds
+_PIPE = 1 << 20  # bytes, the most that anybody gets; after each pipe full a thread needs Python's lock again
 
 Wanted = tuple[Path, bytes]
 """A file and the SHA-256 that its content has."""
@@ -36,6 +38,10 @@ class Decoders:
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
             for _ in range(processes)
         ]
+        for process in self._processes:
+            assert process.stdout
+            with suppress(OSError, AttributeError):  # there is less to be had, or no such call: as it is, then
+                fcntl.fcntl(process.stdout.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)
         self._free = list(self._processes)
         self._own = threading.local()
         self._pool = ThreadPoolExecutor(processes, initializer=self._adopt)

@@ -76,11 +76,11 @@ class InceptionFeatures:
     name: str = "inception"
     width: int = inception.FEATURES
 
-    tf32: bool = False
-    """Whether a GPU may round to 10 bits before it multiplies, which bench/fid_speed.py measures."""
+    tf32: bool = True
+    """Whether a GPU may round to 10 bits before it multiplies, as for pytorch-fid; bench/fid_speed.py measures it."""
 
     @classmethod
-    def of(cls, weights: Path, tf32: bool = False) -> InceptionFeatures:
+    def of(cls, weights: Path, tf32: bool = True) -> InceptionFeatures:
         """Features by the weights of a file."""
         return cls(weights, file_digest(weights) + tf32 * "-tf32", tf32=tf32)
 
