@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -135,3 +138,30 @@ def test_the_second_start_finds_what_the_first_compiled(home: Path) -> None:
         f"1 parts of the model were compiled. They are kept in {kept.folder}: the next start is a quick one.",
         f"All 1 parts of the model had been compiled before and were found in {kept.folder}.",
     ]
+
+
+def test_what_compiling_needs_is_there_when_something_else_has_been_waited_for() -> None:
+    script = """
+import sys
+from muralist import compiled_code
+with compiled_code.readied(False):
+    pass
+print("torch._inductor.compile_fx" in sys.modules)
+with compiled_code.readied(True):
+    pass
+print("torch._inductor.compile_fx" in sys.modules)
+from torch._inductor import codecache
+codecache.build_code_hash = None
+print(len(codecache.torch_key()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True", "32"], done.stderr
+
+
+def test_what_cannot_be_made_ready_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.triton_compat", None)
+    with compiled_code.readied(True):
+        pass
+    assert not failed

@@ -16,6 +16,9 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -84,6 +87,29 @@ def keep() -> Kept:
     os.environ.setdefault(KERNELS, str(kept.folder / "triton"))  # our own are compiled before torch would say where
     _tell_kernels_apart()
     return kept
+
+
+@contextmanager
+def readied(wanted: bool) -> Iterator[None]:
+    """While something else waits for a device: import what compiles, and tell versions apart by their source.
+
+    torch needs both before it finds anything that is kept; they take as long as tracing a network.
+    """
+    thread = threading.Thread(target=_make_ready, daemon=True)
+    if wanted:
+        thread.start()
+    yield
+    if wanted:
+        thread.join()
+
+
+def _make_ready() -> None:
+    with suppress(Exception):  # torch does the same again where it compiles, and what fails is told there
+        from torch._inductor import codecache, compile_fx  # noqa: F401
+        from torch._inductor.runtime.triton_compat import triton_key
+
+        codecache.torch_key()
+        triton_key()
 
 
 def _tell_kernels_apart() -> None:
