@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -89,3 +90,37 @@ print([name for name in ("diffusers", "transformers") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(("status", "asked"), [(0, ["cuInit", "cuDevicePrimaryCtxRetain"]), (100, ["cuInit"])])
+def test_a_gpu_wakes_while_libraries_are_imported(
+    monkeypatch: pytest.MonkeyPatch, status: int, asked: list[str]
+) -> None:
+    heard: list[str] = []
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1" and os.environ["CUDA_MODULE_LOADING"] == "LAZY"
+
+        def cuInit(self, flags: int) -> int:
+            heard.append("cuInit")
+            return status
+
+        def cuDevicePrimaryCtxRetain(self, context: object, number: int) -> int:
+            assert number == 0  # the only one that is seen
+            heard.append("cuDevicePrimaryCtxRetain")
+            return 0
+
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "")
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    worker_process._wake_gpu()
+    assert heard == asked
+
+
+def test_a_machine_without_a_driver_is_not_the_thread_s_concern(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", none)
+    worker_process._wake_gpu()  # torch tells

@@ -6,12 +6,14 @@ memory on each. torch by itself looks for none.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
 import queue
 import signal
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from muralist.generate.messages import Begin, Report
@@ -48,7 +50,10 @@ def main(pipe: Connection) -> None:
     threading.Thread(target=listen, daemon=True).start()
     begin: Begin = inbox.get()
     multiprocessing.current_process().name = f"muralist-gpu{begin.label}"
-    work(begin.job, begin.label, torch.device(_alone(begin.device)), inbox, send)
+    device = torch.device(_alone(begin.device))
+    if device.type == "cuda":
+        threading.Thread(target=_wake_gpu, daemon=True).start()
+    work(begin.job, begin.label, device, inbox, send)
 
 
 def _alone(device: str) -> str:
@@ -59,3 +64,12 @@ def _alone(device: str) -> str:
     number = int(device.removeprefix("cuda:"))
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number] if visible else str(number)
     return "cuda:0"
+
+
+def _wake_gpu() -> None:
+    """Have the driver make the context that torch will use: other threads go on importing meanwhile."""
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # read here; older drivers would load every kernel there is
+    with suppress(OSError, AttributeError):  # what is wrong with a driver torch finds out, and tells
+        driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+        if driver.cuInit(0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
