@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -64,6 +65,37 @@ class Kept:
 
 def keep() -> Kept:
     """Tell torch where to keep what it compiles: TORCHINDUCTOR_CACHE_DIR if it is set, else the user's cache folder."""
+    folder, fault = _chosen()
+    kept = Kept(folder)
+    if fault:
+        aside = Path(tempfile.mkdtemp(prefix="muralist-compiled-"))
+        atexit.register(shutil.rmtree, aside, ignore_errors=True)
+        kept = Kept(aside, f"They are not kept: {fault}. Name a folder of your own with {VARIABLE}.")
+    os.environ[VARIABLE] = str(kept.folder)
+    os.environ.setdefault(KERNELS, str(kept.folder / "triton"))  # our own are compiled before torch would say where
+    _tell_kernels_apart()
+    return kept
+
+
+def keep_bytecode() -> None:
+    """Have Python keep what it compiles as well, where it would compile torch anew at every start; before importing that.
+
+    That takes twice as long as importing it. It is so where libraries came without bytecode, as in many images of
+    containers, and Python can, or may, put none beside them.
+    """
+    torch = importlib.util.find_spec("torch")
+    assert torch and torch.origin  # a dependency
+    beside = Path(torch.origin).parent
+    may = not sys.dont_write_bytecode and os.access(beside, os.W_OK)
+    if may or sys.pycache_prefix is not None or Path(importlib.util.cache_from_source(torch.origin)).is_file():
+        return
+    folder, fault = _chosen()
+    if not fault:
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder / "bytecode"), False
+
+
+def _chosen() -> tuple[Path, str]:
+    """The folder, made if need be, and why it cannot be used."""
     named = os.environ.get(VARIABLE)
     if named and named.startswith(f"{tempfile.gettempdir()}/torchinductor_"):
         named = None  # torch's own choice, which it puts there when parts of it are imported
@@ -78,15 +110,7 @@ def keep() -> Kept:
             fault = f"{folder} cannot be written"
     except OSError as error:
         fault = f"{error.filename or folder} cannot be used ({error.strerror})"
-    kept = Kept(folder)
-    if fault:
-        aside = Path(tempfile.mkdtemp(prefix="muralist-compiled-"))
-        atexit.register(shutil.rmtree, aside, ignore_errors=True)
-        kept = Kept(aside, f"They are not kept: {fault}. Name a folder of your own with {VARIABLE}.")
-    os.environ[VARIABLE] = str(kept.folder)
-    os.environ.setdefault(KERNELS, str(kept.folder / "triton"))  # our own are compiled before torch would say where
-    _tell_kernels_apart()
-    return kept
+    return folder, fault
 
 
 @contextmanager

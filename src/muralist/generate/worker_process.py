@@ -16,6 +16,7 @@ import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from muralist.compiled_code import keep_bytecode
 from muralist.generate.messages import Begin, Report
 from muralist.lasting_imports import lasting_imports
 
@@ -25,6 +26,7 @@ def main(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches every process of a terminal; the fleet decides
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    keep_bytecode()
     with lasting_imports():
         import torch
         from tqdm import tqdm
