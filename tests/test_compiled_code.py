@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import subprocess
+import sys
 import tempfile
+import threading
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 
 import pytest
 
 from muralist import compiled_code
-from muralist.compiled_code import KERNELS, VARIABLE, keep
+from muralist.compiled_code import KERNELS, VARIABLE, keep, keep_bytecode
 
 
 @pytest.fixture(autouse=True)
@@ -135,3 +140,76 @@ def test_the_second_start_finds_what_the_first_compiled(home: Path) -> None:
         f"1 parts of the model were compiled. They are kept in {kept.folder}: the next start is a quick one.",
         f"All 1 parts of the model had been compiled before and were found in {kept.folder}.",
     ]
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library that came without bytecode, in torch's place, in a process that may not write any."""
+    (tmp_path / "libraries" / "torch").mkdir(parents=True)
+    source = tmp_path / "libraries" / "torch" / "__init__.py"
+    source.write_text("answer = 42\n")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=str(source)))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    return source
+
+
+def test_bytecode_that_cannot_lie_beside_its_source_is_kept(bare: Path, home: Path) -> None:
+    keep_bytecode()
+    assert not sys.dont_write_bytecode
+    assert sys.pycache_prefix is not None and Path(sys.pycache_prefix).parent == keep().folder
+    SourceFileLoader("bare_library", str(bare)).load_module()
+    (kept,) = (home / "cache").rglob("*.pyc")
+    assert kept == Path(importlib.util.cache_from_source(str(bare)))
+    assert not (bare.parent / "__pycache__").exists()
+
+
+def test_bytecode_that_is_there_or_can_be_is_left_to_python(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    keep_bytecode()
+    assert sys.pycache_prefix is None  # it may lie beside its source
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    beside = Path(importlib.util.cache_from_source(str(bare)))
+    beside.parent.mkdir()
+    beside.touch()
+    keep_bytecode()
+    assert sys.pycache_prefix is None  # it does
+    beside.unlink()
+    monkeypatch.setattr(sys, "pycache_prefix", "/elsewhere")
+    keep_bytecode()
+    assert sys.pycache_prefix == "/elsewhere"  # somebody chose
+
+
+def test_bytecode_is_not_kept_where_others_can_write(bare: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "open").mkdir()
+    (home / "open").chmod(0o777)
+    monkeypatch.setenv(VARIABLE, str(home / "open"))
+    keep_bytecode()
+    assert sys.dont_write_bytecode and sys.pycache_prefix is None
+
+
+def test_what_compiling_needs_is_there_when_something_else_has_been_waited_for() -> None:
+    script = """
+import sys
+from muralist import compiled_code
+with compiled_code.readied(False):
+    pass
+print("torch._inductor.compile_fx" in sys.modules)
+with compiled_code.readied(True):
+    pass
+print("torch._inductor.compile_fx" in sys.modules)
+from torch._inductor import codecache
+codecache.build_code_hash = None
+print(len(codecache.torch_key()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True", "32"], done.stderr
+
+
+def test_what_cannot_be_made_ready_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setitem(sys.modules, "torch._inductor.runtime.triton_compat", None)
+    with compiled_code.readied(True):
+        pass
+    assert not failed

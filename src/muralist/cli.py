@@ -95,6 +95,9 @@ def _generate(arguments: Sequence[str]) -> int:
     from muralist.settings import GenerateSettings
 
     settings = load(GenerateSettings, arguments, {})
+    from muralist.compiled_code import keep_bytecode
+
+    keep_bytecode()
     from muralist.generate.job import generate
 
     return generate(settings)

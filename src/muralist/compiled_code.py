@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
 import stat
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -61,6 +65,37 @@ class Kept:
 
 def keep() -> Kept:
     """Tell torch where to keep what it compiles: TORCHINDUCTOR_CACHE_DIR if it is set, else the user's cache folder."""
+    folder, fault = _chosen()
+    kept = Kept(folder)
+    if fault:
+        aside = Path(tempfile.mkdtemp(prefix="muralist-compiled-"))
+        atexit.register(shutil.rmtree, aside, ignore_errors=True)
+        kept = Kept(aside, f"They are not kept: {fault}. Name a folder of your own with {VARIABLE}.")
+    os.environ[VARIABLE] = str(kept.folder)
+    os.environ.setdefault(KERNELS, str(kept.folder / "triton"))  # our own are compiled before torch would say where
+    _tell_kernels_apart()
+    return kept
+
+
+def keep_bytecode() -> None:
+    """Have Python keep what it compiles as well, where it would compile torch anew at every start; before importing that.
+
+    That takes twice as long as importing it. It is so where libraries came without bytecode, as in many images of
+    containers, and Python can, or may, put none beside them.
+    """
+    torch = importlib.util.find_spec("torch")
+    assert torch and torch.origin  # a dependency
+    beside = Path(torch.origin).parent
+    may = not sys.dont_write_bytecode and os.access(beside, os.W_OK)
+    if may or sys.pycache_prefix is not None or Path(importlib.util.cache_from_source(torch.origin)).is_file():
+        return
+    folder, fault = _chosen()
+    if not fault:
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder / "bytecode"), False
+
+
+def _chosen() -> tuple[Path, str]:
+    """The folder, made if need be, and why it cannot be used."""
     named = os.environ.get(VARIABLE)
     if named and named.startswith(f"{tempfile.gettempdir()}/torchinductor_"):
         named = None  # torch's own choice, which it puts there when parts of it are imported
@@ -75,15 +110,30 @@ def keep() -> Kept:
             fault = f"{folder} cannot be written"
     except OSError as error:
         fault = f"{error.filename or folder} cannot be used ({error.strerror})"
-    kept = Kept(folder)
-    if fault:
-        aside = Path(tempfile.mkdtemp(prefix="muralist-compiled-"))
-        atexit.register(shutil.rmtree, aside, ignore_errors=True)
-        kept = Kept(aside, f"They are not kept: {fault}. Name a folder of your own with {VARIABLE}.")
-    os.environ[VARIABLE] = str(kept.folder)
-    os.environ.setdefault(KERNELS, str(kept.folder / "triton"))  # our own are compiled before torch would say where
-    _tell_kernels_apart()
-    return kept
+    return folder, fault
+
+
+@contextmanager
+def readied(wanted: bool) -> Iterator[None]:
+    """While something else waits for a device: import what compiles, and tell versions apart by their source.
+
+    torch needs both before it finds anything that is kept; they take as long as tracing a network.
+    """
+    thread = threading.Thread(target=_make_ready, daemon=True)
+    if wanted:
+        thread.start()
+    yield
+    if wanted:
+        thread.join()
+
+
+def _make_ready() -> None:
+    with suppress(Exception):  # torch does the same again where it compiles, and what fails is told there
+        from torch._inductor import codecache, compile_fx  # noqa: F401
+        from torch._inductor.runtime.triton_compat import triton_key
+
+        codecache.torch_key()
+        triton_key()
 
 
 def _tell_kernels_apart() -> None:

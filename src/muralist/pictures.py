@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import io
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+
+if TYPE_CHECKING:
+    import torch
 
 
 def to_pixels(images: torch.Tensor) -> torch.Tensor:
     """[-1, 1], [B, 3, H, W] to uint8 [B, H, W, 3], rounded."""
+    import torch  # seconds, which the command that starts workers would spend before it starts them
+
     return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from PIL import Image
 
 from muralist.cli import main
 from muralist.data import ledger_lines
+from muralist.errors import UserError
 from muralist.generate import job, ledger
 from muralist.generate.messages import Measure, Task
+from muralist.machine import choose_devices
+from muralist.scale.checks.check import Circumstances
 from tests.support.crews import ModelCrew
 from tests.support.pipelines import build_pipeline
 from tests.support.runs import only_run, train
@@ -89,6 +93,38 @@ def test_classes_as_prompts_several_pictures_each(
     assert sorted(path.name for path in images.iterdir() if path.name not in names) == [
         "failed_prompts_gpu2.txt", "failed_prompts_gpu3.txt", "ledger.jsonl",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_worker_is_on_its_way_before_the_devices_are_known(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    happened: list[str] = []
+
+    @contextmanager
+    def early() -> Iterator[list[Any]]:
+        happened.append("on its way")
+        try:
+            yield []
+        finally:
+            happened.append("ended")
+
+    def devices(ids: Sequence[int]) -> dict[str, str]:
+        happened.append("devices")
+        return choose_devices(ids)
+
+    def trouble(around: Circumstances) -> None:
+        happened.append("checks")
+        assert "gpus" in vars(around)  # asked beside counting
+        if refused:
+            raise UserError("No.")
+
+    monkeypatch.setattr(ModelCrew, "early", staticmethod(early))
+    monkeypatch.setattr(job, "choose_devices", devices)
+    monkeypatch.setattr(job, "refuse_trouble", trouble)
+    table(tmp_path, "prompt\nmeadow\n")
+    generate(tmp_path, run, expect=int(refused))
+    assert happened == ["on its way", "devices", "checks", "ended"]
 
 
 def test_the_batch_that_was_found_is_kept(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,3 +111,14 @@ def test_flags_of_jit_are_refused_elsewhere(tiny_pipeline: Build) -> None:
         (flag,) = changes
         with pytest.raises(UserError, match=f"--{flag} is for JiT models, and this is a pipeline of diffusers"):
             check_model(given(tiny_pipeline("sd"), **changes))
+
+
+def test_what_a_pipeline_is_can_be_told_without_torch(tiny_pipeline: Build) -> None:
+    folder = tiny_pipeline("wan21")
+    script = (
+        "import sys; from muralist.generate import job; from muralist.settings import GenerateSettings as Settings\n"
+        "job.check_model(Settings(prompts_csv='none', output_dir='none', model_path=sys.argv[1]))\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

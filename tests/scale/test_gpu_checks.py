@@ -72,6 +72,13 @@ def test_the_driver_is_asked_for_memory_and_processes(tmp_path: Path, monkeypatc
     assert gpus.listed[0].capability == 9.0
 
 
+def test_the_driver_is_asked_all_questions_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer waits until all three questions are there."""
+    here = f'touch "{tmp_path}/asked.$$"; while [ $(ls "{tmp_path}"/asked.* | wc -l) -lt 3 ]; do sleep 0.02; done'
+    program(tmp_path, monkeypatch, f'{here}; case "$1" in --query*) ;; *) echo "{HEADER}";; esac')
+    assert ask_driver(patience=20) == Gpus(cuda="12.4")
+
+
 def test_busy_gpus_are_named_by_id_with_their_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_driver(tmp_path, monkeypatch, used=(70, 60, 0, 0))
     found = finding("GPUs", Circumstances())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,14 @@ class ModelCrew(ThreadCrew):
 
     last: ModelCrew
 
-    def __init__(self, job: Job, devices: dict[str, str]) -> None:
+    def __init__(self, job: Job, devices: dict[str, str], early: list[Any]) -> None:
         super().__init__(job)
         self.devices = devices
         ModelCrew.last = self
+
+    @staticmethod
+    def early() -> AbstractContextManager[list[Any]]:
+        return nullcontext([])
 
     def open_painter(self) -> Painter:
         from muralist.generate.pipelines import open_painter

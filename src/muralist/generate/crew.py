@@ -10,12 +10,13 @@ import queue
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from muralist.generate.messages import Gone, Job, Order, Report
+from muralist.generate.messages import Begin, Gone, Job, Order, Report
 
 _ENDED_BY_ITSELF = 5.0
 
@@ -45,7 +46,24 @@ class _Worker:
 
     process: Any
     pipe: Connection
-    outbox: queue.SimpleQueue[Order | None] = field(default_factory=queue.SimpleQueue)
+    outbox: queue.SimpleQueue[Begin | Order | None] = field(default_factory=queue.SimpleQueue)
+
+    @classmethod
+    def spawn(cls) -> _Worker:
+        """Start a process, which imports what every worker needs and waits to be told what to do."""
+        from muralist.generate.worker_process import main
+
+        context = multiprocessing.get_context("spawn")  # afresh: CUDA does not survive a fork
+        ours, theirs = context.Pipe()
+        process = context.Process(target=main, args=(theirs,), name="muralist-worker", daemon=True)
+        # Ctrl+C of a terminal reaches a worker even before it can say that it does not listen to it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()  # so that its end is the end of the pipe
+        return cls(process, ours)
 
     def __post_init__(self) -> None:
         self.poster = threading.Thread(target=self._post, daemon=True)
@@ -66,29 +84,30 @@ class _Worker:
 class LocalCrew:
     """Processes of this machine; `devices` says which device each label means."""
 
-    def __init__(self, job: Job, devices: dict[str, str]) -> None:
+    def __init__(self, job: Job, devices: dict[str, str], early: list[_Worker] | None = None) -> None:
         self.job, self.devices = job, devices
-        # Started afresh: CUDA does not survive a fork.
-        self._context = multiprocessing.get_context("spawn")
+        self._early = early if early is not None else []
         self._workers: dict[str, _Worker] = {}  # the last one of each label
         self._heard: dict[str, _Worker] = {}  # those whose end has not been told
 
-    def start(self, label: str) -> None:
-        """Start a worker's process."""
-        from muralist.generate.worker_process import main
-
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=main, args=(self.job, label, self.devices[label], theirs), name=f"muralist-gpu{label}", daemon=True
-        )
-        # Ctrl+C of a terminal reaches a worker even before it can say that it does not listen to it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    @staticmethod
+    @contextmanager
+    def early() -> Iterator[list[_Worker]]:
+        """A worker that is on its way while its command still finds out what there is to do; a crew may take it over."""
+        waiting = [_Worker.spawn()]
         try:
-            process.start()
+            yield waiting
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()  # so that its end is the end of the pipe
-        self._workers[label] = self._heard[label] = _Worker(process, ours)
+            for worker in waiting:
+                worker.process.kill()
+                worker.process.join(_ENDED_BY_ITSELF)
+                worker.close()
+
+    def start(self, label: str) -> None:
+        """Give a worker's process its work: one that waits for it, else a new one."""
+        worker = self._early.pop() if self._early else _Worker.spawn()
+        worker.outbox.put(Begin(self.job, label, self.devices[label]))
+        self._workers[label] = self._heard[label] = worker
 
     def send(self, label: str, order: Order) -> None:
         """Put an order into a worker's pipe."""

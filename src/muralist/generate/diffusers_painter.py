@@ -16,9 +16,11 @@ from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
+from muralist import compiled_code
 from muralist.errors import UserError, nearest
 from muralist.generate.adapters import add_adapters, check_adapters
 from muralist.generate.card import Copying, Ease
+from muralist.generate.carried import carry
 from muralist.generate.fp8 import Fp8Linear, exactly, use_fp8
 from muralist.generate.guidance import DENOISERS, DenoisingLoop
 from muralist.generate.noise import own_noise
@@ -98,16 +100,20 @@ class DiffusersPainter:
                 f"The pipeline in {folder} cannot be loaded.", f"The reason: {said}", "Check that the folder is whole."
             ) from error
         pipe.set_progress_bar_config(disable=True)
-        for part in pipe.components.values():
-            if isinstance(part, torch.nn.Module):
-                part.eval().requires_grad_(False)
+        modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+        for module in modules:
+            module.eval().requires_grad_(False)
         if settings.scheduler is not None:
             pipe.scheduler = another_scheduler(pipe.scheduler, settings.scheduler)
         add_adapters(pipe, check_adapters(settings.lora))
         offloaded = device.type == "cuda" and _wants_offload(pipe, settings, device)
-        if not offloaded:
-            pipe.to(device)  # first: weights are rounded and laid out anew where that is fast
-        painter = cls(pipe, settings, device, tuning or Tuning.of(settings.compile, device))
+        tuning = tuning or Tuning.of(settings.compile, device)
+        if not offloaded:  # first: weights are rounded and laid out anew where that is fast
+            if device.type == "cuda":
+                with compiled_code.readied(tuning.compiled):
+                    carry(modules, device)
+            pipe.to(device)
+        painter = cls(pipe, settings, device, tuning)
         if offloaded:
             # Last: offloading wraps the parts' calls, and takes its wrapping off again, so it must be outermost.
             pipe.enable_model_cpu_offload(gpu_id=device.index or 0)

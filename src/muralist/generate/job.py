@@ -7,9 +7,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -69,6 +70,7 @@ class _Command:
     plan: Plan
     folder: OutputFolder
     ranks: Ranks | None
+    around: Circumstances
     header: Header | None = None
     screen: Screen | None = None
     lock: Lock | None = None  # of the process that took stock
@@ -95,8 +97,8 @@ class _Command:
         plan.check()
         if model.family and model.family.label_names:
             _look_at_prompts(plan, model.family)
-        refuse_trouble(Circumstances(generate=settings, starting=True, known_model=model, known_pictures=len(plan)))
-        return cls(settings, identity_of(settings, model), plan, folder, ranks)
+        around = Circumstances(generate=settings, starting=True, known_model=model, known_pictures=len(plan))
+        return cls(settings, identity_of(settings, model), plan, folder, ranks, around)
 
     def run(self) -> int:
         """Take stock, work, and say what came of it."""
@@ -108,14 +110,19 @@ class _Command:
             raise cannot_write(error, self.folder.root) from None
 
     def _run(self) -> int:
-        devices = self._devices()
-        self.folder.create()
-        started = time.monotonic()
         interrupted, first = False, None
         with ExitStack() as stack:
+            early = stack.enter_context(LocalCrew.early()) if self.settings.engine != "ray" else []
+            asking = threading.Thread(target=self._ask_driver, daemon=True)
+            asking.start()
+            devices = self._devices()  # imports torch, which takes as long
+            asking.join()
+            refuse_trouble(self.around)
+            self.folder.create()
+            started = time.monotonic()
             todo, own, beat = self._share_stock(stack)
             if len(todo):
-                crew = self._crew(devices)
+                crew = self._crew(devices, early)
                 screen: Screen = RankScreen(self.ranks) if self.ranks else ToldScreen(open_screen(), self.folder)
                 self.screen = screen
                 more = self.ranks.more if self.ranks else lambda: None
@@ -143,6 +150,10 @@ class _Command:
             missing = self.ranks.missing() if self.ranks and not closed else self._missing()
         waited = first - started if first else None
         return self._conclude(len(todo), missing, time.monotonic() - started, waited, interrupted)
+
+    def _ask_driver(self) -> None:
+        with suppress(Exception):  # the check that needs the answer asks again, and tells what is wrong
+            _ = self.around.gpus
 
     @property
     def _is_first(self) -> bool:
@@ -231,14 +242,14 @@ class _Command:
         here = list(choose_devices(self.settings.gpu_ids).values())
         return {str(self.ranks.rank): here[self.ranks.local_rank % len(here)]}
 
-    def _crew(self, devices: dict[str, str]) -> Crew:
+    def _crew(self, devices: dict[str, str], early: list[Any]) -> Crew:
         facts = {"model": self.identity["model"], "settings": self.identity, "software": "muralist"}
         job = Job(self.settings, self.folder.root, self._digest, facts)
         if self.settings.engine == "ray":
             from muralist.generate.ray_crew import RayCrew
 
             return RayCrew(job, devices)
-        return LocalCrew(job, devices)
+        return LocalCrew(job, devices, early)
 
     def _settle(self, ready: Ready, measured: int | None) -> Shape | Not:
         """The shape of batches: the ledger's, else as asked, else as measured; on disk before any picture."""

@@ -22,6 +22,15 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Begin:
+    """The first word to a process: what it works at, by which name, and where."""
+
+    job: Job
+    label: str
+    device: str
+
+
+@dataclass(frozen=True)
 class Measure:
     """Find the largest batch that fits, up to a limit, painting this sample."""
 

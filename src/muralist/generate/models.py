@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from muralist.errors import UserError, nearest
 from muralist.models.complete import check_whole
+from muralist.models.fingerprint import fingerprint
 from muralist.settings import GenerateSettings
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _pipeline(folder: Path, settings: GenerateSettings) -> CheckedModel:
         log.info("--negative_prompt does nothing here: %s runs without classifier-free guidance.", name)
     height, width = settings.height or _PIPELINE_SIZE[0], settings.width or _PIPELINE_SIZE[1]
     settled = _settled(height, width, guidance, _frames(folder, settings))
-    prints = {part: _fingerprint(folder / part) for part in parts}
+    prints = {part: fingerprint(folder / part) for part in parts}
     return CheckedModel("pipeline", settled, _identity(name, prints, settings))
 
 
@@ -144,7 +145,7 @@ def _trained_hunyuan(path: Path, description: dict[str, Any], settings: Generate
     guidance = _PIPELINE_GUIDANCE if settings.guidance_scale == "auto" else settings.guidance_scale
     _check_cut(settings, "HunyuanDiT", guidance)
     settled = _settled(settings.height or own[0], settings.width or own[1], guidance, _asked_frames(settings))
-    prints = {part: _fingerprint(base / part) for part in parts} | {"trained": _fingerprint(weights_file(path, "ema1"))}
+    prints = {part: fingerprint(base / part) for part in parts} | {"trained": fingerprint(weights_file(path, "ema1"))}
     return CheckedModel("hunyuandit", settled, _identity("HunyuanDiT trained here", prints, settings), description)
 
 
@@ -185,7 +186,7 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
     guidance = _JIT_GUIDANCE if settings.guidance_scale == "auto" else settings.guidance_scale
     _check_cut(settings, "JiT", guidance if family.label_names else 1.0, unguided=1.0)
     settled = _settled(side, side, guidance, _asked_frames(settings))
-    identity = _identity(f"{family.name} at {side} px", {"weights": _fingerprint(file)}, settings)
+    identity = _identity(f"{family.name} at {side} px", {"weights": fingerprint(file)}, settings)
     return CheckedModel("jit", settled, identity | _unusual(settings), family.describe(), family)
 
 
@@ -211,7 +212,7 @@ def _identity(name: str, prints: dict[str, str], settings: GenerateSettings) -> 
     from muralist.generate.adapters import check_adapters
 
     whole = hashlib.sha256(json.dumps(prints, sort_keys=True).encode()).hexdigest()[:16]
-    adapters = [[_fingerprint(adapter.path), adapter.weight] for adapter in check_adapters(settings.lora)]
+    adapters = [[fingerprint(adapter.path), adapter.weight] for adapter in check_adapters(settings.lora)]
     return {"model": name, "fingerprint": whole, "lora": adapters}
 
 
@@ -253,12 +254,6 @@ def _holds_jit(path: Path) -> bool:
     from muralist.models.weights import CLASS_NAME, CONFIG_FILE, OFFICIAL_FILE
 
     return (path / OFFICIAL_FILE).is_file() or _read(path / CONFIG_FILE).get("_class_name") == CLASS_NAME
-
-
-def _fingerprint(path: Path) -> str:
-    from muralist.models.lora import fingerprint
-
-    return fingerprint(path)
 
 
 def _read(file: Path) -> dict[str, Any]:

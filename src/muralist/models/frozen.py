@@ -6,7 +6,7 @@ from pathlib import Path
 
 from muralist.data.encoded import EncodedSource
 from muralist.errors import UserError
-from muralist.models.lora import fingerprint
+from muralist.models.fingerprint import fingerprint
 
 FROZEN_PARTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 

@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from muralist.errors import UserError
-from muralist.models.lora import Lora, fingerprint
+from muralist.models.fingerprint import fingerprint
+from muralist.models.lora import Lora
 from muralist.runfolder import disk_error, flush_folder, no_space
 
 ADAPTER_FOLDER = "lora"

@@ -36,8 +36,9 @@ from muralist.keyed_random import Purpose, SampleKeys
 from muralist.loading import loading
 from muralist.models import variants
 from muralist.models.family import is_mirrored, to_unit
+from muralist.models.fingerprint import fingerprint
 from muralist.models.frozen import check_encoded, frozen_fingerprints
-from muralist.models.lora import Lora, fingerprint, is_adapter
+from muralist.models.lora import Lora, is_adapter
 from muralist.settings import SampleSettings, TrainSettings
 
 transformers_logging.disable_progress_bar()

@@ -5,11 +5,9 @@ The first of a pair starts as keyed noise and the second at zero, so a network w
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +26,6 @@ ADAPTER_FILE = "adapter_model.safetensors"
 _TRAINED = ".lora_"
 _BLOCKS = "blocks."
 _PEFT_PREFIX = "base_model.model."
-_ENDS = 1 << 20  # bytes
 
 
 def require_peft() -> None:
@@ -42,23 +39,6 @@ def require_peft() -> None:
 def is_adapter(name: str) -> bool:
     """Whether a weight of this name is part of LoRA."""
     return _TRAINED in name
-
-
-_WHAT_COUNTS = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
-
-
-def fingerprint(path: Path) -> str:
-    """Tells the weights in a folder, or one file, from others: LoRA of one network means nothing beside another.
-
-    Sizes and both ends of the files, which no two trainings leave alike; reading gigabytes at every start would take long.
-    """
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(file for pattern in _WHAT_COUNTS for file in path.glob(pattern)):
-        with file.open("rb") as content:
-            digest.update(f"{file.name} {file.stat().st_size}".encode() + content.read(_ENDS))
-            content.seek(-min(_ENDS, file.stat().st_size), os.SEEK_END)
-            digest.update(content.read())
-    return digest.hexdigest()[:16]
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:

@@ -29,7 +29,6 @@ from muralist.scale.checks.check import (
 from muralist.scale.checks.every import CHECKS
 from muralist.scale.checks.hardware import ANSWER_WITHIN
 from muralist.scale.checks.ranks import CLOCKS, COLLECTIVE, judge_clocks, judge_exchange
-from muralist.scale.meeting import Meeting, Missing
 from muralist.settings import DoctorSettings
 
 log = logging.getLogger("muralist")
@@ -71,6 +70,8 @@ def _together(settings: DoctorSettings, around: Circumstances, checks: Sequence[
     Each machine's own part comes before the collective test, in which GPUs are in use, and the plan's after it, while
     nobody waits.
     """
+    from muralist.scale.meeting import Meeting, Missing  # with torch, which a command that starts looks after later
+
     local = [check for check in checks if check.on_every_machine and around.local_rank == 0]
     first = [check for check in checks if check.name == "port" and around.rank == 0]
     later = [check for check in checks if check not in (*local, *first, COLLECTIVE, CLOCKS) and around.rank == 0]

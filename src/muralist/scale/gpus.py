@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 _FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
@@ -75,10 +76,13 @@ def ask_driver(patience: float = PATIENCE) -> Gpus:
     program = shutil.which("nvidia-smi")
     if program is None:
         return Gpus(present=False)
+    questions = (f"--query-gpu={','.join(_FIELDS)}", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
     try:
-        rows = _rows(_run(program, f"--query-gpu={','.join(_FIELDS)}", patience))
-        busy = _rows(_run(program, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", patience))
-        header = subprocess.run([program], capture_output=True, text=True, timeout=patience, check=False).stdout
+        # Side by side: each may take a second, in which a command that is about to start does nothing else.
+        with ThreadPoolExecutor(len(questions)) as pool:
+            answers = [pool.submit(_run, program, question, patience) for question in questions]
+            header = subprocess.run([program], capture_output=True, text=True, timeout=patience, check=False).stdout
+            rows, busy = (_rows(answer.result()) for answer in answers)
     except subprocess.TimeoutExpired:
         return Gpus(trouble=f"nvidia-smi did not answer within {patience:g} s")
     except subprocess.CalledProcessError as error:

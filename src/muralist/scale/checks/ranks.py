@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from muralist.scale.checks.check import Check, Circumstances, Finding, failed, ok, skipped, warning
-from muralist.scale.meeting import SIZES, Exchange
 from muralist.words import listed
+
+if TYPE_CHECKING:
+    from muralist.scale.meeting import Exchange
 
 _ALONE = "one process: `muralist launch --nproc N doctor ...` (or torchrun, srun) tests the exchange between ranks"
 _SKEW_MATTERS, _SKEW_HURTS = 1.0, 60.0  # seconds
@@ -20,7 +24,7 @@ def judge_exchange(found: Exchange) -> Finding:
     machines = len(set(found.hosts))
     told = f"{len(found.hosts)} ranks on {machines} machine{'s' if machines > 1 else ''} exchange {speeds}"
     facts = {
-        "bytes per second": found.bandwidths[SIZES[-1]],
+        "bytes per second": found.bandwidths[max(found.bandwidths)],
         "compute, seconds by rank": found.compute,
         "sending, seconds by rank": found.sending,
     }
