@@ -28,6 +28,7 @@ from muralist.generate.screen import Count, Screen
 _LOOK = 0.2  # seconds
 _LOADING = 600.0  # seconds a model may take to load, beyond the limit for a step
 _SAMPLES_AHEAD = 16  # whose text is encoded together
+_BATCHES_AHEAD = 3  # the last one is being saved, the device is at work on this one, and the next must follow at once
 _PLACES_AHEAD = 8  # batches' worth of rows to look through for one whose place is free
 _LATE = 60.0  # seconds to load a model, after which others may take the rows of its worker
 _DEATHS_PER_SAMPLE = 2
@@ -237,7 +238,7 @@ class Fleet:
         `expected`: what it would make of the samples that are left, if all went on as fast as they were.
         """
         assert self.shape is not None
-        plenty = max(2, -(-_SAMPLES_AHEAD // self.shape.now))
+        plenty = max(_BATCHES_AHEAD, -(-_SAMPLES_AHEAD // self.shape.now))
         if len(self.members) == 1 or member.given < _SAMPLES_AHEAD:
             return plenty
         return max(1, min(plenty, int(expected / self.shape.now)))
