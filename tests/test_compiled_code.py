@@ -148,7 +148,11 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "libraries" / "torch").mkdir(parents=True)
     source = tmp_path / "libraries" / "torch" / "__init__.py"
     source.write_text("answer = 42\n")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=str(source)))
+    other = tmp_path / "libraries" / "numpy.py"
+    other.write_text("")
+    os.utime(other, (1e9, 1e9))  # it came at another time
+    origins = {"torch": str(source), "numpy": str(other)}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleSpec(name, None, origin=origins[name]))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "pycache_prefix", None)
     return source
@@ -178,6 +182,31 @@ def test_bytecode_that_is_there_or_can_be_is_left_to_python(bare: Path, monkeypa
     monkeypatch.setattr(sys, "pycache_prefix", "/elsewhere")
     keep_bytecode()
     assert sys.pycache_prefix == "/elsewhere"  # somebody chose
+
+
+def test_bytecode_is_not_kept_of_an_image_in_which_all_files_are_as_old(bare: Path) -> None:
+    """Python tells a file from its next version by age and size."""
+    os.utime(bare, (1e9, 1e9))
+    keep_bytecode()
+    assert sys.dont_write_bytecode and sys.pycache_prefix is None
+
+
+def test_bytecode_has_a_folder_of_its_own_that_nobody_else_writes(
+    bare: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "named" / "bytecode").mkdir(parents=True, mode=0o755)
+    monkeypatch.setenv(VARIABLE, str(home / "named"))
+    (home / "named" / "bytecode").chmod(0o777)
+    keep_bytecode()
+    assert sys.dont_write_bytecode and sys.pycache_prefix is None
+    (home / "named" / "bytecode").rmdir()
+    before = os.umask(0)
+    try:
+        keep_bytecode()
+    finally:
+        os.umask(before)
+    assert sys.pycache_prefix == str(home / "named" / "bytecode")
+    assert (home / "named" / "bytecode").stat().st_mode & 0o777 == 0o700
 
 
 def test_bytecode_is_not_kept_where_others_can_write(bare: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 KERNELS = "TRITON_CACHE_DIR"
 _GRAPHS = "fxgraph"  # torch's own name for the folder of whole graphs
 _PROCESSOR = Path("/proc/cpuinfo")
+_OPERATIONS = ("models/fused/*.py", "generate/fused.py", "generate/turned*.py")
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,22 @@ def keep_bytecode() -> None:
     That takes twice as long as importing it. It is so where libraries came without bytecode, as in many images of
     containers, and Python can, or may, put none beside them.
     """
-    torch = importlib.util.find_spec("torch")
-    assert torch and torch.origin  # a dependency
-    beside = Path(torch.origin).parent
-    may = not sys.dont_write_bytecode and os.access(beside, os.W_OK)
-    if may or sys.pycache_prefix is not None or Path(importlib.util.cache_from_source(torch.origin)).is_file():
+    torch, other = _source("torch"), _source("numpy")
+    may = not sys.dont_write_bytecode and os.access(torch.parent, os.W_OK)
+    if may or sys.pycache_prefix is not None or Path(importlib.util.cache_from_source(str(torch))).is_file():
         return
+    if int(torch.stat().st_mtime) == int(other.stat().st_mtime):
+        return  # an image whose files are all as old: by its age, a file of the next image could not be told from this one's
     folder, fault = _chosen()
-    if not fault:
-        sys.pycache_prefix, sys.dont_write_bytecode = str(folder / "bytecode"), False
+    folder /= "bytecode"
+    if not (fault or _unusable(folder)):
+        sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
+
+
+def _source(library: str) -> Path:
+    found = importlib.util.find_spec(library)
+    assert found and found.origin  # a dependency
+    return Path(found.origin)
 
 
 def _chosen() -> tuple[Path, str]:
@@ -100,6 +108,11 @@ def _chosen() -> tuple[Path, str]:
     if named and named.startswith(f"{tempfile.gettempdir()}/torchinductor_"):
         named = None  # torch's own choice, which it puts there when parts of it are imported
     folder = Path(named).absolute() if named else user_cache() / "compiled" / _this_kind()
+    return folder, _unusable(folder)
+
+
+def _unusable(folder: Path) -> str:
+    """Make a folder if need be; why code that is run cannot be kept there, if so."""
     try:
         for place in reversed(folder.parents):  # mkdir's own `parents` would make them with the usual mode
             if not place.exists():
@@ -110,7 +123,7 @@ def _chosen() -> tuple[Path, str]:
             fault = f"{folder} cannot be written"
     except OSError as error:
         fault = f"{error.filename or folder} cannot be used ({error.strerror})"
-    return folder, fault
+    return fault
 
 
 @contextmanager
@@ -122,9 +135,11 @@ def readied(wanted: bool) -> Iterator[None]:
     thread = threading.Thread(target=_make_ready, daemon=True)
     if wanted:
         thread.start()
-    yield
-    if wanted:
-        thread.join()
+    try:
+        yield
+    finally:
+        if wanted:
+            thread.join()
 
 
 def _make_ready() -> None:
@@ -140,7 +155,7 @@ def _tell_kernels_apart() -> None:
     """Make the source of our own kernels part of what is kept: torch does not look into the operations they are."""
     from torch.compiler import config
 
-    sources = sorted((Path(__file__).parent / "models" / "fused").glob("*.py"))
+    sources = sorted(file for pattern in _OPERATIONS for file in Path(__file__).parent.glob(pattern))
     config.cache_key_tag = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16]
 
 

@@ -112,6 +112,16 @@ def test_queries_and_keys_turned_in_one_kernel_are_the_same(name: str, tiny_pipe
     torch.library.opcheck(turned.norm_and_turn, (tokens, tokens.flip(0), *weights, 1e-6, cos, sin, layer.heads))
 
 
+def test_what_shows_in_pictures_is_told(tiny_pipeline: Build) -> None:
+    """Where nothing is compiled, no kernel of ours is either: it may be why somebody asked for that."""
+    gpu = torch.device("cuda:0")
+    pipe: Any = painter_of(tiny_pipeline("wan21"))._pipe
+    assert tuned.tune(pipe, Tuning(compiled=False), gpu) == {}
+    assert not any(isinstance(block.attn1.processor, turned.TurningProcessor) for block in pipe.transformer.blocks)
+    assert tuned.tune(pipe, Tuning(compiled=True), gpu) == {"rotation": "in one kernel"}
+    assert tuned.tune(painter_of(tiny_pipeline("hunyuan"))._pipe, Tuning(compiled=True), gpu) == {}
+
+
 @pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize(("name", "kinds"), [("hunyuan", 2), ("wan21", 1)])  # of the former, half have a skip
 def test_blocks_of_one_kind_are_traced_once_for_all(

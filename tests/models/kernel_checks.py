@@ -220,6 +220,7 @@ def main() -> None:
             ("heads 3x261x16x80", heads(3, 261, 16, 80, dtype, device)),
             ("heads 2x70x16x104", heads(2, 70, 16, 104, dtype, device)),
             ("across heads 2x390x12x128", across_heads(2, 390, 12, 128, dtype, device)),
+            ("across heads 1x70x40x128", across_heads(1, 70, 40, 128, dtype, device)),
             ("swiglu 4x288x2048", swiglu((4, 288), 2048, dtype, device)),
             ("swiglu 3x261x2730", swiglu((3, 261), 2730, dtype, device)),
             *([("8 bits 513x768", in_8_bits(513, 768, dtype, device))] if eight else []),

@@ -21,7 +21,7 @@ def check(module: str = "kernel_checks", *words: str, **environment: str) -> str
 
 
 def test_the_kernels_compute_what_float64_does() -> None:
-    assert check(TRITON_INTERPRET="1").count("ok ") == 11
+    assert check(TRITON_INTERPRET="1").count("ok ") == 13
 
 
 def test_the_compiler_sees_operations_and_no_kernels() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -64,3 +66,21 @@ def test_trouble_in_the_background_is_raised_once_where_training_asks(
         writer.finish()
     writer.check()
     writer.finish()
+
+
+def test_a_checkpoint_is_completed_though_the_program_ends(tmp_path: Path) -> None:
+    """Somebody who presses Ctrl+C again and again leaves every wait; Python itself then waits for the thread."""
+    script = f"""
+import threading, time, torch
+from pathlib import Path
+from muralist.train import checkpoint
+complete = checkpoint._complete
+checkpoint._complete = lambda *inputs: (time.sleep(1), complete(*inputs))[1]  # the program has ended by then
+tensors = {{"w": torch.ones(4)}}
+inputs = Path({str(tmp_path)!r}), 7, {{"model": tensors}}, tensors, {{"model": {{}}}}
+threading.Thread(target=checkpoint.write, args=inputs).start()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (only,) = checkpoint.all_in(tmp_path)
+    assert checkpoint.manifest_of(only)["step"] == 7

@@ -16,6 +16,7 @@ import numpy as np
 from muralist.evaluate.data_pictures import DataPicture
 from muralist.evaluate.extractors import Extractor
 
+CPU = "cpu"  # as a kind of device
 _HOW = "2"  # another number where features are computed in another way, be it that only their last bits differ
 
 
@@ -34,7 +35,8 @@ class Cache:
 
     def __init__(self, folder: Path, extractor: Extractor, device_kind: str) -> None:
         versions = [version(name) for name in ("torch", "pillow", "transformers")]
-        made_with = "/".join((extractor.digest, device_kind, *versions, _HOW))
+        rounded = ("TF32",) if extractor.tf32 and device_kind != CPU else ()
+        made_with = "/".join((extractor.digest, device_kind, *versions, _HOW, *rounded))
         self.folder = folder / f"{extractor.name}-{hashlib.sha256(made_with.encode()).hexdigest()[:12]}"
         self.record = np.dtype([("key", "u1", 32), ("row", "<f4", extractor.width), ("check", "<u4")])
 

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from muralist.errors import UserError
+from muralist.machine import usable_cores
 
 _AT_ONCE = 8  # pictures of one request
 _FAREWELL = 5.0  # seconds
-_PIPE = 1 << 20  # bytes, the most that anybody gets; after each pipe full a thread needs Python's lock again
+# Bytes: after each pipe full a thread needs Python's lock again. One has at most a megabyte, and all of a user 64.
+_PIPE, _ALL_PIPES = 1 << 20, 16 << 20
 
 Wanted = tuple[Path, bytes]
 """A file and the SHA-256 that its content has."""
@@ -38,10 +40,11 @@ class Decoders:
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
             for _ in range(processes)
         ]
+        size = min(_PIPE, _ALL_PIPES // usable_cores())  # of every GPU's decoders together, there are as many as cores
         for process in self._processes:
             assert process.stdout
             with suppress(OSError, AttributeError):  # there is less to be had, or no such call: as it is, then
-                fcntl.fcntl(process.stdout.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)
+                fcntl.fcntl(process.stdout.fileno(), fcntl.F_SETPIPE_SZ, size)
         self._free = list(self._processes)
         self._own = threading.local()
         self._pool = ThreadPoolExecutor(processes, initializer=self._adopt)

@@ -161,7 +161,8 @@ def _batch_size(loaded: Loaded, row: Tensor, size: int) -> int:
 
 @contextmanager
 def _exact(device: torch.device) -> Iterator[None]:
-    """Full float32, the same kernels every time, one thread on a CPU: then results do not depend on who computes."""
+    """Float32, unless an extractor has it otherwise, the same kernels every time, one thread on a CPU: then results do not
+    depend on who computes."""
     threads = torch.get_num_threads()
     cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
     matmul = torch.backends.cuda.matmul.allow_tf32

@@ -35,7 +35,7 @@ class Loaded:
 
 
 class Extractor(Protocol):
-    """Which features: the digest names everything that they depend on, apart from the device."""
+    """Which features: digest and tf32 name everything that they depend on, apart from the device."""
 
     @property
     def name(self) -> str:
@@ -52,6 +52,10 @@ class Extractor(Protocol):
     @property
     def source(self) -> Path:
         """The file or folder of its weights."""
+
+    @property
+    def tf32(self) -> bool:
+        """Whether a GPU may round to 10 bits before it multiplies."""
 
     def load(self, device: torch.device) -> Loaded:
         """Read the weights."""
@@ -82,7 +86,7 @@ class InceptionFeatures:
     @classmethod
     def of(cls, weights: Path, tf32: bool = True) -> InceptionFeatures:
         """Features by the weights of a file."""
-        return cls(weights, file_digest(weights) + tf32 * "-tf32", tf32=tf32)
+        return cls(weights, file_digest(weights), tf32=tf32)
 
     @property
     def source(self) -> Path:
@@ -113,6 +117,7 @@ class ClipFeatures:
     digest: str
     width: int
     name: str
+    tf32: bool = False
 
     @classmethod
     def both(cls, folder: Path) -> tuple[ClipFeatures, ClipFeatures]:

@@ -16,7 +16,7 @@ import torch
 
 from muralist.data.images import BrokenImage, decode, read_image_file, stored_shape
 from muralist.errors import UserError
-from muralist.evaluate.cache import Cache, Item
+from muralist.evaluate.cache import CPU, Cache, Item
 from muralist.evaluate.crew import extract_together
 from muralist.evaluate.extraction import BATCH, content, extract
 from muralist.evaluate.extractors import Extractor
@@ -83,7 +83,7 @@ def hash_texts(texts: Sequence[str]) -> list[Item]:
 
 def device_kind(devices: dict[str, str]) -> str:
     """What computes: features of other kinds differ in their last bits."""
-    names = {"cpu" if name == "cpu" else torch.cuda.get_device_name(torch.device(name)) for name in devices.values()}
+    names = {CPU if name == "cpu" else torch.cuda.get_device_name(torch.device(name)) for name in devices.values()}
     return " and ".join(sorted(names))
 
 

@@ -63,7 +63,7 @@ class DiffusersPainter:
         self._loop = DenoisingLoop(
             pipe, self._steps, settings.cfg_truncation_step, shortcut, device, self._recorders, self._ease
         )
-        tune(pipe, tuning, device)
+        self._tuned = tune(pipe, tuning, device)
         for encoder in text_encoders(pipe):
             keep_no_cache(encoder)
             encoder.forward = self._ease.paused(self._recorders.before(encoder.forward))
@@ -178,7 +178,7 @@ class DiffusersPainter:
 
     def made_with(self) -> dict[str, str]:
         """How numbers are computed, where that shows in a picture's last bits."""
-        told = {"compiled": "yes"} if self._compiled else {}
+        told = {"compiled": "yes"} | self._tuned if self._compiled else self._tuned
         return told | ({"products": "fp8"} if self._in_8_bits else {})
 
     def prepare(self, orders: Sequence[Order]) -> None:

@@ -113,11 +113,9 @@ class _Command:
         interrupted, first = False, None
         with ExitStack() as stack:
             early = stack.enter_context(LocalCrew.early()) if self.settings.engine != "ray" else []
-            asking = threading.Thread(target=self._ask_driver, daemon=True)
-            asking.start()
-            devices = self._devices()  # imports torch, which takes as long
-            asking.join()
-            refuse_trouble(self.around)
+            self._ask_driver_while_importing()
+            refuse_trouble(self.around)  # before torch looks for GPUs: it would wait for a driver that does not answer
+            devices = self._devices()
             self.folder.create()
             started = time.monotonic()
             todo, own, beat = self._share_stock(stack)
@@ -151,9 +149,20 @@ class _Command:
         waited = first - started if first else None
         return self._conclude(len(todo), missing, time.monotonic() - started, waited, interrupted)
 
-    def _ask_driver(self) -> None:
-        with suppress(Exception):  # the check that needs the answer asks again, and tells what is wrong
-            _ = self.around.gpus
+    def _ask_driver_while_importing(self) -> None:
+        """Import torch, which takes as long as the driver's answer."""
+
+        def ask() -> None:
+            with suppress(Exception):  # the check that needs the answer asks again, and tells what is wrong
+                _ = self.around.gpus
+
+        asking = threading.Thread(target=ask, daemon=True)
+        if self.around.local_rank == 0:  # whose check it is
+            asking.start()
+        import torch  # noqa: F401
+
+        if self.around.local_rank == 0:
+            asking.join()
 
     @property
     def _is_first(self) -> bool:

@@ -16,10 +16,15 @@ from muralist.lasting_imports import lasting_imports
 from muralist.settings import GenerateSettings
 
 
+def settle_environment() -> None:
+    """What libraries read there when they are first used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
 def settle(device: torch.device) -> None:
     """First thing in a process: no kernel is chosen by a stopwatch, no sum depends on the number of threads."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    settle_environment()
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -36,7 +36,7 @@ class Tuning:
     fused_gelu: bool = True
     """Product, bias and GELU of feed-forward layers in one kernel."""
     turned: bool = True
-    """Norm and rotation of queries and keys in one kernel, in Wan's self-attention."""
+    """Norm and rotation of queries and keys in one kernel, in Wan's self-attention, where it is compiled."""
     recorded: bool = True
     """Record the compiled network's passes and replay them."""
 
@@ -55,8 +55,8 @@ def repeated_blocks(network: nn.Module) -> list[nn.Module]:
     return [part for part in network.modules() if type(part).__name__ in names]
 
 
-def tune(pipe: Any, tuning: Tuning, device: torch.device) -> None:
-    """Prepare a pipeline; compiling itself happens with the first batch."""
+def tune(pipe: Any, tuning: Tuning, device: torch.device) -> dict[str, str]:
+    """Prepare a pipeline; compiling itself happens with the first batch. Tells what of it shows in pictures' last bits."""
     networks = [network for name in DENOISERS if (network := getattr(pipe, name, None)) is not None]
     vae = getattr(pipe, "vae", None)
     if tuning.planes and vae is not None:
@@ -71,13 +71,14 @@ def tune(pipe: Any, tuning: Tuning, device: torch.device) -> None:
 
         for network in networks:
             fuse_gelus(network)
-    if tuning.turned and device.type == "cuda" and can_compile():
+    if not tuning.compiled:
+        return {}
+    told: dict[str, str] = {}
+    if tuning.turned and device.type == "cuda":
         from muralist.generate.turned import turn_in_one_kernel
 
-        for network in networks:
-            turn_in_one_kernel(network)
-    if not tuning.compiled:
-        return
+        if sum(turn_in_one_kernel(network) for network in networks):
+            told["rotation"] = "in one kernel"
     choose_by_rules()
     for network in networks:
         for block in repeated_blocks(network):
@@ -85,6 +86,7 @@ def tune(pipe: Any, tuning: Tuning, device: torch.device) -> None:
     decoder = getattr(vae, "decoder", None)
     if isinstance(decoder, nn.Module):
         decoder.compile(dynamic=False)
+    return told
 
 
 def _channels_last(part: nn.Module) -> None:

@@ -54,6 +54,11 @@ def main(pipe: Connection) -> None:
     multiprocessing.current_process().name = f"muralist-gpu{begin.label}"
     device = torch.device(_alone(begin.device))
     if device.type == "cuda":
+        from muralist.generate.pipelines import settle_environment
+
+        settle_environment()
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # older drivers would load every kernel there is
+        # From here on nothing is added to the environment until the driver has read it.
         threading.Thread(target=_wake_gpu, daemon=True).start()
     work(begin.job, begin.label, device, inbox, send)
 
@@ -70,7 +75,6 @@ def _alone(device: str) -> str:
 
 def _wake_gpu() -> None:
     """Have the driver make the context that torch will use: other threads go on importing meanwhile."""
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # read here; older drivers would load every kernel there is
     with suppress(OSError, AttributeError):  # what is wrong with a driver torch finds out, and tells
         driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
         if driver.cuInit(0) == 0:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 _FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
+_FAREWELL = 1.0  # seconds
+_PLAIN = ("--format=csv,noheader,nounits",)
 _MEGABYTE = 2**20
 PATIENCE = 30.0  # seconds; a driver that nobody keeps awake takes several
 
@@ -76,26 +79,45 @@ def ask_driver(patience: float = PATIENCE) -> Gpus:
     program = shutil.which("nvidia-smi")
     if program is None:
         return Gpus(present=False)
-    questions = (f"--query-gpu={','.join(_FIELDS)}", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+    about_gpus = f"--query-gpu={','.join(_FIELDS)}"
+    about_processes = "--query-compute-apps=gpu_uuid,pid,process_name,used_memory"
+    # Side by side: each may take a second, in which a command that is about to start does nothing else.
+    asked = [_ask(program, about_gpus, *_PLAIN), _ask(program, about_processes, *_PLAIN), _ask(program)]
+    until = time.monotonic() + patience
     try:
-        # Side by side: each may take a second, in which a command that is about to start does nothing else.
-        with ThreadPoolExecutor(len(questions)) as pool:
-            answers = [pool.submit(_run, program, question, patience) for question in questions]
-            header = subprocess.run([program], capture_output=True, text=True, timeout=patience, check=False).stdout
-            rows, busy = (_rows(answer.result()) for answer in answers)
+        rows, busy = (_rows(_answer(process, until)) for process in asked[:2])
+        header, _ = asked[2].communicate(timeout=max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         return Gpus(trouble=f"nvidia-smi did not answer within {patience:g} s")
     except subprocess.CalledProcessError as error:
         said = (error.stderr or error.stdout or "").strip().splitlines()
         return Gpus(trouble=f"nvidia-smi ended with status {error.returncode}: {said[0] if said else 'no word'}")
+    finally:
+        for process in asked:
+            _end(process)
     listed = [_gpu(row, busy) for row in rows if len(row) == len(_FIELDS)]
     version = re.search(r"CUDA Version:\s*(\d+\.\d+)", header)
     return Gpus(tuple(sorted(listed, key=lambda gpu: gpu.index)), version[1] if version else "")
 
 
-def _run(program: str, question: str, patience: float) -> str:
-    command = [program, question, "--format=csv,noheader,nounits"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=patience, check=True).stdout
+def _ask(*command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _answer(process: subprocess.Popen[str], until: float) -> str:
+    said, complaint = process.communicate(timeout=max(0.0, until - time.monotonic()))
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args, said, complaint)
+    return said
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):  # one that the driver holds cannot be ended by anybody
+        process.wait(_FAREWELL)
+    for stream in (process.stdout, process.stderr):
+        assert stream
+        stream.close()
 
 
 def _rows(text: str) -> list[list[str]]:

@@ -20,7 +20,6 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ from muralist.train.state_reader import StateReader
 
 FORMAT = 1
 _PIECE = 1 << 22  # bytes
-_AT_ONCE = 8  # threads, of which some only wait for the disk
 _LONGEST_NAME = 200
 _NAME = r"step_\d{7,}"
 log = logging.getLogger("muralist")
@@ -152,12 +150,9 @@ def _complete(folder: Path, step: int, facts: Mapping[str, Any]) -> Path:
     final, aside = folder / folder_name(step), _aside(folder, step)
     files = {str(path.relative_to(aside)): path for path in sorted(aside.rglob("*")) if path.is_file()}
     manifest = {"format": FORMAT, "step": step, "written": time.time(), **facts}
-    with ThreadPoolExecutor(_AT_ONCE) as pool:  # hashed while the disk is at work: each takes seconds for a large model
-        flushed = [pool.submit(_flush, path) for path in files.values()]
-        hashes = dict(zip(files, pool.map(_digest, files.values()), strict=True))
-        for flush in flushed:
-            flush.result()
-    manifest["files"] = {name: {"bytes": path.stat().st_size, "sha256": hashes[name]} for name, path in files.items()}
+    manifest["files"] = {name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for name, path in files.items()}
+    for path in files.values():
+        _flush(path)
     flush_folder(aside / "state")
     write_json(aside / "manifest.json", manifest | {"sha256": _seal(manifest)})
     # Written inside, then moved out: once the checkpoint has its name, nothing needs space any more.
