@@ -347,6 +347,9 @@ class Case:
             "seconds to the first batch, first start": round(first.written[-1], 1),
             "seconds to the first batch, second start": round(written[self.batch - 1], 1),
             "gpu_busy, mean after the first batch": round(float(np.mean(busy)), 4) if busy else None,
+            "seconds to the last file of each batch": [
+                round(when, 2) for when in written[self.batch - 1 :: self.batch]
+            ],
         }
         if distances:
             result["PSNR to exact mode, dB"] = {"mean": round(float(np.mean(distances)), 2), "worst": min(distances)}

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muralist.models.fused.heads import _turned
+from muralist.models.fused.heads import turned
 
 _WARPS = 4
 
@@ -32,7 +32,7 @@ def _norm_and_turn(
     angle = row % tokens * half * 2 + 2 * pair
     cos = tl.load(cos_ptr + angle, mask=pair < half, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle + 1, mask=pair < half, other=0.0).to(tl.float32)
-    out = _turned(value * inverse * weight, cos, sin, HEADS, HALF)
+    out = turned(value * inverse * weight, cos, sin, HEADS, HALF)
     tl.store(out_ptr + row * width + place, out.to(out_ptr.dtype.element_ty), mask=here)
 
 

@@ -22,7 +22,7 @@ _ENOUGH = 4000
 
 
 @triton.jit
-def _turned(value, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr):
+def turned(value, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr):
     even, odd = tl.split(tl.reshape(value, (HEADS, HALF, 2)))
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (HEADS, 2 * HALF))
 
@@ -51,7 +51,7 @@ def _heads_forward(
         inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=1, keep_dims=True) / (2 * half) + EPS)
         cos = tl.load(cos_ptr + token * half + pair, mask=pair < half, other=0.0)
         sin = tl.load(sin_ptr + token * half + pair, mask=pair < half, other=0.0)
-        out = _turned(value * inverse * weight, cos, sin, HEADS, HALF)
+        out = turned(value * inverse * weight, cos, sin, HEADS, HALF)
         tl.store(out_ptr + row * width + place, out.to(out_ptr.dtype.element_ty), mask=here)
 
 
@@ -88,7 +88,7 @@ def _heads_backward(
             turning = (pair < half) & (token < tokens)
             cos = tl.load(cos_ptr + token * half + pair, mask=turning, other=0.0)
             sin = tl.load(sin_ptr + token * half + pair, mask=turning, other=0.0)
-            dout = _turned(given, cos, -sin, HEADS, HALF)
+            dout = turned(given, cos, -sin, HEADS, HALF)
             value = tl.load(qkv_ptr + place, mask=here, other=0.0).to(tl.float32)
             inverse = 1.0 / tl.sqrt(tl.sum(value * value, axis=1, keep_dims=True) / (2 * half) + EPS)
             normed = value * inverse
