@@ -23,6 +23,7 @@ _ENOUGH = 4000
 
 @triton.jit
 def turned(value, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr):
+    """Pairs of channels, turned."""
     even, odd = tl.split(tl.reshape(value, (HEADS, HALF, 2)))
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (HEADS, 2 * HALF))
 
