@@ -184,11 +184,24 @@ def test_bytecode_that_is_there_or_can_be_is_left_to_python(bare: Path, monkeypa
     assert sys.pycache_prefix == "/elsewhere"  # somebody chose
 
 
-def test_bytecode_is_not_kept_of_an_image_in_which_all_files_are_as_old(bare: Path) -> None:
+def test_bytecode_of_an_image_in_which_all_files_are_as_old_is_told_apart_by_what_is_installed(
+    bare: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python tells a file from its next version by age and size."""
     os.utime(bare, (1e9, 1e9))
-    keep_bytecode()
-    assert sys.dont_write_bytecode and sys.pycache_prefix is None
+    installed = home / "installed"
+    (installed / "library-1.0.dist-info").mkdir(parents=True)
+    record = installed / "library-1.0.dist-info" / "RECORD"
+    monkeypatch.setattr(sys, "path", [str(installed), *sys.path])
+    folders = []
+    for content in ("library.py,sha256=one,10", "library.py,sha256=two,10", "library.py,sha256=one,10"):
+        record.write_text(content)
+        monkeypatch.setattr(sys, "pycache_prefix", None)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        keep_bytecode()
+        folders.append(sys.pycache_prefix)
+    first, second, third = folders
+    assert first == third != second and first and Path(first).parent == keep().folder
 
 
 def test_bytecode_has_a_folder_of_its_own_that_nobody_else_writes(

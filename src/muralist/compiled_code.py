@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 from muralist.machine import user_cache
@@ -88,10 +88,10 @@ def keep_bytecode() -> None:
     may = not sys.dont_write_bytecode and os.access(torch.parent, os.W_OK)
     if may or sys.pycache_prefix is not None or Path(importlib.util.cache_from_source(str(torch))).is_file():
         return
-    if int(torch.stat().st_mtime) == int(other.stat().st_mtime):
-        return  # an image whose files are all as old: by its age, a file of the next image could not be told from this one's
     folder, fault = _chosen()
-    folder /= "bytecode"
+    # In an image whose files are all as old, Python could not tell one of the next image from this one's by its age.
+    alike = int(torch.stat().st_mtime) == int(other.stat().st_mtime)
+    folder /= f"bytecode-{_installed()}" if alike else "bytecode"
     if not (fault or _unusable(folder)):
         sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
 
@@ -100,6 +100,16 @@ def _source(library: str) -> Path:
     found = importlib.util.find_spec(library)
     assert found and found.origin  # a dependency
     return Path(found.origin)
+
+
+def _installed() -> str:
+    """All that is installed, by the hashes of its files that came with it, and our own source."""
+    whole = hashlib.sha256()
+    for found in sorted(found.read_text("RECORD") or found.read_text("METADATA") or "" for found in distributions()):
+        whole.update(found.encode())
+    for file in sorted(Path(__file__).parent.rglob("*.py")):
+        whole.update(file.read_bytes())
+    return whole.hexdigest()[:16]
 
 
 def _chosen() -> tuple[Path, str]:

@@ -20,13 +20,16 @@ from tests.models.kernel_checks import difference
 
 
 def passes(network: JiT, step: Any, device: str) -> list[Tensor]:
-    """The output, and the gradient of every parameter."""
+    """The output, with gradients and without, and the gradient of every parameter."""
     network.zero_grad()
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(2, 3, 8, 8, generator=generator).to(device)
-    output = step(images, torch.tensor([0.2, 0.7], device=device), torch.tensor([0, 1], device=device))
+    inputs = images, torch.tensor([0.2, 0.7], device=device), torch.tensor([0, 1], device=device)
+    output = step(*inputs)
     (output - images).square().mean().backward()
-    return [output, *(weight.grad.clone() for weight in network.parameters() if weight.grad is not None)]
+    with torch.no_grad():
+        alone = step(*inputs)
+    return [output, alone, *(weight.grad.clone() for weight in network.parameters() if weight.grad is not None)]
 
 
 def network_through_the_compiler(device: str, interpreted: bool) -> None:
@@ -68,7 +71,7 @@ def kernels_ahead() -> None:
     from triton import knobs
     from triton.backends.compiler import GPUTarget
 
-    from muralist.models.fused import ahead, ops, swiglu
+    from muralist.models.fused import ahead, ops, products, swiglu
 
     class Driver:
         """Of one H100."""
@@ -90,11 +93,14 @@ def kernels_ahead() -> None:
         for rows in (48, 96, 96):
             h, bias = torch.empty(rows, 32, device="cuda"), torch.empty(32, device="cuda")
             assert ops.gated_linear_unit(h, bias).shape == (rows, 16)
-    ahead.finish(swiglu._swiglu_forward)
+        x, weight = (torch.empty(size, 64, device="cuda", dtype=torch.bfloat16) for size in (128, 256))
+        assert ops.gated_linear_unit_of_layer(x, weight, torch.empty(256, device="cuda")).shape == (128, 128)
+    for kernel in (swiglu._swiglu_forward, products._swiglu_product):
+        ahead.finish(kernel)
     print("ahead", *compiled)
     kind = torch.float32
     swiglu._swiglu_forward.warmup(kind, kind, kind, kind, 16, grid=(1,), BLOCK=16, EIGHT=False, num_warps=4)
-    print("more", len(compiled) - 1)
+    print("more", len(compiled) - 2)
 
 
 if __name__ == "__main__":
@@ -103,6 +109,6 @@ if __name__ == "__main__":
     else:
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if interpreted:
-            jit_ops._attention_runs = lambda: True
+            jit_ops._hoppers_kernels_run = lambda: True
             jit_ops._HALF = (torch.float32,)  # type: ignore[assignment]  # bf16 is not for the interpreter
         network_through_the_compiler("cpu" if interpreted else "cuda", interpreted)

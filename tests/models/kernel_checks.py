@@ -165,6 +165,27 @@ def swiglu(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str)
     return worst(ours, plain, [h, bias], leaves=2)
 
 
+def attention_of_layer(batch: int, tokens: int, count: int, dtype: torch.dtype, device: str) -> float:
+    """Attention from the input of the qkv layer on, heads of 64 channels."""
+    width = 64 * count
+    x = torch.randn(batch, tokens, width, dtype=dtype, device=device)
+    weight = torch.randn(3 * width, width, dtype=dtype, device=device) / width**0.5
+    _, bias, *others = head_inputs(batch, tokens, count, 64, dtype, device)
+    made = ops.attention_of_layer(x, weight, bias, *others, count)
+    high = [tensor.double() for tensor in (x, weight, bias, *others)]
+    q, k, v = plain_heads(high[0] @ high[1].T, *high[2:], count)
+    return difference(made, ((q @ k.transpose(-2, -1) / 8).softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
+
+
+def swiglu_of_layer(shape: tuple[int, ...], width: int, hidden: int, dtype: torch.dtype, device: str) -> float:
+    """The gated linear unit from the input of its layer on."""
+    x = torch.randn(*shape, width, dtype=dtype, device=device)
+    weight = torch.randn(2 * hidden, width, dtype=dtype, device=device) / width**0.5
+    bias = torch.randn(2 * hidden, device=device)
+    gate, value = F.linear(x.double(), weight.double(), bias.double()).chunk(2, dim=-1)
+    return difference(ops.gated_linear_unit_of_layer(x, weight, bias), F.silu(gate) * value)
+
+
 def in_8_bits(rows: int, width: int, dtype: torch.dtype, device: str) -> float:
     """What kernels write in 8 bits, against the rounding of what they write beside it; scales are the same to the bit.
 
@@ -233,12 +254,24 @@ def main() -> None:
             ("attention 2x100x2", attention(2, 100, 2, dtype, device)),
             ("attention 1x288x1", attention(1, 288, 1, dtype, device)),
         ]  # fmt: skip
+        whole = [] if not short else [
+            ("attention of a layer 2x37x1", attention_of_layer(2, 37, 1, dtype, device)),
+            ("attention of a layer 3x50x6", attention_of_layer(3, 50, 6, dtype, device)),
+            ("swiglu of a layer 3x15x64x40", swiglu_of_layer((3, 15), 64, 40, dtype, device)),
+            ("swiglu of a layer 1x300x72x200", swiglu_of_layer((1, 300), 72, 200, dtype, device)),
+        ]  # fmt: skip
         many = [] if interpreted or not short else [
             ("attention 8x256x12", attention(8, 256, 12, dtype, device)),
             ("attention 60x288x12", attention(60, 288, 12, dtype, device)),
             ("attention 3x319x16", attention(3, 319, 16, dtype, device)),
         ]  # fmt: skip
-        found = [(name, value, BOUNDS[dtype]) for name, value in small + large]
+        whole += [] if interpreted or not short else [
+            ("attention of a layer 60x288x12", attention_of_layer(60, 288, 12, dtype, device)),
+            ("attention of a layer 5x319x16", attention_of_layer(5, 319, 16, dtype, device)),
+            ("swiglu of a layer 60x288x768x2048", swiglu_of_layer((60, 288), 768, 2048, dtype, device)),
+            ("swiglu of a layer 5x319x1024x2752", swiglu_of_layer((5, 319), 1024, 2752, dtype, device)),
+        ]  # fmt: skip
+        found = [(name, value, BOUNDS[dtype]) for name, value in small + large + whole]
         found += [(name, *value_and_bound) for name, value_and_bound in short + many]
         for name, value, bound in found:
             failures += not value <= bound

@@ -21,34 +21,37 @@ def check(module: str = "kernel_checks", *words: str, **environment: str) -> str
 
 
 def test_the_kernels_compute_what_float64_does() -> None:
-    assert check(TRITON_INTERPRET="1").count("ok ") == 13
+    assert check(TRITON_INTERPRET="1").count("ok ") == 17
 
 
 def test_the_compiler_sees_operations_and_no_kernels() -> None:
-    difference, forward, backward = check("compile_checks", TRITON_INTERPRET="1").splitlines()
+    difference, forward, backward, alone = check("compile_checks", TRITON_INTERPRET="1").splitlines()
     assert float(difference.split()[1]) < 1e-5
     operations = {f"muralist.{name}.default" for name in ("gated_norm", "attention", "swiglu")}
     gradients = {f"muralist.{name}_backward.default" for name in ("gated_norm", "attention", "swiglu")}
     assert set(forward.split()[1:]) == operations
     assert set(backward.split()[1:]) == operations | gradients  # blocks are computed again
+    without_gradients = {f"muralist.{name}.default" for name in ("gated_norm", "attention_of_layer", "swiglu_of_layer")}
+    assert set(alone.split()[1:]) == without_gradients
 
 
 def test_kernels_are_compiled_while_the_network_is_traced(tmp_path: Path) -> None:
-    assert check("compile_checks", "ahead", TRITON_CACHE_DIR=str(tmp_path)) == "ahead _swiglu_forward\nmore 0\n"
+    said = check("compile_checks", "ahead", TRITON_CACHE_DIR=str(tmp_path))
+    assert said == "ahead _swiglu_forward _swiglu_product\nmore 0\n"
 
 
 def test_our_attention_is_for_short_samples_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     from muralist.models import jit_ops
 
     def ours(tokens: int, head_dim: int, dtype: torch.dtype) -> bool:
-        return jit_ops._has_short_attention(torch.empty(1, tokens, 3 * 16 * head_dim, dtype=dtype, device="meta"), 16)
+        return jit_ops._has_short_attention(torch.empty(1, tokens, 64, dtype=dtype, device="meta"), head_dim)
 
-    monkeypatch.setattr(jit_ops, "_attention_runs", lambda: True)
+    monkeypatch.setattr(jit_ops, "_hoppers_kernels_run", lambda: True)
     assert ours(5, 64, torch.bfloat16) and ours(288, 64, torch.float16) and ours(320, 64, torch.bfloat16)
     assert not ours(321, 64, torch.bfloat16)
     assert not ours(288, 80, torch.bfloat16)
     assert not ours(288, 64, torch.float32)
-    monkeypatch.setattr(jit_ops, "_attention_runs", lambda: False)
+    monkeypatch.setattr(jit_ops, "_hoppers_kernels_run", lambda: False)
     assert not ours(288, 64, torch.bfloat16)
 
 
@@ -56,7 +59,7 @@ def test_our_attention_is_for_short_samples_in_half_precision(monkeypatch: pytes
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_too_in_both_precisions() -> None:
     eight = torch.cuda.get_device_capability() >= (8, 9)
-    assert check().count("ok ") == 34 + 6 * eight
+    assert check().count("ok ") == 50 + 6 * eight
 
 
 @pytest.mark.gpu

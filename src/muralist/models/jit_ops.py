@@ -114,8 +114,11 @@ def attention(
     if fused(x):
         from muralist.models.fused import ops
 
+        if isinstance(x, Tensor) and _has_whole_layers(x) and _has_short_attention(x, layer.in_features // heads):
+            weight = layer.weight.to(x.dtype)
+            return ops.attention_of_layer(x, weight, layer.bias, q_weight, k_weight, *rotation, heads)
         qkv = _without_bias_gradient(layer, x)
-        if _has_short_attention(qkv, heads):
+        if _has_short_attention(qkv, layer.in_features // heads):
             return ops.attention(qkv, layer.bias, q_weight, k_weight, *rotation, heads)
         q, k, v = ops.rotated_heads(qkv, layer.bias, q_weight, k_weight, *rotation, heads)
     else:
@@ -134,7 +137,10 @@ def gated_linear_unit(layer: Linear, x: Tensor | Both) -> Tensor | Both:
         # Not in float32, where nothing is gained: the copy of the weights would be kept for the backward pass.
         multiple = _EVEN if x.dtype in _HALF else 1
         bias = widened(layer.bias[:, None], 2, 1, multiple)[:, 0]
-        h = F.linear(x, widened(layer.weight, 2, layer.in_features, multiple), bias.detach())
+        weight = widened(layer.weight, 2, layer.in_features, multiple)
+        if _has_whole_layers(x):
+            return ops.gated_linear_unit_of_layer(x, weight.to(x.dtype), bias)
+        h = F.linear(x, weight, bias.detach())
         return ops.gated_linear_unit(h, bias)
     gate, value = layer(x).chunk(2, dim=-1)
     return F.silu(gate) * value
@@ -162,13 +168,19 @@ def _have_kernels() -> bool:
     return can_compile() and torch.cuda.get_device_capability() >= _CAPABILITY
 
 
-def _has_short_attention(qkv: Tensor, heads: int) -> bool:
-    short = qkv.shape[1] <= _SHORT and qkv.shape[2] // 3 // heads in _SHORT_HEADS
-    return short and qkv.dtype in _HALF and _attention_runs()
+def _has_short_attention(tokens: Tensor, head_dim: int) -> bool:
+    short = tokens.shape[1] <= _SHORT and head_dim in _SHORT_HEADS
+    return short and tokens.dtype in _HALF and _hoppers_kernels_run()
+
+
+def _has_whole_layers(x: Tensor) -> bool:
+    """Whether a product and what follows it are one kernel: gradients would need what lies between them."""
+    even = x.shape[-1] % _EVEN == 0
+    return even and not torch.is_grad_enabled() and x.dtype in _HALF and _hoppers_kernels_run()
 
 
 @torch.compiler.assume_constant_result
-def _attention_runs() -> bool:
+def _hoppers_kernels_run() -> bool:
     return _on_hopper()
 
 

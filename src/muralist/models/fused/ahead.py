@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from muralist.models.fused.tiles import Kind, Tiles
 
 # One thread: calls that need the same code follow each other, and only the first compiles.
 _compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kernels")
@@ -22,14 +25,20 @@ _pending: dict[Any, list[Future[None]]] = {}
 def compile_for(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     """Compile what such a call needs, if it is for a GPU and its numbers are known; returns at once."""
     device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
-    if device.type != "cuda" or any(isinstance(argument, torch.SymInt) for argument in arguments):
-        return
     # Addresses are taken to be aligned. Where one is not, the call itself compiles.
-    kinds = tuple(argument.dtype if isinstance(argument, Tensor) else argument for argument in arguments)
+    kinds = tuple(_kind(argument) for argument in arguments)
+    if device.type != "cuda" or any(isinstance(number, torch.SymInt) for number in tree_leaves(kinds)):
+        return
     wanted = kernel, device, kinds, tuple(options.items())
     if wanted not in _asked_for:
         _asked_for.add(wanted)
         _pending.setdefault(kernel, []).append(_compiler.submit(_compile, kernel, device, kinds, options))
+
+
+def _kind(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype
+    return argument.kind() if isinstance(argument, Tiles) else argument
 
 
 def finish(kernel: Any) -> None:
@@ -40,4 +49,5 @@ def finish(kernel: Any) -> None:
 
 def _compile(kernel: Any, device: torch.device, kinds: tuple[Any, ...], options: Mapping[str, Any]) -> None:
     with torch.cuda.device(device):  # a thread begins with the first
-        kernel.warmup(*kinds, grid=(1,), **options)
+        described = (kind.described() if isinstance(kind, Kind) else kind for kind in kinds)
+        kernel.warmup(*described, grid=(1,), **options)

@@ -88,31 +88,31 @@ def _scores(q, k, first, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.co
 
 @triton.jit
 def _attention_forward(
-    q_ptr, k_ptr, qkv_ptr, out_ptr, log_sum_ptr, heads, SCALE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    q_ptr, k_ptr, qkv_ptr, out_ptr, log_sum_ptr, heads, of_token,
+    SCALE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     QUERIES: tl.constexpr, TILES: tl.constexpr, LARGE: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = (TOKENS + TILES * QUERIES - 1) // (TILES * QUERIES)
     number = tl.program_id(0) // PARTS  # neighbours read the same keys and values
     sample, head = (number // heads).to(tl.int64), number % heads
     width = heads * DIM
-    place = sample * TOKENS * width + head * DIM
-    q_ptr += place
-    k_ptr += place
+    q_ptr += sample * TOKENS * of_token + head * DIM
+    k_ptr += sample * TOKENS * of_token + head * DIM
     v_ptr = qkv_ptr + sample * TOKENS * 3 * width + 2 * width + head * DIM
-    out_ptr += place
+    out_ptr += sample * TOKENS * width + head * DIM
     log_sum_ptr += number.to(tl.int64) * TOKENS
     # Two powers of two hold all keys: 288 are 256 and 32, not 512.
     ALL: tl.constexpr = LARGE <= TOKENS
     BOTH: tl.constexpr = LARGE + SMALL == TOKENS
     EVEN: tl.constexpr = TOKENS % QUERIES == 0
-    k = _rows(k_ptr, 0, width, TOKENS, LARGE, ALL, DIM)
+    k = _rows(k_ptr, 0, of_token, TOKENS, LARGE, ALL, DIM)
     v = _rows(v_ptr, 0, 3 * width, TOKENS, LARGE, ALL, DIM)
     if SMALL > 0:
-        more_k = _rows(k_ptr, LARGE, width, TOKENS, SMALL, BOTH, DIM)
+        more_k = _rows(k_ptr, LARGE, of_token, TOKENS, SMALL, BOTH, DIM)
         more_v = _rows(v_ptr, LARGE, 3 * width, TOKENS, SMALL, BOTH, DIM)
     first = tl.program_id(0) % PARTS * TILES * QUERIES
     for start in tl.range(first, tl.minimum(first + TILES * QUERIES, TOKENS), QUERIES):
-        q = _rows(q_ptr, start, width, TOKENS, QUERIES, EVEN, DIM)
+        q = _rows(q_ptr, start, of_token, TOKENS, QUERIES, EVEN, DIM)
         scores = _scores(q, k, 0, TOKENS, LARGE, ALL)
         top = tl.max(scores, axis=1)
         if SMALL > 0:
@@ -213,11 +213,14 @@ def _attention_backward(
 
 
 def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) -> tuple[Tensor, Tensor]:
-    """The result like q, and for every query the logarithm (to base 2) of the sum of its weights, [B, heads, tokens]."""
+    """The result like q, and for every query the logarithm (to base 2) of the sum of its weights, [B, heads, tokens].
+
+    Queries and keys may be thirds of rows, as values are.
+    """
     batch, tokens, heads, head_dim = q.shape
     tokens = int(tokens)  # also where torch.compile would rather not know: the kernel is made for this number
     layout = layout or chosen(FORWARD, tokens)
-    out = q.new_empty(q.shape)
+    out = q.new_empty((batch, tokens, heads, head_dim))
     log_sum = q.new_empty((batch, heads, tokens), dtype=torch.float32)
     large = max(_SMALLEST, _power_below(tokens))
     queries = min(layout.queries, _power_above(tokens))
@@ -226,7 +229,7 @@ def forward(q: Tensor, k: Tensor, qkv: Tensor, layout: Forward | None = None) ->
         tiles //= 2
     launch(
         _attention_forward, (batch * heads * triton.cdiv(tokens, tiles * queries),),
-        q, k, qkv.contiguous(), out, log_sum, heads,
+        q, k, qkv.contiguous(), out, log_sum, heads, q.stride(1),
         SCALE=1 / math.sqrt(head_dim), TOKENS=tokens, DIM=head_dim, QUERIES=queries, TILES=tiles,
         LARGE=large, SMALL=_power_above(tokens - large) if tokens > large else 0,
         num_warps=layout.warps, num_stages=layout.stages,

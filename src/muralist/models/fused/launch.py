@@ -14,6 +14,7 @@ from typing import Any
 from torch.library import CustomOpDef, custom_op
 
 from muralist.models.fused import ahead
+from muralist.models.fused.tiles import Tiles
 
 _shapes_only = ContextVar("shapes_only", default=False)
 
@@ -24,7 +25,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         ahead.compile_for(kernel, arguments, options)
         return
     ahead.finish(kernel)
-    kernel[grid](*arguments, **options)
+    described = (argument.described() if isinstance(argument, Tiles) else argument for argument in arguments)
+    kernel[grid](*described, **options)
 
 
 def operation(name: str) -> Callable[[Callable[..., Any]], CustomOpDef]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from muralist.models.fused import attention as attention_kernels
 from muralist.models.fused import heads as head_kernels
-from muralist.models.fused import norm, swiglu
+from muralist.models.fused import norm, products, swiglu
 from muralist.models.fused.launch import operation
 
 
@@ -149,6 +149,20 @@ def _swiglu_gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
 _swiglu.register_autograd(_swiglu_gradients, setup_context=_keep_swiglu)
 
 
+@operation("muralist::attention_of_layer")
+def _attention_of_layer(
+    x: Tensor, weight: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> Tensor:
+    qkv = products.heads(x, weight, bias, q_weight, k_weight, cos, sin, weight.shape[0] // 3 // heads)
+    q, k, _ = qkv.unflatten(-1, (3, heads, -1)).unbind(2)
+    return attention_kernels.forward(q, k, qkv)[0].flatten(2)
+
+
+@operation("muralist::swiglu_of_layer")
+def _swiglu_of_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return products.swiglu(x, weight, bias)
+
+
 def gated_norm(
     x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -175,3 +189,15 @@ def attention(
 def gated_linear_unit(h: Tensor, bias: Tensor) -> Tensor:
     """silu of the first half times the second."""
     return _swiglu(h, bias)
+
+
+def attention_of_layer(
+    x: Tensor, weight: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> Tensor:
+    """The same from the layer's input on, without gradients."""
+    return _attention_of_layer(x, weight, bias, q_weight, k_weight, cos, sin, heads)
+
+
+def gated_linear_unit_of_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """silu(gate) * value from the layer's input on, without gradients."""
+    return _swiglu_of_layer(x, weight, bias)
