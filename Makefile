@@ -11,7 +11,7 @@ setup: .venv/.ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "muralist needs Python 3.11 or newer; set PYTHON=python3.12, say.")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,deepspeed,lora,ray,video,board,docs,test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,deepspeed,lora,ray,video,fast,board,docs,test]'
 	touch $@
 
 demo: setup

@@ -1,15 +1,17 @@
 """How many pictures a second FID's features are computed of, where the time goes, and pytorch-fid's own loop beside it.
 
-python bench/fid_speed.py NAME --weights W [--reference_package FOLDER] [--cifar cifar10_subset_u8.npz] [--count 5000]
+python bench/fid_speed.py NAME --weights W [--reference_package FOLDER] [--cifar cifar10_subset_u8.npz] [--count 8000]
                                [--compiled]
 
 FOLDER holds the package pytorch_fid (the `src` of its repository); it needs torchvision and SciPy. With --cifar, the FIDs of
-shared/data/fid_reference.json are computed as well, in full float32 and in TF32, to see how far they are apart.
+shared/data/fid_reference.json are computed as well, each way, to see how far they are apart. What is known is written after
+every step; the network compiled, which takes a minute, comes last.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import inspect
 import json
 import multiprocessing
@@ -17,19 +19,28 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from PIL import Image
 
+from muralist.evaluate.inception_gpu import Way
+
 SIDES = (256, 32)
+EXACT = Way("float32")
+WAYS = (Way(), Way(fused=True, recorded=True), Way("float16", fused=True, recorded=True))
+ALONE = (EXACT, Way(), Way(recorded=True), Way(fused=True), *WAYS[1:], Way("float16", recorded=True))
 _WARM = 0.2  # of the pictures, before the clock runs
 _REFERENCE_BATCH, _REFERENCE_WORKERS = 50, 8  # pytorch-fid's own defaults
 _ONE_SHAPE = 64
+_AHEAD = 6
 
 
 def write_picture(folder: Path, side: int, number: int) -> None:
@@ -40,7 +51,7 @@ def write_picture(folder: Path, side: int, number: int) -> None:
     Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(folder / f"{number:06d}.png")
 
 
-def ours(paths: list[Path], weights: Path, folder: Path, tf32: bool) -> tuple[dict[str, Any], np.ndarray]:
+def ours(paths: list[Path], weights: Path, folder: Path, way: Way) -> tuple[dict[str, Any], np.ndarray]:
     """Images a second of the whole command's work, and of its last part, when everything is loaded."""
     from muralist.evaluate.extractors import InceptionFeatures
     from muralist.evaluate.features import compute, hash_files
@@ -50,7 +61,7 @@ def ours(paths: list[Path], weights: Path, folder: Path, tf32: bool) -> tuple[di
     items = hash_files(paths)
     hashed = time.perf_counter()
     marks: list[tuple[float, int]] = []
-    extractor = InceptionFeatures.of(weights, tf32)
+    extractor = InceptionFeatures.of(weights, way)
     found = compute(
         extractor, items, choose_devices(()), folder, lambda done, total: marks.append((time.perf_counter(), done))
     )
@@ -65,51 +76,175 @@ def ours(paths: list[Path], weights: Path, folder: Path, tf32: bool) -> tuple[di
     }, found.rows  # fmt: skip
 
 
-def parts(paths: list[Path], weights: Path, compiled: bool) -> dict[str, float]:
+def told(way: Way) -> str:
+    """A way's name, for people."""
+    return (way.name or "float32") + (", recorded" if way.recorded else "")
+
+
+def parts(paths: list[Path]) -> dict[str, Any]:
     """Images a second of each part by itself: the slowest one decides."""
     import torch
 
     from muralist.evaluate import inception
-    from muralist.evaluate.decoders import Decoders
+    from muralist.evaluate.decoders import Decoders, Wanted
     from muralist.evaluate.features import hash_files
     from muralist.machine import usable_cores
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     items = hash_files(paths)
-    wanted = [(path, item.key) for path, item in zip(paths, items, strict=True)]
-    with Decoders(usable_cores()) as decoders:
-        first = [row for part in decoders.decode(wanted[:_ONE_SHAPE]) for row in part.result()]
-        begun = time.perf_counter()
-        for part in decoders.decode(wanted):
-            part.result()
-        found = {f"decoding in {usable_cores()} processes": len(wanted) / (time.perf_counter() - begun)}
-    pixels = [row for row in first if not isinstance(row, str)]
+    wanted = [Wanted(path, item.key, item.shape) for path, item in zip(paths, items, strict=True)]
+    batches = [wanted[start : start + _ONE_SHAPE] for start in range(0, len(wanted), _ONE_SHAPE)]
+    with Decoders(usable_cores(), _AHEAD) as decoders:
+        _receive(decoders, batches)  # until all of them have started
+        begun, used = time.perf_counter(), time.process_time()
+        pixels = _receive(decoders, batches)
+        seconds, busy = time.perf_counter() - begun, time.process_time() - used
+    found: dict[str, Any] = {
+        f"decoding in {usable_cores()} processes": round(len(wanted) / seconds, 1),
+        "us of the process that receives, a picture": round(busy / len(wanted) * 1e6, 1),
+        "us of one that decodes, a picture": in_a_decoder(paths),
+    }
+    first = list(pixels)
     with torch.inference_mode():
-        found["copying and resizing"] = _rate(lambda: inception.resized(pixels, device), len(pixels), device)
-        found |= networks(inception.resized(pixels, device), weights, compiled)
-    return {name: round(value, 1) for name, value in found.items()}
+        found["copying and resizing"] = round(_rate(lambda: inception.resized(first, device), len(first), device), 1)
+    return found
 
 
-def networks(inputs: Any, weights: Path, compiled: bool) -> dict[str, float]:
-    """Images a second of the network alone, by layout, precision, number at once, and where it is asked for compiled."""
+def _receive(decoders: Any, batches: list[Any]) -> Any:
+    """The pixels of the last batch, copied to where all were, as whoever wants them does."""
     import torch
 
-    from muralist.evaluate.inception import fold_norms
+    height, width = batches[0][0].shape
+    pixels = torch.empty(_ONE_SHAPE, height, width, 3, dtype=torch.uint8)
+    underway: list[Any] = []
+    for number in range(len(batches) + _AHEAD):
+        if number >= _AHEAD:
+            done = underway.pop(0)
+            rows = done.rows()
+            torch.stack(rows, out=pixels[: len(rows)])
+            done.forget()
+        if number < len(batches):
+            underway.append(decoders.decode(batches[number]))
+    return pixels
+
+
+def in_a_decoder(paths: list[Path]) -> dict[str, float]:
+    """Where the time of a process that decodes goes, measured in this one with nothing else to do."""
+    from muralist.evaluate.decoding import decoded, place
+    from muralist.evaluate.shared_memory import SharedMemory
+
+    memory, some = SharedMemory(), paths[:200]
+    seconds: dict[str, float] = defaultdict(float)
+    for path in some:
+        marks = [time.perf_counter()]
+        data = path.read_bytes()
+        marks.append(time.perf_counter())
+        hashlib.sha256(data).digest()
+        marks.append(time.perf_counter())
+        pixels = decoded(data)
+        marks.append(time.perf_counter())
+        place(memory.descriptor, pixels, 0)
+        marks.append(time.perf_counter())
+        for name, start, end in zip(("read", "hash", "decode", "place"), marks, marks[1:], strict=False):
+            seconds[name] += end - start
+    memory.close()
+    return {name: round(value / len(some) * 1e6, 1) for name, value in seconds.items()}
+
+
+def where_time_goes(paths: list[Path], weights: Path, folder: Path, way: Way) -> dict[str, float]:
+    """Shares of the time of the process that feeds the GPU, once everything is loaded."""
+    import torch
+
+    from muralist.evaluate import decoders, extraction
+    from muralist.evaluate.cache import Cache
+    from muralist.evaluate.extractors import InceptionFeatures
+    from muralist.evaluate.features import hash_files
+
+    seconds: dict[str, float] = defaultdict(float)
+
+    def timed(owner: Any, name: str, row: str) -> Any:
+        before = getattr(owner, name)
+
+        def around(*arguments: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return before(*arguments)
+            finally:
+                seconds[row] += time.perf_counter() - begun
+
+        return patch.object(owner, name, around)
+
+    @contextmanager
+    def writer(cache: Cache) -> Iterator[Any]:
+        with plain(cache) as write:
+            holder = type("Holder", (), {"write": staticmethod(write)})
+            with timed(holder, "write", "keeping features"):
+                yield lambda *arguments: holder.write(*arguments)
+
+    plain = Cache.writer
+    items = hash_files(paths)
+    size = extraction.BATCH["cuda"]
+    left = iter([items[start : start + size] for start in range(0, len(items), size)])
+    extractor = InceptionFeatures.of(weights, way)
+    with ExitStack() as stack:
+        stack.enter_context(timed(decoders.Decoders, "decode", "asking for pictures"))
+        stack.enter_context(timed(decoders.Underway, "rows", "waiting for decoders"))
+        stack.enter_context(timed(extraction, "_in_batches", "copying to page-locked memory, handing work to the GPU"))
+        stack.enter_context(timed(extraction._Rows, "fetch", "waiting for the GPU"))
+        stack.enter_context(patch.object(Cache, "writer", writer))
+        done, begun = 0, 0.0
+        cache = Cache(folder, extractor, "the time of parts")
+        for finished in extraction.extract(extractor, cache, lambda waits: next(left, None), torch.device("cuda")):
+            done += finished.items
+            if not begun and done >= _WARM * len(items):
+                seconds.clear()
+                begun = time.perf_counter()
+            last = time.perf_counter()
+    shares = {name: round(value / (last - begun), 4) for name, value in seconds.items()}
+    return shares | {"all of these": round(sum(seconds.values()) / (last - begun), 4)}
+
+
+def networks(weights: Path, ways: tuple[Way, ...], compiled: bool) -> dict[str, Any]:
+    """Images a second of the network alone, and how far its features are from float32's with norms of their own."""
+    import torch
+
+    from muralist.evaluate.inception import fold_norms, network_inputs
+    from muralist.evaluate.inception_gpu import on_gpu
     from muralist.evaluate.inception_weights import load_inception
 
-    device, found = inputs.device, {}
-    for layout in (torch.channels_last, torch.contiguous_format):
-        network = fold_norms(load_inception(weights)).to(device).to(memory_format=layout)  # type: ignore[call-overload]
-        ways = {"": network}
-        if compiled:
-            ways["compiled, "] = torch.compile(network)
-        for way, run in ways.items():
-            for times in (1, 4) if device.type == "cuda" else (1,):
-                batch = inputs.repeat(times, 1, 1, 1).contiguous(memory_format=layout)
-                for tf32 in (False, True):
-                    name = f"network, {way}{layout}, {len(batch)} at once, {'TF32' if tf32 else 'float32'}"
-                    with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32):
-                        found[name.replace("torch.", "")] = _rate(partial(run, batch), len(batch), device)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = np.random.default_rng(0)
+    small = generator.integers(0, 256, (_ONE_SHAPE, 32, 32, 3), dtype=np.uint8)
+    found: dict[str, Any] = {}
+    with torch.inference_mode():
+        inputs = network_inputs(torch.from_numpy(small).to(device))
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            exact = load_inception(weights).to(device)(inputs)
+
+        def look(name: str, compute: Callable[[Any], Any]) -> None:
+            off = (compute(inputs) - exact).abs()
+            relative = off.square().mean().sqrt() / exact.square().mean().sqrt()
+            same = torch.equal(compute(inputs.roll(1, 0)), compute(inputs).roll(1, 0))
+            found[name] = {
+                "images/s": round(_rate(partial(compute, inputs), len(inputs), device), 1),
+                "largest difference of a feature": float(off.max()),
+                "relative to the root of their mean square": float(relative),
+                "the same in another place of the batch": same,
+            }
+            print(name, json.dumps(found[name]), flush=True)
+
+        for way in ways:
+            if device.type == "cuda" or not way.recorded:
+                look(told(way), on_gpu(load_inception(weights), device, way))
+        for dtype in (torch.float32, torch.float16) if compiled else ():
+            network = fold_norms(load_inception(weights)).to(device, dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            faster = torch.compile(network, options={"triton.cudagraphs": device.type == "cuda"})
+
+            def compute(batch: Any, faster: Any = faster, dtype: Any = dtype) -> Any:
+                with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True):
+                    return faster(batch.to(dtype).contiguous(memory_format=torch.channels_last)).clone()
+
+            look(f"compiled, {'TF32' if dtype == torch.float32 else 'float16'}", compute)
     return found
 
 
@@ -180,19 +315,21 @@ def on_cifar(npz: Path, weights: Path, folder: Path) -> dict[str, Any]:
             Image.fromarray(picture).save(paths[-1])
     expected = json.loads((npz.parent / "fid_reference.json").read_text())
     found: dict[str, Any] = {}
-    for tf32 in (False, True):
-        rows = ours(paths, weights, folder / f"features {tf32}", tf32)[1].reshape(3, 500, -1)
+    for way in (EXACT, *WAYS):
+        rows = ours(paths, weights, folder / f"features {told(way)}", way)[1].reshape(3, 500, -1)
         by_name = dict(zip(sets, rows, strict=True))
         for pair in ("train[1000:1500] vs test[500:1000]", "train[1000:1500] vs 255-train[1000:1500]"):
             one, two = pair.split(" vs ")
             value = distance(by_name[one], by_name[two])
-            told = {"fid": round(value, 5), "minus pytorch-fid's": round(value - expected[pair], 5)}
-            found.setdefault(pair, {})["TF32" if tf32 else "float32"] = told
+            said = {"fid": round(value, 5), "minus pytorch-fid's": round(value - expected[pair], 5)}
+            found.setdefault(pair, {})[told(way)] = said
     return found
 
 
-def measure(side: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], keep: Callable[[], None]) -> None:
     """One size of pictures: every way of computing them."""
+    import torch
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "pictures").mkdir()
@@ -200,57 +337,79 @@ def measure(side: int, arguments: argparse.Namespace) -> dict[str, Any]:
             write = partial(write_picture, folder / "pictures", side)
             list(pool.map(write, range(arguments.count), chunksize=50))
         paths = sorted((folder / "pictures").iterdir())
-        result: dict[str, Any] = {"bytes of a file": round(sum(path.stat().st_size for path in paths) / len(paths))}
-        result["parts alone, images/s"] = parts(paths, arguments.weights, arguments.compiled)
-        result["muralist"], rows = ours(paths, arguments.weights, folder / "features", tf32=False)
         half = len(paths) // 2
-        fid = distance(rows[:half], rows[half:])
-        result["muralist, TF32"], rounded = ours(paths, arguments.weights, folder / "features", tf32=True)
-        result["muralist, TF32"]["FID of two halves, change"] = distance(rounded[:half], rounded[half:]) - fid
+        result["bytes of a file"] = round(sum(path.stat().st_size for path in paths) / len(paths))
+        result["parts alone, images/s"] = parts(paths)
+        keep()
         if arguments.reference_package:
             result["pytorch-fid"], theirs = reference(paths, arguments.weights, arguments.reference_package)
+            keep()
+        exact, fid = None, 0.0
+        for way in (EXACT, *WAYS):
+            found, rows = ours(paths, arguments.weights, folder / f"features {told(way)}", way)
+            value = distance(rows[:half], rows[half:])
+            if exact is None:
+                exact, fid = rows, value
+            found["FID of two halves, change"] = value - fid
+            found["largest difference of a feature"] = float(np.abs(rows - exact).max())
+            if arguments.reference_package:
+                rate = result["pytorch-fid"]["images/s, warm"]
+                found["times pytorch-fid"] = round(found["images/s, warm"] / rate, 2)
+            if way != EXACT and torch.cuda.is_available():
+                found["shares of the time"] = where_time_goes(paths, arguments.weights, folder / "parts", way)
+            result[f"muralist, {told(way)}"] = found
+            keep()
+        if arguments.reference_package:
             result["pytorch-fid"]["FID of two halves, change"] = distance(theirs[:half], theirs[half:]) - fid
-            result["pytorch-fid"]["largest difference of a feature"] = float(np.abs(theirs - rows).max())
-            for name in ("muralist", "muralist, TF32"):
-                times = result[name]["images/s, warm"] / result["pytorch-fid"]["images/s, warm"]
-                result[name]["times pytorch-fid"] = round(times, 2)
-    return result
+            result["pytorch-fid"]["largest difference of a feature"] = float(np.abs(theirs - exact).max())
 
 
 def main() -> None:
     """Measure every size and write the result."""
+    import torch
+    from bench.measure_training import RESULTS, hardware
+
+    from muralist import __version__
+    from muralist.data import fast_png
+    from muralist.machine import usable_cores
+    from muralist.runfolder import write_json
+
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--reference_package", type=Path)
     parser.add_argument("--cifar", type=Path)
-    parser.add_argument("--count", type=int, default=5000)
+    parser.add_argument("--count", type=int, default=8000)
     parser.add_argument(
-        "--compiled", action="store_true", help="time the network compiled as well, which takes minutes"
+        "--compiled", action="store_true", help="time the network compiled as well, which takes a minute"
     )
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
+    content = {
+        "command": "python bench/fid_speed.py " + " ".join(sys.argv[1:]),
+        "hardware": hardware() | {"cores": usable_cores()},
+        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "decoded by": "ISA-L and libspng" if fast_png.AVAILABLE else "Pillow",
+        "results": results,
+    }
+
+    def keep() -> None:
+        write_json(RESULTS / f"fid_speed_{arguments.name}.json", content)
+
+    results["network alone"] = networks(arguments.weights, ALONE, compiled=False)
+    keep()
     for side in SIDES:
-        results[f"{side} px"] = measure(side, arguments)
+        measure(side, arguments, results.setdefault(f"{side} px", {}), keep)
+        keep()
         print(side, json.dumps(results[f"{side} px"], indent=1), flush=True)
     if arguments.cifar:
         with tempfile.TemporaryDirectory() as folder:
             results["FID on CIFAR-10"] = on_cifar(arguments.cifar, arguments.weights, Path(folder))
         print(json.dumps(results["FID on CIFAR-10"], indent=1), flush=True)
-    import torch
-    from bench.measure_training import RESULTS, hardware
-
-    from muralist import __version__
-    from muralist.machine import usable_cores
-    from muralist.runfolder import write_json
-
-    content = {
-        "command": "python bench/fid_speed.py " + " ".join(sys.argv[1:]),
-        "hardware": hardware() | {"cores": usable_cores()},
-        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "results": results,
-    }
-    write_json(RESULTS / f"fid_speed_{arguments.name}.json", content)
+        keep()
+    if arguments.compiled:
+        results["network alone"] |= networks(arguments.weights, (), compiled=True)
+        keep()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,47 +10,75 @@ import pytest
 
 from muralist.data.images import decode
 from muralist.errors import UserError
-from muralist.evaluate.decoders import Decoders
+from muralist.evaluate.decoders import Decoders, Wanted
 from muralist.evaluate.features import compute, hash_files
 from tests.support.colours import Colours
 from tests.support.evaluating import scenes, write_pictures
 
 
-def wanted(folder: Path) -> list[tuple[Path, bytes]]:
-    return [(path, hashlib.sha256(path.read_bytes()).digest()) for path in sorted(folder.iterdir())]
+def wanted(folder: Path) -> list[Wanted]:
+    return [Wanted(item.content, item.key, item.shape) for item in hash_files(sorted(folder.iterdir()))]  # type: ignore[arg-type]
 
 
 def test_pixels_are_those_of_this_process(tmp_path: Path) -> None:
     folder = write_pictures(tmp_path / "images", scenes(17, 0, side=24))
-    write_pictures(folder, scenes(2, 1, side=300))  # more than a pipe holds, and another size: 000000 and 000001
+    write_pictures(folder, scenes(2, 1, side=300))  # another size: 000000 and 000001
     (folder / "torn ü\n.png").write_bytes((folder / "000004.png").read_bytes()[:60])
     files = wanted(folder)
-    with Decoders(2) as decoders:
-        found = [row for part in decoders.decode(files) for row in part.result()]
+    with Decoders(2, ahead=1) as decoders:
+        found = decoders.decode(files).rows()
         processes = decoders._processes
-    for (path, _), row in zip(files[:-1], found[:-1], strict=True):
-        assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode(path)))
+    for one, row in zip(files[:-1], found[:-1], strict=True):
+        assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode(one.path)))
     assert isinstance(found[-1], str) and "truncated" in found[-1]
     assert [process.returncode for process in processes] == [0, 0]
 
 
 def test_a_picture_that_changed_is_an_error_and_the_next_ones_are_not(tmp_path: Path) -> None:
     files = wanted(write_pictures(tmp_path / "images", scenes(2, 0)))
-    with Decoders(1) as decoders:
-        (changed,) = decoders.decode([(files[0][0], files[1][1]), files[1]])
+    with Decoders(1, ahead=2) as decoders:
+        changed = decoders.decode([replace(files[0], key=files[1].key), files[1]])
         with pytest.raises(UserError, match="000000.png changed while it was evaluated. Something still writes"):
-            changed.result()
-        (after,) = decoders.decode(files)
-        assert len(after.result()) == 2
+            changed.rows()
+        assert len(decoders.decode(files).rows()) == 2
+
+
+def test_memory_is_used_again_and_grows(tmp_path: Path) -> None:
+    small, large = (wanted(write_pictures(tmp_path / str(side), scenes(3, side, side))) for side in (16, 48))
+    with Decoders(2, ahead=1) as decoders:
+        for files in (small, large, small):
+            underway = decoders.decode(files)
+            for one, row in zip(files, underway.rows(), strict=True):
+                assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode(one.path)))
+            underway.forget()
+    assert np.array_equal(row.numpy(), np.asarray(decode(small[-1].path)))  # type: ignore[union-attr]  # it outlives them
+
+
+@pytest.mark.parametrize("told", [None, (24, 23), (12, 48)])
+def test_a_header_that_tells_another_size(told: tuple[int, int] | None, tmp_path: Path) -> None:
+    files = wanted(write_pictures(tmp_path / "images", scenes(3, 0, side=24)))
+    files[1] = replace(files[1], shape=told)
+    with Decoders(1, ahead=1) as decoders:
+        rows = decoders.decode(files).rows()
+    for one, row in zip(files, rows, strict=True):
+        assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode(one.path)))
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    files = wanted(write_pictures(tmp_path / "images", scenes(2, 0)))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with Decoders(1, ahead=2) as decoders:
+        decoders.decode(files).rows()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_process_that_is_killed_is_told(tmp_path: Path) -> None:
     files = wanted(write_pictures(tmp_path / "images", scenes(1, 0)))
-    with Decoders(1) as decoders:
+    with Decoders(1, ahead=1) as decoders:
         decoders._processes[0].kill()
         decoders._processes[0].wait()
         with pytest.raises(UserError, match="A process that decodes pictures ended. It was busy with .*000000.png"):
-            decoders.decode(files)[0].result()
+            decoders.decode(files).rows()
 
 
 def test_features_of_pictures_that_processes_decode(tmp_path: Path) -> None:

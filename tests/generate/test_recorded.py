@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from muralist.generate.recorded import Recorder, Recorders, Work
+from muralist.generate.recorded import Recorder, Recorders
+from muralist.recording import Work
 from tests.support.recording import Tape
 
 

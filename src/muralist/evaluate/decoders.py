@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,33 +19,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muralist.data.images import BrokenImage
 from muralist.errors import UserError
-from muralist.machine import usable_cores
+from muralist.evaluate.decoding import decoded, unchanged
+from muralist.evaluate.shared_memory import SharedMemory
 
 _AT_ONCE = 8  # pictures of one request
 _FAREWELL = 5.0  # seconds
-# Bytes: after each pipe full a thread needs Python's lock again. One has at most a megabyte, and all of a user 64.
-_PIPE, _ALL_PIPES = 1 << 20, 16 << 20
 
-Wanted = tuple[Path, bytes]
-"""A file and the SHA-256 that its content has."""
+
+@dataclass(frozen=True)
+class Wanted:
+    """A file, the SHA-256 that its content has, and the height and width that its header tells."""
+
+    path: Path
+    key: bytes
+    shape: tuple[int, int] | None
+
+    @property
+    def size(self) -> int:
+        """How many bytes its pixels are."""
+        return 3 * self.shape[0] * self.shape[1] if self.shape else 0
 
 
 class Decoders:
     """Some processes; each is asked by one thread of ours, which waits for it without holding the interpreter."""
 
-    def __init__(self, processes: int) -> None:
+    def __init__(self, processes: int, ahead: int) -> None:
+        self._all_memory = [SharedMemory() for _ in range(ahead)]
+        self._unused = list(self._all_memory)
+        descriptors = [memory.descriptor for memory in self._all_memory]
         # -P: a file in the current folder must not take the place of a library.
         command = [sys.executable, "-P", "-m", "muralist.evaluate.decoding"]
         self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=descriptors)
             for _ in range(processes)
         ]
-        size = min(_PIPE, _ALL_PIPES // usable_cores())  # of every GPU's decoders together, there are as many as cores
-        for process in self._processes:
-            assert process.stdout
-            with suppress(OSError, AttributeError):  # there is less to be had, or no such call: as it is, then
-                fcntl.fcntl(process.stdout.fileno(), fcntl.F_SETPIPE_SZ, size)
         self._free = list(self._processes)
         self._own = threading.local()
         self._pool = ThreadPoolExecutor(processes, initializer=self._adopt)
@@ -52,26 +62,34 @@ class Decoders:
     def _adopt(self) -> None:
         self._own.process = self._free.pop()
 
-    def decode(self, wanted: Sequence[Wanted]) -> list[Future[list[Tensor | str]]]:
-        """Pixels, uint8 [H, W, 3], of each file or the reason why there are none, some at a time."""
-        parts = [wanted[start : start + _AT_ONCE] for start in range(0, len(wanted), _AT_ONCE)]
-        return [self._pool.submit(self._ask, part) for part in parts]
+    def decode(self, wanted: Sequence[Wanted]) -> Underway:
+        """Begin with a batch; as many as `ahead` may be begun and not forgotten."""
+        memory = self._unused.pop()
+        *starts, size = accumulate((one.size for one in wanted), initial=0)
+        pixels = memory.of(size)
+        futures = []
+        for start in range(0, len(wanted), _AT_ONCE):
+            part, places = wanted[start : start + _AT_ONCE], starts[start : start + _AT_ONCE]
+            futures.append(self._pool.submit(self._ask, part, places, memory.descriptor, pixels))
+        return Underway(futures, lambda: self._unused.append(memory))
 
-    def _ask(self, wanted: Sequence[Wanted]) -> list[Tensor | str]:
+    def _ask(self, wanted: Sequence[Wanted], places: Sequence[int], memory: int, pixels: Tensor) -> list[Tensor | str]:
         process: subprocess.Popen[bytes] = self._own.process
         assert process.stdin and process.stdout
-        request = json.dumps([(os.fspath(path), key.hex()) for path, key in wanted]).encode()
+        asked = [
+            (os.fspath(one.path), one.key.hex(), start, one.size) for one, start in zip(wanted, places, strict=True)
+        ]
         try:
-            _write(process.stdin.fileno(), request + b"\n")
-            told, begun = _line(process.stdout.fileno())
-            return _pictures(told, begun, process.stdout.fileno())
+            _write(process.stdin.fileno(), json.dumps((memory, asked)).encode() + b"\n")
+            answer = _line(process.stdout.fileno())
         except (OSError, EOFError):
-            names = ", ".join(str(path) for path, _ in wanted)
+            names = ", ".join(str(one.path) for one in wanted)
             raise UserError(
                 "A process that decodes pictures ended.",
                 f"It was busy with {names}.",
                 "The same command again goes on from what is done.",
             ) from None
+        return [_picture(one, said, pixels[start:]) for one, said, start in zip(wanted, answer, places, strict=True)]
 
     def __enter__(self) -> Decoders:
         return self
@@ -91,6 +109,21 @@ class Decoders:
                 process.wait(_FAREWELL)
             process.kill()
             process.wait()
+        for memory in self._all_memory:
+            memory.close()
+
+
+class Underway:
+    """A batch that others prepare."""
+
+    def __init__(self, futures: list[Future[list[Tensor | str]]], forget: Callable[[], None]) -> None:
+        self._futures = futures
+        self.forget = forget
+        """To be called when nobody looks at the pixels any more: others come in their place."""
+
+    def rows(self) -> list[Tensor | str]:
+        """Wait for each one's row, such as pixels, uint8 [H, W, 3], or the reason why there is none."""
+        return [row for future in self._futures for row in future.result()]
 
 
 def _write(descriptor: int, data: bytes) -> None:
@@ -99,30 +132,24 @@ def _write(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _line(descriptor: int) -> tuple[list[Any], bytes]:
-    """The answer's first line, and what came with it of the pixels."""
+def _line(descriptor: int) -> list[Any]:
     data = b""
-    while b"\n" not in data:
+    while not data.endswith(b"\n"):
         if not (more := os.read(descriptor, 1 << 16)):
             raise EOFError
         data += more
-    line, _, begun = data.partition(b"\n")
-    return json.loads(line), begun
+    return json.loads(data)
 
 
-def _pictures(told: list[Any], begun: bytes, descriptor: int) -> list[Tensor | str]:
-    """Pixels, read into the memory where they stay; the whole answer is read before a fault in it is told."""
-    shapes = [tuple(said) for said in told if isinstance(said, list)]
-    sizes = [height * width * 3 for height, width in shapes]
-    pixels = torch.empty(sum(sizes), dtype=torch.uint8)
-    view = pixels.numpy().data
-    view[: len(begun)] = begun
-    view = view[len(begun) :]
-    while view:
-        if not (count := os.readv(descriptor, [view])):
-            raise EOFError
-        view = view[count:]
-    if fault := next((said for said in told if isinstance(said, dict)), None):
-        raise UserError(**fault)
-    parts = iter([part.view(*shape, 3) for part, shape in zip(pixels.split(sizes), shapes, strict=True)])
-    return [said if isinstance(said, str) else next(parts) for said in told]
+def _picture(wanted: Wanted, said: Any, pixels: Tensor) -> Tensor | str:
+    """Where its pixels are, or why there are none."""
+    if isinstance(said, dict):
+        raise UserError(**said)
+    if isinstance(said, str):
+        return said
+    if tuple(said) == wanted.shape:
+        return pixels[: wanted.size].view(*said, 3)
+    try:  # rare: what its header tells is not how large it is, so that there was no place for it
+        return torch.from_numpy(decoded(unchanged(wanted.path, wanted.key)))
+    except BrokenImage as error:
+        return error.reason

@@ -1,8 +1,9 @@
 """Pictures decoded in processes of their own: many cores feed one GPU; the threads of one process share an interpreter.
 
-The process that wants pictures writes a line of JSON with some paths and hashes; the other answers with a line that says of
-each how large it is, or why there is none, and then their pixels. Nothing heavy is imported here, so that a process starts
-in a moment; its end is that of its input, so that none outlives whoever started it.
+The process that wants pictures writes a line of JSON: a file in memory that both have open, and of some pictures the path,
+the hash, and where in that file their pixels go. The other puts them there and answers with a line that says of each how
+large it is, or why there is none. Nothing heavy is imported here, so that a process starts in a moment; its end is that of
+its input, so that none outlives whoever started it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from muralist.data.fast_png import plain_png
 from muralist.data.images import BrokenImage, decode, read_image_file
 from muralist.errors import UserError
 
@@ -33,22 +35,36 @@ def unchanged(path: Path, key: bytes) -> bytes:
     return data
 
 
+def decoded(data: bytes) -> np.ndarray:
+    """Pixels of a picture's file, uint8 [H, W, 3], or `BrokenImage`."""
+    found = plain_png(data)
+    return np.array(decode(data)) if found is None else found
+
+
+def place(memory: int, pixels: np.ndarray, start: int) -> None:
+    """Put pixels into a file."""
+    view = np.ascontiguousarray(pixels).reshape(-1).data
+    while view:
+        written = os.pwrite(memory, view, start)
+        view, start = view[written:], start + written
+
+
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer until no more requests come."""
     for line in requests:
         told: list[Any] = []
-        pictures: list[np.ndarray] = []
-        for path, key in json.loads(line):
+        memory, pictures = json.loads(line)
+        for path, key, start, size in pictures:
             try:
-                pictures.append(np.asarray(decode(unchanged(Path(path), bytes.fromhex(key)))))
-                told.append(pictures[-1].shape[:2])
+                pixels = decoded(unchanged(Path(path), bytes.fromhex(key)))
+                if pixels.nbytes == size:  # else its header told something else, and its place is none
+                    place(memory, pixels, start)
+                told.append(pixels.shape[:2])
             except BrokenImage as error:
                 told.append(error.reason)
             except UserError as error:
                 told.append({"what": error.what, "why": error.why, "fix": error.fix})
         answers.write(json.dumps(told).encode() + b"\n")
-        for picture in pictures:
-            answers.write(np.ascontiguousarray(picture).data)
         answers.flush()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -21,14 +21,16 @@ from torch import Tensor
 from muralist.data.images import BrokenImage
 from muralist.evaluate.cache import Cache, Item
 from muralist.evaluate.data_pictures import DataPicture
-from muralist.evaluate.decoders import Decoders
+from muralist.evaluate.decoders import Decoders, Underway, Wanted
 from muralist.evaluate.decoding import unchanged
 from muralist.evaluate.extractors import Extractor, Loaded
 from muralist.loading import loading
 from muralist.machine import usable_cores
 
 BATCH = {"cpu": 1, "cuda": 64}  # a CPU is no faster with more
-DECODING_AHEAD = 4  # batches: enough that every core of a large machine has something to decode
+DECODING_AHEAD = (
+    6  # batches: enough that every core of a large machine has something to decode, and more when it is done
+)
 
 Batch = Sequence[Item]
 NextBatch = Callable[[bool], Batch | None]
@@ -59,13 +61,13 @@ def extract(
         torch.cuda.set_device(device)  # events and page-locked memory belong to the current one
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
-        stack.enter_context(_exact(device))
+        stack.enter_context(_exact())
         write = stack.enter_context(cache.writer())
         with loading(f"the weights of {extractor.name}", extractor.source):
             loaded = extractor.load(device)
         prepare = stack.enter_context(_preparing(loaded, max(1, usable_cores() // processes)))
         size = 0
-        ahead: deque[tuple[Batch, list[Future[list[Tensor | str]]]]] = deque()
+        ahead: deque[tuple[Batch, Underway]] = deque()
         computing: tuple[list[bytes], _Rows | None, Finished] | None = None
         while True:
             idle = computing is None  # else what is computed is kept before anything is waited for
@@ -75,13 +77,14 @@ def extract(
                 return
             before, computing = computing, None
             if ahead:
-                batch, futures = ahead.popleft()
-                rows = [row for future in futures for row in future.result()]
+                batch, underway = ahead.popleft()
+                rows = underway.rows()
                 good = [(item.key, row) for item, row in zip(batch, rows, strict=True) if not isinstance(row, str)]
                 broken = {item.key: row for item, row in zip(batch, rows, strict=True) if isinstance(row, str)}
                 if good:
                     size = size or _batch_size(loaded, good[0][1], BATCH[device.type])
                 made = _in_batches(loaded, [row for _, row in good], size) if good else None
+                underway.forget()
                 computing = [key for key, _ in good], made, Finished(len(batch), broken)
             if before:
                 keys, made, finished = before
@@ -90,7 +93,7 @@ def extract(
                 yield finished
 
 
-Prepare = Callable[[Batch], list[Future[list[Tensor | str]]]]
+Prepare = Callable[[Batch], Underway]
 
 
 @contextmanager
@@ -100,12 +103,12 @@ def _preparing(loaded: Loaded, cores: int) -> Iterator[Prepare]:
         pool = stack.enter_context(ThreadPoolExecutor(cores))
         decoders: Decoders | None = None
 
-        def prepare(batch: Batch) -> list[Future[list[Tensor | str]]]:
+        def prepare(batch: Batch) -> Underway:
             nonlocal decoders
-            files = [(item.content, item.key) for item in batch if isinstance(item.content, Path)]
+            files = [Wanted(item.content, item.key, item.shape) for item in batch if isinstance(item.content, Path)]
             if not loaded.takes_pixels or len(files) < len(batch):
-                return [pool.submit(_prepared, loaded, item) for item in batch]
-            decoders = decoders or stack.enter_context(Decoders(cores))
+                return Underway([pool.submit(_prepared, loaded, item) for item in batch], lambda: None)
+            decoders = decoders or stack.enter_context(Decoders(cores, DECODING_AHEAD + 1))
             return decoders.decode(files)
 
         yield prepare
@@ -160,14 +163,13 @@ def _batch_size(loaded: Loaded, row: Tensor, size: int) -> int:
 
 
 @contextmanager
-def _exact(device: torch.device) -> Iterator[None]:
+def _exact() -> Iterator[None]:
     """Float32, unless an extractor has it otherwise, the same kernels every time, one thread on a CPU: then results do not
-    depend on who computes."""
+    depend on who computes. Beside a GPU other threads would only be in the way of the processes that decode."""
     threads = torch.get_num_threads()
     cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
     matmul = torch.backends.cuda.matmul.allow_tf32
-    if device.type == "cpu":
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
         with cudnn:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from muralist.data.images import decode
 from muralist.errors import UserError
 from muralist.evaluate import inception
+from muralist.evaluate.inception_gpu import DEFAULT, Way, on_gpu
 
 TEXT_LENGTH = 77
 
@@ -35,7 +37,7 @@ class Loaded:
 
 
 class Extractor(Protocol):
-    """Which features: digest and tf32 name everything that they depend on, apart from the device."""
+    """Which features: digest and on_gpu name everything that they depend on, apart from the device."""
 
     @property
     def name(self) -> str:
@@ -54,8 +56,8 @@ class Extractor(Protocol):
         """The file or folder of its weights."""
 
     @property
-    def tf32(self) -> bool:
-        """Whether a GPU may round to 10 bits before it multiplies."""
+    def on_gpu(self) -> str:
+        """How a GPU computes them; nothing for plain float32."""
 
     def load(self, device: torch.device) -> Loaded:
         """Read the weights."""
@@ -80,13 +82,17 @@ class InceptionFeatures:
     name: str = "inception"
     width: int = inception.FEATURES
 
-    tf32: bool = True
-    """Whether a GPU may round to 10 bits before it multiplies, as for pytorch-fid; bench/fid_speed.py measures it."""
+    way: Way = DEFAULT
 
     @classmethod
-    def of(cls, weights: Path, tf32: bool = True) -> InceptionFeatures:
+    def of(cls, weights: Path, way: Way = DEFAULT) -> InceptionFeatures:
         """Features by the weights of a file."""
-        return cls(weights, file_digest(weights), tf32=tf32)
+        return cls(weights, file_digest(weights), way=way)
+
+    @property
+    def on_gpu(self) -> str:
+        """How a GPU computes them; nothing for plain float32."""
+        return self.way.name
 
     @property
     def source(self) -> Path:
@@ -97,16 +103,28 @@ class InceptionFeatures:
         """Read the weights."""
         from muralist.evaluate.inception_weights import load_inception
 
-        network = inception.fold_norms(load_inception(self.weights)).to(device)
-        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a fifth faster on CPUs
+        network = load_inception(self.weights)
+        if device.type == "cuda":
+            copies = torch.cuda.Stream(device)
+            stack = partial(_resized_beside, device=device, copies=copies)
+            return Loaded(_pixels, on_gpu(network, device, self.way), stack, takes_pixels=True)
+        folded = inception.fold_norms(network)
+        folded.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a fifth faster on CPUs
 
         def compute(batch: Tensor) -> Tensor:
-            with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=self.tf32):
-                return network(batch.to(device).contiguous(memory_format=torch.channels_last))
+            return folded(batch.contiguous(memory_format=torch.channels_last))
 
-        if device.type == "cpu":
-            return Loaded(lambda data: inception.network_input(_pixels(data)), compute)
-        return Loaded(_pixels, compute, lambda rows: inception.resized(rows, device), takes_pixels=True)
+        return Loaded(lambda data: inception.network_input(_pixels(data)), compute)
+
+
+def _resized_beside(pictures: list[Tensor], device: torch.device, copies: torch.cuda.Stream) -> Tensor:
+    """A batch that the GPU fetches and resizes while it computes the one before."""
+    with torch.cuda.stream(copies):
+        batch = inception.resized(pictures, device)
+    computing = torch.cuda.current_stream(device)
+    computing.wait_stream(copies)
+    batch.record_stream(computing)  # else its memory would be taken for free too early
+    return batch
 
 
 @dataclass(frozen=True)
@@ -117,7 +135,7 @@ class ClipFeatures:
     digest: str
     width: int
     name: str
-    tf32: bool = False
+    on_gpu: str = ""
 
     @classmethod
     def both(cls, folder: Path) -> tuple[ClipFeatures, ClipFeatures]:

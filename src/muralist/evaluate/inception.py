@@ -174,7 +174,7 @@ class Inception(nn.Module):
         x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(F.max_pool2d(x, 3, stride=2))))
         x = self.Mixed_6e(self.Mixed_6d(self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))))
         x = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x)))
-        return F.adaptive_avg_pool2d(x, 1).flatten(1)
+        return F.adaptive_avg_pool2d(x.float(), 1).flatten(1)
 
 
 def network_input(pixels_HWC: Tensor) -> Tensor:

@@ -1,0 +1,83 @@
+"""The faster decoder: Pillow's pixels, or none at all."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, PngImagePlugin
+
+from muralist.data.fast_png import AVAILABLE, plain_png
+from muralist.data.images import decode
+from muralist.pictures import encode_png
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="needs muralist[fast]")
+RANDOM = np.random.default_rng(0)
+
+
+def soft(height: int, width: int) -> np.ndarray:
+    """A picture for which an encoder uses every filter."""
+    small = Image.fromarray(RANDOM.integers(0, 256, (5, 4, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
+    return (np.asarray(small, np.float32) + RANDOM.normal(0, 4, (height, width, 3))).clip(0, 255).astype(np.uint8)
+
+
+def png(picture: Image.Image, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", **options)
+    return buffer.getvalue()
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (64, 64), (300, 257)])
+@pytest.mark.parametrize("level", [0, 1, 9])
+def test_pixels_are_those_of_pillow(shape: tuple[int, int], level: int) -> None:
+    data = png(Image.fromarray(soft(*shape)), compress_level=level)
+    found = plain_png(data)
+    assert found is not None and np.array_equal(found, np.asarray(decode(data)))
+
+
+def test_every_filter_is_taken_off_as_pillow_does() -> None:
+    rows = RANDOM.integers(0, 256, (40, 31 * 3 + 1), dtype=np.uint8)
+    rows[:, 0] = np.arange(40) % 5
+    header = struct.pack(">IIBBBBB", 31, 40, 8, 2, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(rows.tobytes()))
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b"")
+    assert np.array_equal(plain_png(data), np.asarray(decode(data)))  # type: ignore[arg-type]
+
+
+def test_pictures_that_say_how_they_were_made() -> None:
+    data = encode_png(soft(20, 30), {"prompt": "a red car, größer"})
+    found = plain_png(data)
+    assert found is not None and np.array_equal(found, np.asarray(decode(data)))
+
+
+def test_other_kinds_are_left_to_pillow() -> None:
+    picture = Image.fromarray(soft(9, 9))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    profile = PngImagePlugin.PngInfo()
+    profile.add_text("Raw profile type exif", "\nexif\n 2\n0000")
+    packed = PngImagePlugin.PngInfo()
+    packed.add_itxt("prompt", "a car", zip=True)
+    others = [png(picture.convert(mode)) for mode in ("L", "P", "RGBA", "1", "I;16")]
+    others += [png(picture, exif=turned), png(picture, pnginfo=profile), png(picture, pnginfo=packed)]
+    others += [png(picture, transparency=(1, 2, 3)), b"", b"GIF89a", b"\x89PNG\r\n\x1a\n"]
+    assert [plain_png(data) for data in others] == [None] * len(others)
+
+
+def test_damage_anywhere_is_left_to_pillow() -> None:
+    data = png(Image.fromarray(soft(12, 10)))
+    for place in range(len(data)):
+        flipped = data[:place] + bytes((data[place] ^ 16,)) + data[place + 1 :]
+        assert plain_png(flipped) is None
+        assert plain_png(data[:place]) is None
+    short = zlib.compress(bytes(100))
+    assert plain_png(data[:33] + chunk(b"IDAT", short) + chunk(b"IEND", b"")) is None
+    beyond = zlib.compress(bytes(12 * 31) + b"\x07")
+    assert plain_png(data[:33] + chunk(b"IDAT", beyond) + chunk(b"IEND", b"")) is None
