@@ -31,12 +31,9 @@ from unittest.mock import patch
 import numpy as np
 from PIL import Image
 
-from muralist.evaluate.inception_gpu import Way
-
 SIDES = (256, 32)
-EXACT = Way("float32")
-WAYS = (Way(), Way(fused=True, recorded=True), Way("float16", fused=True, recorded=True))
-ALONE = (EXACT, Way(), Way(recorded=True), Way(fused=True), *WAYS[1:], Way("float16", recorded=True))
+WAYS = {"float32": False, "TF32": True}
+APART = "bias and ReLU apart"
 _WARM = 0.2  # of the pictures, before the clock runs
 _REFERENCE_BATCH, _REFERENCE_WORKERS = 50, 8  # pytorch-fid's own defaults
 _ONE_SHAPE = 64
@@ -51,7 +48,7 @@ def write_picture(folder: Path, side: int, number: int) -> None:
     Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(folder / f"{number:06d}.png")
 
 
-def ours(paths: list[Path], weights: Path, folder: Path, way: Way) -> tuple[dict[str, Any], np.ndarray]:
+def ours(paths: list[Path], weights: Path, folder: Path, way: str) -> tuple[dict[str, Any], np.ndarray]:
     """Images a second of the whole command's work, and of its last part, when everything is loaded."""
     from muralist.evaluate.extractors import InceptionFeatures
     from muralist.evaluate.features import compute, hash_files
@@ -61,7 +58,7 @@ def ours(paths: list[Path], weights: Path, folder: Path, way: Way) -> tuple[dict
     items = hash_files(paths)
     hashed = time.perf_counter()
     marks: list[tuple[float, int]] = []
-    extractor = InceptionFeatures.of(weights, way)
+    extractor = InceptionFeatures.of(weights, WAYS[way])
     found = compute(
         extractor, items, choose_devices(()), folder, lambda done, total: marks.append((time.perf_counter(), done))
     )
@@ -74,11 +71,6 @@ def ours(paths: list[Path], weights: Path, folder: Path, way: Way) -> tuple[dict
         "seconds": {"hashing": round(hashed - begun, 2), "until warm": round(warm[0] - hashed, 2),
                     "after the last batch": round(ended - marks[-1][0], 2), "all": round(ended - begun, 2)},
     }, found.rows  # fmt: skip
-
-
-def told(way: Way) -> str:
-    """A way's name, for people."""
-    return (way.name or "float32") + (", recorded" if way.recorded else "")
 
 
 def parts(paths: list[Path]) -> dict[str, Any]:
@@ -151,7 +143,7 @@ def in_a_decoder(paths: list[Path]) -> dict[str, float]:
     return {name: round(value / len(some) * 1e6, 1) for name, value in seconds.items()}
 
 
-def where_time_goes(paths: list[Path], weights: Path, folder: Path, way: Way) -> dict[str, float]:
+def where_time_goes(paths: list[Path], weights: Path, folder: Path, way: str) -> dict[str, float]:
     """Shares of the time of the process that feeds the GPU, once everything is loaded."""
     import torch
 
@@ -185,7 +177,7 @@ def where_time_goes(paths: list[Path], weights: Path, folder: Path, way: Way) ->
     items = hash_files(paths)
     size = extraction.BATCH["cuda"]
     left = iter([items[start : start + size] for start in range(0, len(items), size)])
-    extractor = InceptionFeatures.of(weights, way)
+    extractor = InceptionFeatures.of(weights, WAYS[way])
     with ExitStack() as stack:
         stack.enter_context(timed(decoders.Decoders, "decode", "asking for pictures"))
         stack.enter_context(timed(decoders.Underway, "rows", "waiting for decoders"))
@@ -194,7 +186,7 @@ def where_time_goes(paths: list[Path], weights: Path, folder: Path, way: Way) ->
         stack.enter_context(patch.object(Cache, "writer", writer))
         done, begun = 0, 0.0
         cache = Cache(folder, extractor, "the time of parts")
-        for finished in extraction.extract(extractor, cache, lambda waits: next(left, None), torch.device("cuda")):
+        for finished in extraction.extract(extractor, cache, lambda waits: next(left, None), torch.device("cuda:0")):
             done += finished.items
             if not begun and done >= _WARM * len(items):
                 seconds.clear()
@@ -204,48 +196,54 @@ def where_time_goes(paths: list[Path], weights: Path, folder: Path, way: Way) ->
     return shares | {"all of these": round(sum(seconds.values()) / (last - begun), 4)}
 
 
-def networks(weights: Path, ways: tuple[Way, ...], compiled: bool) -> dict[str, Any]:
+def networks(weights: Path, compiled: bool) -> dict[str, Any]:
     """Images a second of the network alone, and how far its features are from float32's with norms of their own."""
     import torch
 
-    from muralist.evaluate.inception import fold_norms, network_inputs
-    from muralist.evaluate.inception_gpu import on_gpu
+    from muralist.evaluate import inception
     from muralist.evaluate.inception_weights import load_inception
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    generator = np.random.default_rng(0)
-    small = generator.integers(0, 256, (_ONE_SHAPE, 32, 32, 3), dtype=np.uint8)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    small = np.random.default_rng(0).integers(0, 256, (_ONE_SHAPE, 32, 32, 3), dtype=np.uint8)
     found: dict[str, Any] = {}
     with torch.inference_mode():
-        inputs = network_inputs(torch.from_numpy(small).to(device))
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+        inputs = inception.network_inputs(torch.from_numpy(small).to(device))
+        with _convolving(tf32=False):
             exact = load_inception(weights).to(device)(inputs)
 
-        def look(name: str, compute: Callable[[Any], Any]) -> None:
+        def look(name: str, network: Any, tf32: bool) -> None:
+            def compute(batch: Any) -> Any:
+                with _convolving(tf32):
+                    return network(batch.contiguous(memory_format=torch.channels_last)).clone()
+
             off = (compute(inputs) - exact).abs()
             relative = off.square().mean().sqrt() / exact.square().mean().sqrt()
-            same = torch.equal(compute(inputs.roll(1, 0)), compute(inputs).roll(1, 0))
             found[name] = {
                 "images/s": round(_rate(partial(compute, inputs), len(inputs), device), 1),
                 "largest difference of a feature": float(off.max()),
                 "relative to the root of their mean square": float(relative),
-                "the same in another place of the batch": same,
+                "the same in another place of the batch": torch.equal(
+                    compute(inputs.roll(1, 0)), compute(inputs).roll(1, 0)
+                ),
             }
             print(name, json.dumps(found[name]), flush=True)
 
-        for way in ways:
-            if device.type == "cuda" or not way.recorded:
-                look(told(way), on_gpu(load_inception(weights), device, way))
-        for dtype in (torch.float32, torch.float16) if compiled else ():
-            network = fold_norms(load_inception(weights)).to(device, dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            faster = torch.compile(network, options={"triton.cudagraphs": device.type == "cuda"})
-
-            def compute(batch: Any, faster: Any = faster, dtype: Any = dtype) -> Any:
-                with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=True):
-                    return faster(batch.to(dtype).contiguous(memory_format=torch.channels_last)).clone()
-
-            look(f"compiled, {'TF32' if dtype == torch.float32 else 'float16'}", compute)
+        network = inception.fold_norms(load_inception(weights)).to(device)
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if compiled:
+            look("TF32, compiled", torch.compile(network, options={"triton.cudagraphs": device.type == "cuda"}), True)
+            return found
+        for way, tf32 in WAYS.items():
+            look(way, network, tf32)
+        with patch.object(inception, "_HAS_CUDNN", False):
+            look(f"TF32, {APART}", network, True)
     return found
+
+
+def _convolving(tf32: bool) -> Any:
+    import torch
+
+    return torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=tf32)
 
 
 def _rate(work: Callable[[], Any], images: int, device: Any) -> float:
@@ -315,14 +313,14 @@ def on_cifar(npz: Path, weights: Path, folder: Path) -> dict[str, Any]:
             Image.fromarray(picture).save(paths[-1])
     expected = json.loads((npz.parent / "fid_reference.json").read_text())
     found: dict[str, Any] = {}
-    for way in (EXACT, *WAYS):
-        rows = ours(paths, weights, folder / f"features {told(way)}", way)[1].reshape(3, 500, -1)
+    for way in WAYS:
+        rows = ours(paths, weights, folder / f"features {way}", way)[1].reshape(3, 500, -1)
         by_name = dict(zip(sets, rows, strict=True))
         for pair in ("train[1000:1500] vs test[500:1000]", "train[1000:1500] vs 255-train[1000:1500]"):
             one, two = pair.split(" vs ")
             value = distance(by_name[one], by_name[two])
             said = {"fid": round(value, 5), "minus pytorch-fid's": round(value - expected[pair], 5)}
-            found.setdefault(pair, {})[told(way)] = said
+            found.setdefault(pair, {})[way] = said
     return found
 
 
@@ -345,8 +343,8 @@ def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], ke
             result["pytorch-fid"], theirs = reference(paths, arguments.weights, arguments.reference_package)
             keep()
         exact, fid = None, 0.0
-        for way in (EXACT, *WAYS):
-            found, rows = ours(paths, arguments.weights, folder / f"features {told(way)}", way)
+        for way in WAYS:
+            found, rows = ours(paths, arguments.weights, folder / f"features {way}", way)
             value = distance(rows[:half], rows[half:])
             if exact is None:
                 exact, fid = rows, value
@@ -355,9 +353,9 @@ def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], ke
             if arguments.reference_package:
                 rate = result["pytorch-fid"]["images/s, warm"]
                 found["times pytorch-fid"] = round(found["images/s, warm"] / rate, 2)
-            if way != EXACT and torch.cuda.is_available():
+            if way != "float32" and torch.cuda.is_available():
                 found["shares of the time"] = where_time_goes(paths, arguments.weights, folder / "parts", way)
-            result[f"muralist, {told(way)}"] = found
+            result[f"muralist, {way}"] = found
             keep()
         if arguments.reference_package:
             result["pytorch-fid"]["FID of two halves, change"] = distance(theirs[:half], theirs[half:]) - fid
@@ -396,7 +394,7 @@ def main() -> None:
     def keep() -> None:
         write_json(RESULTS / f"fid_speed_{arguments.name}.json", content)
 
-    results["network alone"] = networks(arguments.weights, ALONE, compiled=False)
+    results["network alone"] = networks(arguments.weights, compiled=False)
     keep()
     for side in SIDES:
         measure(side, arguments, results.setdefault(f"{side} px", {}), keep)
@@ -408,7 +406,7 @@ def main() -> None:
         print(json.dumps(results["FID on CIFAR-10"], indent=1), flush=True)
         keep()
     if arguments.compiled:
-        results["network alone"] |= networks(arguments.weights, (), compiled=True)
+        results["network alone"] |= networks(arguments.weights, compiled=True)
         keep()
 
 

@@ -106,13 +106,13 @@ def variant(name: str) -> Iterator[None]:
     Those of other attention (cudnn, flash) replace ours.
     """
     kernels, *more = name.split("+")
-    before = jit_ops._kernels_run, jit_ops._attention_runs
+    before = jit_ops._kernels_run, jit_ops._hoppers_kernels_run
     backends = torch.backends.cuda
     states = backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.cudnn_sdp_enabled()
     if kernels == "plain":
         jit_ops._kernels_run = lambda: False  # type: ignore[assignment]
     if "cudnn" in more or "flash" in more:
-        jit_ops._attention_runs = lambda: False  # type: ignore[assignment]
+        jit_ops._hoppers_kernels_run = lambda: False  # type: ignore[assignment]
         backends.enable_flash_sdp("flash" in more)
         backends.enable_cudnn_sdp("cudnn" in more)
         backends.enable_mem_efficient_sdp(False)
@@ -121,7 +121,7 @@ def variant(name: str) -> Iterator[None]:
         with inductor.patch({"combo_kernels": True, "combo_kernels_autotune": 0} if "combo" in more else {}):
             yield
     finally:
-        jit_ops._kernels_run, jit_ops._attention_runs = before
+        jit_ops._kernels_run, jit_ops._hoppers_kernels_run = before
         for enable, state in zip(
             (backends.enable_flash_sdp, backends.enable_mem_efficient_sdp, backends.enable_cudnn_sdp),
             states,

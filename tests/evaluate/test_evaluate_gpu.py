@@ -12,7 +12,6 @@ from muralist.evaluate.cache import Item
 from muralist.evaluate.dinov2 import Dinov2Features
 from muralist.evaluate.extractors import ClipFeatures, Extractor, InceptionFeatures
 from muralist.evaluate.features import compute, hash_files, hash_texts
-from muralist.evaluate.inception_gpu import Way
 from muralist.evaluate.metrics import frechet, moments
 from tests.support.evaluating import inception_weights, scenes, small_clip, small_dinov2, write_pictures
 
@@ -29,7 +28,7 @@ def pictures(folder: Path) -> list[Item]:
 
 
 def test_fid_is_that_of_the_cpu(tmp_path: Path) -> None:
-    items, extractor = pictures(tmp_path), InceptionFeatures.of(inception_weights(), Way("float32"))
+    items, extractor = pictures(tmp_path), InceptionFeatures.of(inception_weights(), tf32=False)
     values = []
     for devices in (ONE, {"0": "cpu"}):
         found = compute(extractor, items, devices, tmp_path / "cache")

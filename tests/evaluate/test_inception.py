@@ -6,7 +6,6 @@ import io
 import json
 import pickle
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ import pytest
 import torch
 
 from muralist.errors import UserError
-from muralist.evaluate.inception import Convolution, Inception, fold_norms, network_input, resized
-from muralist.evaluate.inception_gpu import Way, fuse, on_gpu, replayed
+from muralist.evaluate.inception import Inception, fold_norms, network_input, resized
 from muralist.evaluate.inception_weights import find_weights, load_inception
 from tests.conftest import SHARED_DATA
 from tests.support.evaluating import inception_weights
@@ -42,50 +40,6 @@ def test_folded_norms_change_only_the_last_bits() -> None:
         after = folded(inputs)
     assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded.modules())
     assert before.std() > 0.1 and (before - after).abs().max() < 1e-5
-
-
-def test_fused_convolutions_are_the_same_network() -> None:
-    network = fold_norms(Inception().eval())
-    inputs = torch.rand(1, 3, 299, 299)
-    with torch.inference_mode():
-        before = network(inputs)
-        fuse(network)
-        assert torch.equal(network(inputs), before)
-        assert not any(isinstance(module, Convolution) for module in network.modules())
-
-
-def test_a_way_is_named_by_what_features_depend_on() -> None:
-    assert [Way("float32").name, Way().name, Way(recorded=True).name] == ["", "TF32", "TF32"]
-    assert Way("float16", fused=True, recorded=True).name == "float16 fused"
-
-
-def test_ways_of_a_gpu_are_the_network_but_for_rounding() -> None:
-    pictures = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (1, 40, 40, 3), dtype=np.uint8))
-    with torch.inference_mode():
-        inputs = torch.stack([network_input(picture) for picture in pictures])
-        exact = load_inception(inception_weights())(inputs)
-        for precision, most in (("float32", 1e-5), ("float16", 1e-2)):
-            compute = on_gpu(load_inception(inception_weights()), torch.device("cpu"), Way(precision, fused=True))  # type: ignore[arg-type]
-            found = compute(inputs)
-            assert found.dtype == torch.float32 and (found - exact).abs().max() < most
-
-
-def test_every_shape_is_recorded_once_and_results_are_kept() -> None:
-    recorded = []
-
-    def record(work: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        output = work()
-        recorded.append(output.shape)
-
-        def again() -> None:
-            output.copy_(work())
-
-        return output, again
-
-    double = replayed(lambda inputs: 2 * inputs, record)
-    found = [double(torch.full((size,), float(size + turn))) for turn in (0, 1) for size in (3, 1)]
-    assert [row.tolist() for row in found] == [[6.0] * 3, [2.0], [8.0] * 3, [4.0]]
-    assert recorded == [(3,), (1,)]
 
 
 def test_pictures_of_any_size_are_resized_as_each_alone() -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from muralist.generate.recorded import Recorder, Recorders
-from muralist.recording import Work
+from muralist.generate.recorded import Recorder, Recorders, Work
 from tests.support.recording import Tape
 
 

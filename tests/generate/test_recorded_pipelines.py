@@ -15,10 +15,9 @@ from transformers import BertConfig, masking_utils
 from muralist.generate import diffusers_painter
 from muralist.generate.card import Ease, Unhurried
 from muralist.generate.painter import Order, Way
-from muralist.generate.recorded import Recorders
+from muralist.generate.recorded import Record, Recorders, Work
 from muralist.generate.text_encoders import text_encoders, whole_masks
 from muralist.generate.tuned import Tuning
-from muralist.recording import Record, Work
 from tests.support.painting import CAR, FULL, NIGHT, SNOW, differ, paint, painter_of
 from tests.support.pipelines import BUILDERS
 from tests.support.recording import Tape, Taped

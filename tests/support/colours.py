@@ -25,7 +25,7 @@ class Colours:
     fails_as: str = ""
     source: Path = Path()
     takes_pixels: bool = False
-    on_gpu: str = ""
+    tf32: bool = False
 
     def load(self, device: torch.device) -> Loaded:
         return Loaded(self.prepare, self.compute, takes_pixels=self.takes_pixels)

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from transformers.utils import import_utils
 
-from muralist.generate.recorded import Recorders
-from muralist.recording import Work
+from muralist.generate.recorded import Recorders, Work
 
 
 class Tape:

@@ -35,8 +35,8 @@ class Cache:
 
     def __init__(self, folder: Path, extractor: Extractor, device_kind: str) -> None:
         versions = [version(name) for name in ("torch", "pillow", "transformers")]
-        how = (extractor.on_gpu,) if extractor.on_gpu and device_kind != CPU else ()
-        made_with = "/".join((extractor.digest, device_kind, *versions, _HOW, *how))
+        rounded = ("TF32",) if extractor.tf32 and device_kind != CPU else ()
+        made_with = "/".join((extractor.digest, device_kind, *versions, _HOW, *rounded))
         self.folder = folder / f"{extractor.name}-{hashlib.sha256(made_with.encode()).hexdigest()[:12]}"
         self.record = np.dtype([("key", "u1", 32), ("row", "<f4", extractor.width), ("check", "<u4")])
 

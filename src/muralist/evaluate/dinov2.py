@@ -37,7 +37,7 @@ class Dinov2Features:
     size: str
     """ViT-L/14, say: which one it is, as people call it."""
     name: str = "dinov2"
-    on_gpu: str = ""
+    tf32: bool = False
 
     @classmethod
     def of(cls, folder: Path) -> Dinov2Features:

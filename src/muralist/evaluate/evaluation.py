@@ -322,8 +322,8 @@ class Evaluation:
 
     def _protocol(self) -> dict[str, Any]:
         """How the numbers came about, beyond what was set."""
-        way = self.inception.on_gpu if self.inception and "cpu" not in self.devices.values() else ""
-        features = f"float32, Inception's convolutions in {way}" if way else "float32"
+        rounded = bool(self.inception and self.inception.tf32) and "cpu" not in self.devices.values()
+        features = "float32, Inception's convolutions in TF32" if rounded else "float32"
         how = {"resizing": RESIZING, "features": f"{features}; statistics in float64", "resamples": metrics.RESAMPLES}
         if self.inception:
             how["inception_sha256"] = self.inception.digest

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from muralist.data.images import decode
 from muralist.errors import UserError
 from muralist.evaluate import inception
-from muralist.evaluate.inception_gpu import DEFAULT, Way, on_gpu
 
 TEXT_LENGTH = 77
 
@@ -37,7 +35,7 @@ class Loaded:
 
 
 class Extractor(Protocol):
-    """Which features: digest and on_gpu name everything that they depend on, apart from the device."""
+    """Which features: digest and tf32 name everything that they depend on, apart from the device."""
 
     @property
     def name(self) -> str:
@@ -56,8 +54,8 @@ class Extractor(Protocol):
         """The file or folder of its weights."""
 
     @property
-    def on_gpu(self) -> str:
-        """How a GPU computes them; nothing for plain float32."""
+    def tf32(self) -> bool:
+        """Whether a GPU may round to 10 bits before it multiplies."""
 
     def load(self, device: torch.device) -> Loaded:
         """Read the weights."""
@@ -82,17 +80,13 @@ class InceptionFeatures:
     name: str = "inception"
     width: int = inception.FEATURES
 
-    way: Way = DEFAULT
+    tf32: bool = True
+    """Whether a GPU may round to 10 bits before it multiplies, as for pytorch-fid; bench/fid_speed.py measures it."""
 
     @classmethod
-    def of(cls, weights: Path, way: Way = DEFAULT) -> InceptionFeatures:
+    def of(cls, weights: Path, tf32: bool = True) -> InceptionFeatures:
         """Features by the weights of a file."""
-        return cls(weights, file_digest(weights), way=way)
-
-    @property
-    def on_gpu(self) -> str:
-        """How a GPU computes them; nothing for plain float32."""
-        return self.way.name
+        return cls(weights, file_digest(weights), tf32=tf32)
 
     @property
     def source(self) -> Path:
@@ -103,18 +97,17 @@ class InceptionFeatures:
         """Read the weights."""
         from muralist.evaluate.inception_weights import load_inception
 
-        network = load_inception(self.weights)
-        if device.type == "cuda":
-            copies = torch.cuda.Stream(device)
-            stack = partial(_resized_beside, device=device, copies=copies)
-            return Loaded(_pixels, on_gpu(network, device, self.way), stack, takes_pixels=True)
-        folded = inception.fold_norms(network)
-        folded.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a fifth faster on CPUs
+        network = inception.fold_norms(load_inception(self.weights)).to(device)
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # a fifth faster on CPUs
 
         def compute(batch: Tensor) -> Tensor:
-            return folded(batch.contiguous(memory_format=torch.channels_last))
+            with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=self.tf32):
+                return network(batch.to(device).contiguous(memory_format=torch.channels_last))
 
-        return Loaded(lambda data: inception.network_input(_pixels(data)), compute)
+        if device.type == "cpu":
+            return Loaded(lambda data: inception.network_input(_pixels(data)), compute)
+        copies = torch.cuda.Stream(device)
+        return Loaded(_pixels, compute, lambda rows: _resized_beside(rows, device, copies), takes_pixels=True)
 
 
 def _resized_beside(pictures: list[Tensor], device: torch.device, copies: torch.cuda.Stream) -> Tensor:
@@ -135,7 +128,7 @@ class ClipFeatures:
     digest: str
     width: int
     name: str
-    on_gpu: str = ""
+    tf32: bool = False
 
     @classmethod
     def both(cls, folder: Path) -> tuple[ClipFeatures, ClipFeatures]:

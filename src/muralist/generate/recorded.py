@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from muralist.generate.card import is_out_of_memory
-from muralist.recording import CardRecords, Record
 
 log = logging.getLogger(__name__)
 
 _MOST = 16  # recordings: each keeps its list of kernels on the card
 _AHEAD = 2  # steps that the host may be ahead of the card: more would only make its signs of life wrong
 _PLAIN = (int, float, bool, str, type(None))
+
+Work = Callable[[], Any]
+Record = Callable[[Work], tuple[Any, Callable[[], None]]]
 
 
 class _Recording(NamedTuple):
@@ -97,6 +99,41 @@ def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device
     return type(leaf), leaf
+
+
+class CardRecords:
+    """Records on a GPU; all recordings share memory, because only one is replayed at a time and its result is copied."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def __call__(self, work: Work) -> tuple[Any, Callable[[], None]]:
+        """Run it once, which compiles and loads what it needs, then record it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # In the stream's own context: where recording fails, torch may leave it current. Threads that write pictures may
+            # talk to the card meanwhile.
+            with (
+                torch.cuda.stream(stream),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                output = work()
+        except RuntimeError:
+            self._end()
+            raise
+        return output, graph.replay
+
+    def _end(self) -> None:
+        """Take the memory of a recording that failed out of use, which older versions of torch do not."""
+        with suppress(RuntimeError):  # it has
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        self._pool = None
 
 
 class Recorders:
