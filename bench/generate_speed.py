@@ -328,7 +328,7 @@ class Case:
         Without the last: a batch is fetched when the host has handed the next one to the card, and after the last there
         is none, so it comes early.
         """
-        warm, batches = (2, 12) if preset == "exact" else (4, 18)
+        warm, batches = (2, 11) if preset == "exact" else (4, 15)
         folder = Path(tempfile.mkdtemp(dir=self.bench.folder))
         first = self._run(preset, 1, Path(tempfile.mkdtemp(dir=self.bench.folder)))  # compiles
         with alone():

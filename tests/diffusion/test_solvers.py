@@ -197,12 +197,3 @@ def test_no_gradient_is_kept(noise):
 def test_impossible_settings_are_refused(wrong, message):
     with pytest.raises(UserError, match=message):
         SolverSettings(**wrong)
-
-
-def test_compiled_guidance_is_one_pass_of_twice_as_many_pictures(noise, monkeypatch):
-    monkeypatch.setattr(solvers, "_compiled", lambda function: function)
-    settings, network = SolverSettings(steps=4, guidance=2.0, interval=(0.3, 1.0), solver="euler"), Counted()
-    made = sample(network, noise, LABELS, NULL, settings, compiled=True)
-    torch.testing.assert_close(made, sample(gaussian_x, noise, LABELS, NULL, settings))
-    alone, both = LABELS.tolist(), LABELS.tolist() + [NULL] * len(noise)
-    assert network.calls == [(0.0, alone), (0.25, alone), (0.5, both), (0.75, both)]

@@ -186,6 +186,21 @@ def swiglu_of_layer(shape: tuple[int, ...], width: int, hidden: int, dtype: torc
     return difference(ops.gated_linear_unit_of_layer(x, weight, bias), F.silu(gate) * value)
 
 
+def another_slot(batch: int, tokens: int, count: int, dtype: torch.dtype, device: str) -> float:
+    """What a layer makes of a sample at another place of its batch; to the bit, or infinitely far."""
+    width = 64 * count
+    x = torch.randn(batch, tokens, width, dtype=dtype, device=device)
+    weight = torch.randn(3 * width, width, dtype=dtype, device=device) / width**0.5
+    _, bias, *others = head_inputs(batch, tokens, count, 64, dtype, device)
+    even, even_bias = weight[: 2 * width], bias[: 2 * width]
+    layers: list[Callable[[Tensor], Tensor]] = [
+        lambda x: ops.attention_of_layer(x, weight, bias, *others, count),
+        lambda x: ops.gated_linear_unit_of_layer(x, even, even_bias),
+    ]
+    same = all(torch.equal(layer(x.roll(1, 0)), layer(x).roll(1, 0)) for layer in layers)
+    return 0.0 if same else float("inf")
+
+
 def in_8_bits(rows: int, width: int, dtype: torch.dtype, device: str) -> float:
     """What kernels write in 8 bits, against the rounding of what they write beside it; scales are the same to the bit.
 
@@ -257,6 +272,7 @@ def main() -> None:
         whole = [] if not short else [
             ("attention of a layer 2x37x1", attention_of_layer(2, 37, 1, dtype, device)),
             ("attention of a layer 3x50x6", attention_of_layer(3, 50, 6, dtype, device)),
+            ("another slot 3x50x1", another_slot(3, 50, 1, dtype, device)),
             ("swiglu of a layer 3x15x64x40", swiglu_of_layer((3, 15), 64, 40, dtype, device)),
             ("swiglu of a layer 1x300x72x200", swiglu_of_layer((1, 300), 72, 200, dtype, device)),
         ]  # fmt: skip
@@ -267,6 +283,7 @@ def main() -> None:
         ]  # fmt: skip
         whole += [] if interpreted or not short else [
             ("attention of a layer 60x288x12", attention_of_layer(60, 288, 12, dtype, device)),
+            ("another slot 7x288x12", another_slot(7, 288, 12, dtype, device)),
             ("attention of a layer 5x319x16", attention_of_layer(5, 319, 16, dtype, device)),
             ("swiglu of a layer 60x288x768x2048", swiglu_of_layer((60, 288), 768, 2048, dtype, device)),
             ("swiglu of a layer 5x319x1024x2752", swiglu_of_layer((5, 319), 1024, 2752, dtype, device)),

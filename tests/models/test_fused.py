@@ -21,7 +21,7 @@ def check(module: str = "kernel_checks", *words: str, **environment: str) -> str
 
 
 def test_the_kernels_compute_what_float64_does() -> None:
-    assert check(TRITON_INTERPRET="1").count("ok ") == 17
+    assert check(TRITON_INTERPRET="1").count("ok ") == 18
 
 
 def test_the_compiler_sees_operations_and_no_kernels() -> None:
@@ -59,7 +59,7 @@ def test_our_attention_is_for_short_samples_in_half_precision(monkeypatch: pytes
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_too_in_both_precisions() -> None:
     eight = torch.cuda.get_device_capability() >= (8, 9)
-    assert check().count("ok ") == 50 + 6 * eight
+    assert check().count("ok ") == 52 + 6 * eight
 
 
 @pytest.mark.gpu

@@ -1,8 +1,7 @@
 """Samplers of the flow's equation dz/dt = v(z, t) from noise at t = 0 to data at t = 1, with guidance in an interval.
 
-The conditional and the unconditional pass are two calls of one batch shape; compiled for a GPU they are one call of a
-doubled batch, and one of the usual size where guidance is off. Either way every picture of a batch goes through the same
-shapes at the same times: what a slot shows depends on that slot alone.
+The conditional and the unconditional pass are two calls of one batch shape, not one call of a doubled batch: every pass
+then runs the same kernels whether guidance is on or off, and what a slot of the batch shows depends on that slot alone.
 """
 
 from __future__ import annotations
@@ -68,21 +67,15 @@ def _guided_velocity(
 ) -> Velocity:
     """The velocity v_u + s (v_c - v_u) with scale s, from a network that predicts x, v or eps."""
     null_labels = torch.full_like(labels, null_label)
-    both_labels = torch.cat((labels, null_labels))
     # No time of the grid at which x is predicted reaches 1, so only a predicted eps, at t = 0, would divide by zero.
     t_eps = settings.t_eps if settings.official_last_step or prediction == "eps" else 0.0
     follow = _fused(_followed, compiled)
 
     def velocity(z: Tensor, t: float) -> Tensor:
         times = torch.full((len(z),), t, dtype=torch.float32, device=z.device)
+        conditional = network(z, times, labels)
         scale = guidance_at(t, settings)
-        unconditional = None
-        if scale == 1.0:
-            conditional = network(z, times, labels)
-        elif compiled:  # as one pass of twice as many pictures, which fills a GPU better
-            conditional, unconditional = network(torch.cat((z, z)), torch.cat((times, times)), both_labels).chunk(2)
-        else:
-            conditional, unconditional = network(z, times, labels), network(z, times, null_labels)
+        unconditional = None if scale == 1.0 else network(z, times, null_labels)
         return follow(prediction, conditional, unconditional, scale, z, times, t_eps)
 
     return velocity
@@ -155,8 +148,7 @@ def sample(
 ) -> Tensor:
     """Integrate noise [B, ...] to pictures; the last step is Euler's and lands on the predicted data.
 
-    The network is called as it is given; `compiled` is for the arithmetic around it, and where guidance is on, the network
-    then sees every picture twice in one pass.
+    The network is called as it is given; `compiled` is for the arithmetic around it.
     """
     velocity = _guided_velocity(network, prediction, labels, null_label, settings, compiled)
     step = _heun_step if settings.solver == "heun" else _euler_step

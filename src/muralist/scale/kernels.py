@@ -19,7 +19,7 @@ KINDS = {
     "rounding to 8 bits": r"^_round_rows",
     "optimizer and averages": r"multi_tensor|adam|lerp|foreach",
     "convolutions": r"conv|fprop|dgrad|wgrad|implicit|im2col|nchw|nhwc",
-    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitk|gemv|scaled_mm|^aten::\w*mm$",
+    "matrix products": r"_product$|gemm|nvjet|cutlass|xmma|cublas|splitk|gemv|scaled_mm|^aten::\w*mm$",
     "copies": r"memcpy|memset|direct_copy|catarray|^aten::(copy_|cat)$",
     "other elementwise work": r"elementwise|reduce|norm|softmax|vectorized|index|gather|scatter|upsample|fill|arange",
 }
