@@ -11,7 +11,6 @@ Writes bench/results/NAME.json as it goes. With TRITON_INTERPRET=1 it runs on a 
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
-from bench.measure_training import RESULTS, hardware
+from bench.measure_training import RESULTS, hardware, versions
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from muralist import __version__
 from muralist.models.fused import attention
 from muralist.models.fused.attention import Backward, Forward
 from muralist.runfolder import write_json
@@ -168,12 +166,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "hardware": hardware(),
-        "versions": {
-            "muralist": __version__,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions("triton"),
         "layouts": {"forward": Forward._fields, "backward": Backward._fields},
         "rows": [],
         "left out": {},

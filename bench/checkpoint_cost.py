@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shlex
 import sys
 import tempfile
@@ -24,11 +23,9 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from bench.cifar_fid import Workshop
-from bench.measure_training import RATES, RESULTS, hardware
+from bench.measure_training import RATES, RESULTS, hardware, versions
 
-from muralist import __version__
 from muralist.runfolder import write_json
 
 CYCLES = 4  # checkpoints; the time after the last is not measured
@@ -129,7 +126,7 @@ def measure(options: argparse.Namespace, given: list[str], folder: Path) -> dict
         "command": shlex.join(["python", "bench/checkpoint_cost.py", *sys.argv[1:]]),
         "trained by": f"muralist {shlex.join(words)}".replace(f"{folder}/", ""),
         "hardware": hardware(),
-        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "seconds, start to end": round(seconds, 1),
         **{f"median {name}": median(line[name] for line in lines[len(lines) // 4 :]) for name in RATES},
         **cost(lines, written),

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -25,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.measure_training import RESULTS, hardware
+from bench.measure_training import RESULTS, hardware, versions
 
-from muralist import __version__
 from muralist.evaluate.inception_weights import read_tensors
 from muralist.runfolder import write_json
 
@@ -219,7 +217,7 @@ def measure(name: str, options: argparse.Namespace, train_flags: list[str], fold
                 "solver steps": options.steps,
                 "guidance": options.guidance,
                 "hardware": hardware(),
-                "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+                "versions": versions(),
                 "seconds of statistics": round(statistics, 1),
                 "seconds of training, start to end": round(training, 1),
                 "seconds of all": round(time.perf_counter() - started, 1),

@@ -10,7 +10,6 @@ folder, and so does what is made; the second start finds the former only.
 from __future__ import annotations
 
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -19,15 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.generate_speed import MODELS
-from bench.measure_training import RESULTS, hardware
+from bench.measure_training import RESULTS, hardware, versions
 
-from muralist import __version__
 from muralist.runfolder import write_json
 
 _LOOK = 0.02  # seconds
@@ -86,7 +82,7 @@ def main(name: str, command: str, flags: list[str]) -> None:
     content = {
         "command": given,
         "hardware": hardware(),
-        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "first start": starts[0],
         "second start": starts[1],
         "second / first": round(starts[1]["seconds to the first"] / starts[0]["seconds to the first"], 3),

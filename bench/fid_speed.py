@@ -15,7 +15,6 @@ import hashlib
 import inspect
 import json
 import multiprocessing
-import platform
 import sys
 import tempfile
 import time
@@ -364,10 +363,8 @@ def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], ke
 
 def main() -> None:
     """Measure every size and write the result."""
-    import torch
-    from bench.measure_training import RESULTS, hardware
+    from bench.measure_training import RESULTS, hardware, versions
 
-    from muralist import __version__
     from muralist.data import fast_png
     from muralist.machine import usable_cores
     from muralist.runfolder import write_json
@@ -386,7 +383,7 @@ def main() -> None:
     content = {
         "command": "python bench/fid_speed.py " + " ".join(sys.argv[1:]),
         "hardware": hardware() | {"cores": usable_cores()},
-        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "decoded by": "ISA-L and libspng" if fast_png.AVAILABLE else "Pillow",
         "results": results,
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,11 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from bench.fleet_simulation import Case, simulate
-from bench.measure_training import RESULTS
+from bench.measure_training import RESULTS, versions
 
-from muralist import __version__
 from muralist.runfolder import write_json
 
 MEASURED, WHICH = RESULTS / "generate_h200.json", "DiT-g/2@1024x1024@4"
@@ -125,7 +122,7 @@ def main(rows: int) -> None:
         "loading": round(case.loading, 1),
         "rows": rows,
         "cores here": os.cpu_count(),
-        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "results": results,
     }
     write_json(RESULTS / "fleet_scaling.json", content)

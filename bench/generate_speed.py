@@ -12,7 +12,6 @@ import argparse
 import functools
 import gc
 import json
-import platform
 import subprocess
 import sys
 import tempfile
@@ -33,10 +32,9 @@ if __name__ == "__main__":
 
 from bench import full_hunyuan, full_sdxl, full_wan
 from bench.kernel_classes import profiled
-from bench.measure_training import RESULTS, hardware
+from bench.measure_training import RESULTS, hardware, versions
 from bench.turns import alone
 
-from muralist import __version__
 from muralist.data.ledger_lines import read_lines
 from muralist.generate.diffusers_painter import DiffusersPainter
 from muralist.generate.exactness import psnr
@@ -459,7 +457,7 @@ def main(words: Sequence[str]) -> None:
             "command": f"python bench/generate_speed.py {' '.join(words)}",
             "settings": f"{STEPS} steps, guidance {GUIDANCE}, bf16, random weights of the published sizes",
             "hardware": hardware(),
-            "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": versions(),
             "models": {},
         }
         cases = [Case(bench, name) for name in given.models]

@@ -9,7 +9,6 @@ device)` that returns a callable making one batch of pictures. Writes bench/resu
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.measure_training import RESULTS, hardware
+from bench.measure_training import RESULTS, hardware, versions
 from bench.train_speed import finish, loaded, parsed
 from bench.turns import alone
 
-from muralist import __version__
 from muralist.generate.jit_painter import JiTPainter
 from muralist.generate.painter import Order, Pending
 from muralist.models import jit
@@ -111,7 +109,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "hardware": hardware(),
-        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "rows": [],
     }
     for case in options.cases:

@@ -10,7 +10,6 @@ scripts/draw_loss_curves.py draws the curves. --tiny is a trial on a CPU.
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import time
 from pathlib import Path
@@ -18,10 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench.measure_training import RESULTS, hardware
+from bench.measure_training import RESULTS, hardware, versions
 from bench.train_speed import build_stepper
 
-from muralist import __version__
 from muralist.data.arrays import open_archive
 from muralist.data.on_device import PicturesOnDevice
 from muralist.data.stream import Stream
@@ -111,7 +109,7 @@ def main() -> None:
     result = {
         "command": " ".join(["python", *sys.argv]),
         "hardware": hardware(),
-        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "model": f"{options.model} at {SIDE} px",
         "pictures": len(data.labels),
         "batch": options.batch,

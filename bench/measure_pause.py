@@ -9,7 +9,6 @@ A checkpoint stops training for the copy to host memory only; its files are then
 
 from __future__ import annotations
 
-import platform
 import sys
 import tempfile
 import time
@@ -19,9 +18,8 @@ from typing import Any
 
 import torch
 from bench.full_hunyuan import build_full_hunyuan
-from bench.measure_training import RESULTS, hardware
+from bench.measure_training import RESULTS, hardware, versions
 
-from muralist import __version__
 from muralist.models.family import build_family, prepare_family
 from muralist.runfolder import write_json
 from muralist.settings import CheckpointSettings, ModelSettings, OptimSettings, SampleSettings, TrainSettings
@@ -93,7 +91,7 @@ def main(name: str, models: list[str]) -> None:
         "command": f"python bench/measure_pause.py {name} {' '.join(models)}",
         "samples": "one picture, 10 steps of the family's solver (Heun takes two passes a step), guidance where it has any",
         "hardware": hardware(),
-        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "results": results,
     }
     write_json(RESULTS / f"{name}.json", content)

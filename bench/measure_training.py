@@ -9,6 +9,7 @@ import json
 import platform
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +29,13 @@ def hardware() -> dict[str, Any]:
     if torch.cuda.is_available():
         return {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
     return {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+
+
+def versions(*more: str) -> dict[str, str]:
+    """What this is measured with."""
+    return {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()} | {
+        name: version(name) for name in more
+    }
 
 
 def distil(run: Path) -> dict[str, Any]:
@@ -53,7 +61,7 @@ def measure(name: str, arguments: list[str]) -> int:
         result = {
             "command": " ".join(["muralist", "train", *arguments]),
             "hardware": hardware(),
-            "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": versions(),
             "seconds, start to end": round(time.time() - started, 1),
             **distil(run),
         }

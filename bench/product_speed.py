@@ -10,7 +10,6 @@ host. Writes bench/results/NAME.json as it goes. With TRITON_INTERPRET=1 it runs
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,13 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from bench.attention_speed import BOUND, milliseconds
-from bench.measure_training import RESULTS, hardware
+from bench.measure_training import RESULTS, hardware, versions
 from bench.turns import alone
 from torch import Tensor
 
-from muralist import __version__
 from muralist.models.fused import heads, products, swiglu
 from muralist.models.fused.products import Layout
 from muralist.models.jit_ops import rms_norm, rotate
@@ -115,12 +112,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "hardware": hardware(),
-        "versions": {
-            "muralist": __version__,
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions("triton"),
         "layouts": Layout._fields,
         "rows": [],
         "left out": {},

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import gc
 import importlib.util
-import platform
 import re
 import sys
 import time
@@ -27,13 +26,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from bench.measure_training import RESULTS, hardware
+from bench.measure_training import RESULTS, hardware, versions
 from bench.profile_kernels import time_by_kind
 from bench.turns import alone
 from torch import Tensor
 from torch._inductor import config as inductor
 
-from muralist import __version__
 from muralist.data.loader import Batch
 from muralist.models import jit_ops
 from muralist.models.family import build_family
@@ -224,7 +222,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "command": " ".join(["python", *sys.argv]),
         "hardware": hardware(),
-        "versions": {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "rows": [],
     }
     names = [name for name in options.variants.split(",") if name] + (["other"] if options.other else [])
