@@ -204,6 +204,14 @@ def test_bytecode_of_an_image_in_which_all_files_are_as_old_is_told_apart_by_wha
     assert first == third != second and first and Path(first).parent == keep().folder
 
 
+def test_bytecode_of_our_own_source_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_code, "__file__", str(tmp_path / "compiled_code.py"))
+    (tmp_path / "part.py").write_text("answer = 42\n")
+    first = compiled_code._installed()
+    (tmp_path / "part.py").write_text("answer = 43\n")
+    assert compiled_code._installed() != first
+
+
 def test_bytecode_has_a_folder_of_its_own_that_nobody_else_writes(
     bare: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,7 @@ def _source(library: str) -> Path:
 
 def _installed() -> str:
     """All that is installed, by the hashes of its files that came with it, and our own source."""
-    whole = hashlib.sha256()
+    whole = hashlib.sha256(sys.version.encode())  # its own library lies there, too
     for found in sorted(found.read_text("RECORD") or found.read_text("METADATA") or "" for found in distributions()):
         whole.update(found.encode())
     for file in sorted(Path(__file__).parent.rglob("*.py")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -65,8 +66,13 @@ def test_other_kinds_are_left_to_pillow() -> None:
     profile.add_text("Raw profile type exif", "\nexif\n 2\n0000")
     packed = PngImagePlugin.PngInfo()
     packed.add_itxt("prompt", "a car", zip=True)
+    texts = [PngImagePlugin.PngInfo() for _ in range(3)]
+    texts[0].add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
+    texts[1].add_text("transparency", "0")
+    texts[2].add_text("prompt", "a" * ((1 << 20) + 1))
     others = [png(picture.convert(mode)) for mode in ("L", "P", "RGBA", "1", "I;16")]
     others += [png(picture, exif=turned), png(picture, pnginfo=profile), png(picture, pnginfo=packed)]
+    others += [png(picture, pnginfo=text) for text in texts]
     others += [png(picture, transparency=(1, 2, 3)), b"", b"GIF89a", b"\x89PNG\r\n\x1a\n"]
     assert [plain_png(data) for data in others] == [None] * len(others)
 
@@ -81,3 +87,22 @@ def test_damage_anywhere_is_left_to_pillow() -> None:
     assert plain_png(data[:33] + chunk(b"IDAT", short) + chunk(b"IEND", b"")) is None
     beyond = zlib.compress(bytes(12 * 31) + b"\x07")
     assert plain_png(data[:33] + chunk(b"IDAT", beyond) + chunk(b"IEND", b"")) is None
+
+
+def test_pixels_of_which_something_else_is_in_the_middle_are_left_to_pillow() -> None:
+    data = png(Image.fromarray(soft(12, 10)))
+    start, (length,) = data.index(b"IDAT") - 4, struct.unpack(">I", data[data.index(b"IDAT") - 4 : data.index(b"IDAT")])
+    packed = data[start + 8 : start + 8 + length]
+    one, two, text = chunk(b"IDAT", packed[:9]), chunk(b"IDAT", packed[9:]), chunk(b"tEXt", b"prompt\0a car")
+    end = chunk(b"IEND", b"")
+    assert plain_png(data[:start] + one + two + text + end) is not None
+    assert plain_png(data[:start] + one + text + two + end) is None
+
+
+def test_no_more_is_unpacked_than_a_picture_has() -> None:
+    data = png(Image.fromarray(soft(12, 10)))
+    bomb = zlib.compress(bytes(1 << 28), 9)
+    tracemalloc.start()
+    assert plain_png(data[:33] + chunk(b"IDAT", bomb) + chunk(b"IEND", b"")) is None
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()

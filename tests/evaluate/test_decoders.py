@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import pytest
 
 from muralist.data.images import decode
 from muralist.errors import UserError
-from muralist.evaluate.decoders import Decoders, Wanted
+from muralist.evaluate import extraction, shared_memory
+from muralist.evaluate.cache import Item
+from muralist.evaluate.decoders import Decoders, Underway, Wanted
 from muralist.evaluate.features import compute, hash_files
+from muralist.evaluate.shared_memory import SharedMemory
 from tests.support.colours import Colours
 from tests.support.evaluating import scenes, write_pictures
 
@@ -52,6 +56,47 @@ def test_memory_is_used_again_and_grows(tmp_path: Path) -> None:
                 assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode(one.path)))
             underway.forget()
     assert np.array_equal(row.numpy(), np.asarray(decode(small[-1].path)))  # type: ignore[union-attr]  # it outlives them
+
+
+def test_memory_of_large_pictures_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_USUAL", 4000)
+    small, large = (wanted(write_pictures(tmp_path / str(side), scenes(3, side, side))) for side in (16, 48))
+    with Decoders(2, ahead=1) as decoders:
+        (memory,) = decoders._all_memory
+        for files, size in ((small, 2304), (large, 20736), (small, 2304)):
+            underway = decoders.decode(files)
+            for one, row in zip(files, underway.rows(), strict=True):
+                assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode(one.path)))
+            assert underway.size == os.fstat(memory.descriptor).st_size == size
+            underway.forget()
+            assert os.fstat(memory.descriptor).st_size == (size if size < 4000 else 0)
+
+
+def test_of_large_pictures_fewer_batches_are_begun() -> None:
+    def begun(size: int) -> list[tuple[list[Item], Underway]]:
+        ahead: list[tuple[list[Item], Underway]] = []
+        while extraction._has_room(ahead):
+            ahead.append(([], Underway([], lambda: None, size)))
+        return ahead
+
+    assert [len(begun(size)) for size in (0, 12 << 20, 1 << 30, 5 << 30)] == [6, 6, 2, 1]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_memory_where_python_or_the_kernel_has_no_files_without_names(
+    refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    if refused:
+        monkeypatch.setattr(os, "memfd_create", refuse)
+    else:
+        monkeypatch.delattr(os, "memfd_create")
+    memory = SharedMemory()
+    os.pwrite(memory.descriptor, b"abc", 0)
+    assert bytes(memory.of(3)) == b"abc"
+    memory.close()
 
 
 @pytest.mark.parametrize("told", [None, (24, 23), (12, 48)])

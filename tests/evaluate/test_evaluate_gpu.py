@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from muralist.evaluate import inception
 from muralist.evaluate.cache import Item
 from muralist.evaluate.dinov2 import Dinov2Features
 from muralist.evaluate.extractors import ClipFeatures, Extractor, InceptionFeatures
@@ -62,3 +63,15 @@ def _extractor(name: str, folder: Path) -> Extractor:
         return Dinov2Features.of(small_dinov2(folder / "dinov2"))
     images, texts = ClipFeatures.both(small_clip(folder / "clip"))
     return texts if name == "clip-text" else images
+
+
+def test_inception_is_the_same_every_time_whatever_lies_in_the_memory(tmp_path: Path) -> None:
+    device = torch.device("cuda:0")
+    with torch.inference_mode():
+        loaded = InceptionFeatures.of(inception_weights()).load(device)
+        batch = torch.rand(64, 3, inception.SIDE, inception.SIDE, device=device)
+        first = loaded.compute(batch)
+        assert first.isfinite().all()
+        for _ in range(5):
+            inception.spoil_memory(device)
+            assert torch.equal(loaded.compute(batch), first)

@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,15 @@ import pytest
 import torch
 
 from muralist.errors import UserError
-from muralist.evaluate.inception import Inception, fold_norms, network_input, resized
+from muralist.evaluate import inception
+from muralist.evaluate.inception import (
+    Convolution,
+    Inception,
+    fold_norms,
+    fuse_where_the_same,
+    network_input,
+    resized,
+)
 from muralist.evaluate.inception_weights import find_weights, load_inception
 from tests.conftest import SHARED_DATA
 from tests.support.evaluating import inception_weights
@@ -40,6 +49,42 @@ def test_folded_norms_change_only_the_last_bits() -> None:
         after = folded(inputs)
     assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded.modules())
     assert before.std() > 0.1 and (before - after).abs().max() < 1e-5
+
+
+def one_kernel(x: torch.Tensor, conv: torch.nn.Conv2d) -> torch.Tensor:
+    return torch.relu(conv(x))
+
+
+class Faulty:
+    """Right at first, then not."""
+
+    def __init__(self, fault: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.calls, self.fault = 0, fault
+
+    def __call__(self, x: torch.Tensor, conv: torch.nn.Conv2d) -> torch.Tensor:
+        self.calls += 1
+        made = one_kernel(x, conv)
+        return made if self.calls <= 94 else self.fault(made)  # so many convolutions has a pass
+
+
+def refuse(made: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "taken"),
+    [(one_kernel, True), (Faulty(lambda made: made + 0 * torch.nan), False), (Faulty(refuse), False)],
+)
+def test_one_kernel_for_three_steps_is_taken_if_it_gives_the_same_bits_every_time(
+    kernel: Callable[..., torch.Tensor], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inception, "in_one_kernel", kernel)
+    network = fold_norms(Inception().eval())
+    spoiled: list[bool] = []
+    with torch.inference_mode():
+        fuse_where_the_same(network, network, torch.rand(1, 3, 299, 299), lambda: spoiled.append(True))
+    found = {module.in_one_kernel for module in network.modules() if isinstance(module, Convolution)}
+    assert found == {taken} and len(spoiled) == 2
 
 
 def test_pictures_of_any_size_are_resized_as_each_alone() -> None:

@@ -55,6 +55,22 @@ def test_our_attention_is_for_short_samples_in_half_precision(monkeypatch: pytes
     assert not ours(288, 64, torch.bfloat16)
 
 
+def test_layers_without_gradients_are_for_any_number_of_samples() -> None:
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from muralist.models.fused import ops
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.empty(6, 50, 64), static_shapes=False)
+    with mode:
+        made = ops.gated_linear_unit_of_layer(x, torch.empty(256, 64), torch.empty(256))
+        also = ops.attention_of_layer(
+            x, torch.empty(192, 64), torch.empty(192), *torch.empty(2, 64), *torch.empty(2, 50, 32), 1
+        )
+    assert isinstance(made.shape[0], torch.SymInt) and isinstance(also.shape[0], torch.SymInt)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu_too_in_both_precisions() -> None:

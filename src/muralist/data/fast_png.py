@@ -38,8 +38,9 @@ def plain_png(data: bytes) -> np.ndarray | None:
         return None
     size = height * (3 * width + 1)
     try:
-        unpacked = isal_zlib.decompress(packed, bufsize=size + 1)
-        if len(unpacked) != size:
+        stream = isal_zlib.decompressobj()
+        unpacked = stream.decompress(packed, max_length=size + 1)  # a few bytes may stand for gigabytes
+        if len(unpacked) != size or not stream.eof:
             return None
         return pyspng.load(_stored(data[:_HEADER], unpacked))
     except Exception:  # ISA-L's own, which has no type of its own to a type checker, or libspng's
@@ -77,7 +78,7 @@ def _harmless(kind: bytes, text: bytes) -> bool:
     name, found, rest = text.partition(b"\0")
     return (
         bool(found and name)
-        and not name.startswith((b"Raw profile", b"XML:"))
+        and not name.startswith((b"Raw profile", b"XML:", b"transparency"))
         and (kind == b"tEXt" or rest[:1] == b"\0")
     )
 

@@ -71,7 +71,12 @@ class Decoders:
         for start in range(0, len(wanted), _AT_ONCE):
             part, places = wanted[start : start + _AT_ONCE], starts[start : start + _AT_ONCE]
             futures.append(self._pool.submit(self._ask, part, places, memory.descriptor, pixels))
-        return Underway(futures, lambda: self._unused.append(memory))
+
+        def forget() -> None:
+            memory.give_back()
+            self._unused.append(memory)
+
+        return Underway(futures, forget, size)
 
     def _ask(self, wanted: Sequence[Wanted], places: Sequence[int], memory: int, pixels: Tensor) -> list[Tensor | str]:
         process: subprocess.Popen[bytes] = self._own.process
@@ -116,8 +121,10 @@ class Decoders:
 class Underway:
     """A batch that others prepare."""
 
-    def __init__(self, futures: list[Future[list[Tensor | str]]], forget: Callable[[], None]) -> None:
+    def __init__(self, futures: list[Future[list[Tensor | str]]], forget: Callable[[], None], size: int = 0) -> None:
         self._futures = futures
+        self.size = size
+        """Bytes of memory that is held for it."""
         self.forget = forget
         """To be called when nobody looks at the pixels any more: others come in their place."""
 

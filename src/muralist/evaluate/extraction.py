@@ -28,9 +28,10 @@ from muralist.loading import loading
 from muralist.machine import usable_cores
 
 BATCH = {"cpu": 1, "cuda": 64}  # a CPU is no faster with more
-DECODING_AHEAD = (
-    6  # batches: enough that every core of a large machine has something to decode, and more when it is done
-)
+# Batches: enough that every core of a large machine has something to decode, and more when it is done; of large photographs
+# fewer, by their bytes.
+DECODING_AHEAD = 6
+_MOST_AHEAD = 2 << 30
 
 Batch = Sequence[Item]
 NextBatch = Callable[[bool], Batch | None]
@@ -71,7 +72,7 @@ def extract(
         computing: tuple[list[bytes], _Rows | None, Finished] | None = None
         while True:
             idle = computing is None  # else what is computed is kept before anything is waited for
-            while len(ahead) < DECODING_AHEAD and (taken := next_batch(idle and not ahead)) is not None:
+            while _has_room(ahead) and (taken := next_batch(idle and not ahead)) is not None:
                 ahead.append((taken, prepare(taken)))
             if idle and not ahead:
                 return
@@ -93,6 +94,10 @@ def extract(
                 yield finished
 
 
+def _has_room(ahead: Sequence[tuple[Batch, Underway]]) -> bool:
+    return len(ahead) < DECODING_AHEAD and sum(underway.size for _, underway in ahead) < _MOST_AHEAD
+
+
 Prepare = Callable[[Batch], Underway]
 
 
@@ -108,7 +113,7 @@ def _preparing(loaded: Loaded, cores: int) -> Iterator[Prepare]:
             files = [Wanted(item.content, item.key, item.shape) for item in batch if isinstance(item.content, Path)]
             if not loaded.takes_pixels or len(files) < len(batch):
                 return Underway([pool.submit(_prepared, loaded, item) for item in batch], lambda: None)
-            decoders = decoders or stack.enter_context(Decoders(cores, DECODING_AHEAD + 1))
+            decoders = decoders or stack.enter_context(Decoders(cores, DECODING_AHEAD))
             return decoders.decode(files)
 
         yield prepare

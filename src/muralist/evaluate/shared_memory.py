@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import tempfile
 
 import torch
 from torch import Tensor
+
+_USUAL = 256 << 20  # bytes: 64 pictures of more than a million pixels
 
 
 class SharedMemory:
     """Grows with what is asked of it; its descriptor is for other processes to write to."""
 
     def __init__(self) -> None:
-        if sys.platform == "linux":
-            self.descriptor = os.memfd_create("muralist")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.descriptor = os.dup(file.fileno())
+        # Many builds of Python, conda's and uv's, have no such call, and a kernel may refuse it.
+        make = getattr(os, "memfd_create", None)
+        try:
+            self.descriptor = make("muralist") if make else _file()
+        except OSError:
+            self.descriptor = _file()
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def of(self, size: int) -> Tensor:
@@ -32,7 +34,18 @@ class SharedMemory:
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
         return self._bytes[:size]
 
+    def give_back(self) -> None:
+        """Let go of what is more than a usual batch needs; whoever still has a part must not look at it any more."""
+        if len(self._bytes) > _USUAL:
+            os.ftruncate(self.descriptor, 0)
+            self._bytes = self._bytes[:0].clone()
+
     def close(self) -> None:
         """The memory itself lasts as long as somebody looks at it."""
         self._bytes = self._bytes[:0].clone()
         os.close(self.descriptor)
+
+
+def _file() -> int:
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

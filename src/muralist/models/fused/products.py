@@ -88,12 +88,12 @@ HEADS = Layout(rows=128, columns=256, depth=64, warps=8, stages=3, lasting=1)
 def swiglu(x: Tensor, weight: Tensor, bias: Tensor, layout: Layout = SWIGLU) -> Tensor:
     """silu(x Wg + bg) * (x Wv + bv), the halves of one layer, [..., hidden]."""
     flat, hidden = _flat(x), weight.shape[0] // 2
-    out = flat.new_empty((len(flat), hidden))
+    out = flat.new_empty((flat.shape[0], hidden))
     columns = layout.columns // 2
     _launch(
-        _swiglu_product, layout, len(flat), triton.cdiv(hidden, columns),
+        _swiglu_product, layout, flat.shape[0], triton.cdiv(hidden, columns),
         Tiles(flat, (layout.rows, layout.depth)), Tiles(weight, (columns, layout.depth)), bias,
-        Tiles(out, (layout.rows, columns)), len(flat), hidden,
+        Tiles(out, (layout.rows, columns)), flat.shape[0], hidden,
         WIDTH=flat.shape[1], COLUMNS=columns,
     )  # fmt: skip
     return out.unflatten(0, x.shape[:-1])
@@ -105,14 +105,14 @@ def heads(
 ) -> Tensor:  # fmt: skip
     """The qkv layer's output, queries and keys normalised and rotated, [B, tokens, 3 * width]."""
     flat = _flat(x)
-    out = flat.new_empty((len(flat), weight.shape[0]))
+    out = flat.new_empty((flat.shape[0], weight.shape[0]))
     # A tile has whole heads, all of them queries, keys or values.
     layout = layout._replace(columns=math.gcd(layout.columns, flat.shape[1]))
     _launch(
-        _heads_product, layout, len(flat), weight.shape[0] // layout.columns,
+        _heads_product, layout, flat.shape[0], weight.shape[0] // layout.columns,
         Tiles(flat, (layout.rows, layout.depth)), Tiles(weight, (layout.columns, layout.depth)), bias,
         q_weight, k_weight, cos.contiguous(), sin.contiguous(),
-        Tiles(out, (layout.rows, layout.columns)), len(flat), x.shape[1],
+        Tiles(out, (layout.rows, layout.columns)), flat.shape[0], x.shape[1],
         EPS=EPSILON, WIDTH=flat.shape[1], DIM=head_dim, COLUMNS=layout.columns,
     )  # fmt: skip
     return out.unflatten(0, x.shape[:-1])
