@@ -23,11 +23,11 @@ from muralist.evaluate.cache import Cache, Item
 from muralist.evaluate.data_pictures import DataPicture
 from muralist.evaluate.decoders import Decoders, Underway, Wanted
 from muralist.evaluate.decoding import unchanged
-from muralist.evaluate.extractors import Extractor, Loaded
+from muralist.evaluate.extractors import AT_ONCE, Extractor, Loaded
 from muralist.loading import loading
 from muralist.machine import usable_cores
 
-BATCH = {"cpu": 1, "cuda": 64}  # a CPU is no faster with more
+BATCH = {"cpu": 1, "cuda": AT_ONCE}  # a CPU is no faster with more
 # Batches: enough that every core of a large machine has something to decode, and more when it is done; of large photographs
 # fewer, by their bytes.
 DECODING_AHEAD = 6

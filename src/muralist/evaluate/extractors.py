@@ -18,7 +18,7 @@ from muralist.errors import UserError
 from muralist.evaluate import inception
 
 TEXT_LENGTH = 77
-_PROBED = 64  # pictures, as many as a GPU computes at once
+AT_ONCE = 64  # pictures that a GPU computes
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class InceptionFeatures:
         if device.type == "cpu":
             return Loaded(lambda data: inception.network_input(_pixels(data)), compute)
         generator = torch.Generator(device).manual_seed(0)
-        probe = 2 * torch.rand(_PROBED, 3, inception.SIDE, inception.SIDE, generator=generator, device=device) - 1
+        probe = 2 * torch.rand(AT_ONCE, 3, inception.SIDE, inception.SIDE, generator=generator, device=device) - 1
         inception.fuse_where_the_same(network, compute, probe, lambda: inception.spoil_memory(device))
         copies = torch.cuda.Stream(device)
         return Loaded(_pixels, compute, lambda rows: _resized_beside(rows, device, copies), takes_pixels=True)
