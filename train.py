@@ -1,4 +1,4 @@
-"""Guides 1 and 2's entry point: `python train.py ...` is `muralist train ...`."""
+"""Entry point: `python train.py ...` is `muralist train ...`."""
 
 try:
     from muralist.cli import script

@@ -1,11 +1,11 @@
-"""How fast our attention for short samples is, layout by layout, beside what PyTorch brings.
+"""Speed of the attention kernel for short sequences, configuration by configuration, beside PyTorch's backends.
 
 python bench/attention_speed.py NAME [SHAPE ...] [--budget SECONDS]
 
-A shape is SAMPLESxHEADSxTOKENSxHEAD_DIM, such as 256x12x288x64. Every layout is first compared with float64 on a few
-samples; one that does not compile, does not start or is wrong is named and left out. Times are those of recorded
-launches, without the host. Of a number of tokens that was swept before only the layout in use and the best are measured.
-Writes bench/results/NAME.json as it goes. With TRITON_INTERPRET=1 it runs on a CPU, for small shapes.
+A shape is SAMPLESxHEADSxTOKENSxHEAD_DIM, such as 256x12x288x64. Every configuration is first compared with float64 on
+a few samples; one that does not compile, does not launch or is wrong is listed and skipped. Times are of CUDA graphs,
+without the host. After the first sweep of a number of tokens only the configuration in use and the fastest are
+measured. Writes bench/results/NAME.json as it goes. With TRITON_INTERPRET=1 it runs on a CPU, for small shapes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from bench.measure_training import RESULTS, hardware, versions
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from muralist.models.fused import attention
-from muralist.models.fused.attention import Backward, Forward
-from muralist.runfolder import write_json
+from muralist.core.run_dir import atomic_write_json
+from muralist.kernels import attention
+from muralist.kernels.attention import BackwardConfig, ForwardConfig
 
 SHAPES = ["256x12x288x64", "256x12x256x64", "64x12x288x64", "128x16x288x64"]
 BOUND = 2e-2  # of the norm of the reference, in bf16
 CHECKED = 4  # samples
 FORWARD = [
-    Forward(queries=queries, tiles=tiles, warps=warps, stages=stages)
+    ForwardConfig(block_q=queries, tiles=tiles, num_warps=warps, num_stages=stages)
     for queries, tiles, warps, stages in (
         (64, 8, 4, 3), (64, 8, 4, 2), (64, 8, 4, 4), (64, 2, 4, 2), (128, 4, 8, 2)
     )
 ]  # fmt: skip
 BACKWARD = [
-    Backward(keys=keys, queries=queries, warps=warps, stages=stages)
+    BackwardConfig(block_k=keys, block_q=queries, num_warps=warps, num_stages=stages)
     for keys, queries, warps, stages in (
         (128, 32, 4, 3), (128, 32, 4, 4), (128, 32, 8, 3), (64, 32, 4, 3), (256, 32, 8, 3)
     )
@@ -48,7 +48,7 @@ OTHERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "Flash": SDPBackend.FLASH_ATTENTI
 
 
 class Case:
-    """Inputs of one shape, as the network has them: values are a third of the qkv layer's output."""
+    """Inputs of one shape, as in the network: V is a third of the qkv layer's output."""
 
     def __init__(self, shape: str, device: torch.device) -> None:
         self.shape = shape
@@ -78,7 +78,7 @@ class Case:
 
 
 def milliseconds(work: Callable[[], Any], device: torch.device) -> float:
-    """The time of one call, without the host's part of it."""
+    """Time one call, without the host's part."""
     if device.type == "cuda":
         return float(triton.testing.do_bench_cudagraph(work, rep=10))
     started = time.perf_counter()
@@ -94,27 +94,31 @@ def difference(ours: Sequence[Tensor], references: Sequence[Tensor]) -> float:
     )
 
 
-def forward_rows(case: Case, layout: Forward, references: list[Tensor], device: torch.device) -> list[dict[str, Any]]:
-    """Our forward pass in one layout."""
-    wrong = difference([attention.forward(*case.first()[:3], layout)[0]], references[:1])
-    work = partial(attention.forward, case.q, case.k, case.qkv, layout)
-    return [row(case, "forward", str(tuple(layout)), wrong, work, 1.0, device)]
+def forward_rows(
+    case: Case, config: ForwardConfig, references: list[Tensor], device: torch.device
+) -> list[dict[str, Any]]:
+    """Measure our forward pass with one configuration."""
+    wrong = difference([attention.forward(*case.first()[:3], config)[0]], references[:1])
+    work = partial(attention.forward, case.q, case.k, case.qkv, config)
+    return [row(case, "forward", str(tuple(config)), wrong, work, 1.0, device)]
 
 
-def backward_rows(case: Case, layout: Backward, references: list[Tensor], device: torch.device) -> list[dict[str, Any]]:
-    """Our backward pass in one layout."""
+def backward_rows(
+    case: Case, config: BackwardConfig, references: list[Tensor], device: torch.device
+) -> list[dict[str, Any]]:
+    """Measure our backward pass with one configuration."""
     *inputs, dout = case.first()
-    dq, dk, dqkv, _ = attention.backward(*inputs, *attention.forward(*inputs), dout, layout)
+    dq, dk, dqkv, _ = attention.backward(*inputs, *attention.forward(*inputs), dout, config)
     wrong = difference([dq, dk, case.values(dqkv)], references[1:])
     kept = attention.forward(case.q, case.k, case.qkv)
-    work = partial(attention.backward, case.q, case.k, case.qkv, *kept, case.dout, layout)
-    return [row(case, "backward", str(tuple(layout)), wrong, work, 2.5, device)]
+    work = partial(attention.backward, case.q, case.k, case.qkv, *kept, case.dout, config)
+    return [row(case, "backward", str(tuple(config)), wrong, work, 2.5, device)]
 
 
 def row(
-    case: Case, which: str, name: str, wrong: float, work: Callable[[], Any], share: float, device: torch.device
+    case: Case, which: str, name: str, wrong: float, work: Callable[[], Any], factor: float, device: torch.device
 ) -> dict[str, Any]:
-    """One row of the table; operations are those of the forward pass times a share."""
+    """Return one row of the table; FLOPs are those of the forward pass times a factor."""
     if not wrong <= BOUND:
         raise ValueError(f"{wrong:.1e} away from float64")
     spent = milliseconds(work, device)
@@ -123,13 +127,13 @@ def row(
         "pass": which,
         "layout": name,
         "ms": round(spent, 4),
-        "TFLOP/s": round(case.operations * share / spent / 1e9, 1),
+        "TFLOP/s": round(case.operations * factor / spent / 1e9, 1),
         "difference": float(f"{wrong:.1e}"),
     }
 
 
 def other_rows(case: Case, name: str, references: list[Tensor], device: torch.device) -> list[dict[str, Any]]:
-    """PyTorch's attention with one of its backends, forward, and forward with backward; backward is what is between."""
+    """Measure a backend of PyTorch: forward, forward with backward, and the difference."""
 
     def both(q: Tensor, k: Tensor, qkv: Tensor, dout: Tensor) -> list[Tensor]:
         leaves = [tensor.detach().transpose(1, 2).requires_grad_() for tensor in (q, k, case.values(qkv))]
@@ -159,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("shapes", nargs="*", default=SHAPES)
-    parser.add_argument("--budget", type=float, default=90, help="seconds; what found no time is named")
+    parser.add_argument("--budget", type=float, default=90, help="seconds; cases beyond are listed as skipped")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     started = time.monotonic()
@@ -167,7 +171,7 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]),
         "hardware": hardware(),
         "versions": versions("triton"),
-        "layouts": {"forward": Forward._fields, "backward": Backward._fields},
+        "layouts": {"forward": ForwardConfig._fields, "backward": BackwardConfig._fields},
         "rows": [],
         "left out": {},
     }
@@ -184,12 +188,12 @@ def main() -> None:
                         "".join(f"{value!s:>{width}}" for value, width in zip(made.values(), WIDTHS, strict=True)),
                         flush=True,
                     )
-            except Exception as problem:  # whatever a compiler or a driver says about one layout: the others go on
+            except Exception as problem:  # a failure of one configuration must not stop the others
                 result["left out"][name] = f"{type(problem).__name__}: {problem}"[:300]
                 print(f"{name}: {result['left out'][name]}", flush=True)
-        write_json(RESULTS / f"{options.name}.json", result)
+        atomic_write_json(RESULTS / f"{options.name}.json", result)
 
-    swept: dict[tuple[int, int], tuple[list[Forward], list[Backward]]] = {}
+    swept: dict[tuple[int, int], tuple[list[ForwardConfig], list[BackwardConfig]]] = {}
     for shape in options.shapes:
         case = Case(shape, device)
         references = case.reference()
@@ -204,19 +208,19 @@ def main() -> None:
         swept.setdefault(
             (case.tokens, case.head_dim),
             (
-                best(mine, forwards, attention.chosen(attention.FORWARD, case.tokens)),
-                best(mine, backwards, attention.chosen(attention.BACKWARD, case.tokens)),
+                best(mine, forwards, attention.FORWARD_CONFIG),
+                best(mine, backwards, attention.BACKWARD_CONFIG),
             ),
         )
     print(f"{time.monotonic() - started:.0f} s")
 
 
-def best(rows: list[dict[str, Any]], layouts: list[Any], used: Any) -> list[Any]:
-    """The layout in use and the two fastest."""
-    which = "forward" if isinstance(used, Forward) else "backward"
+def best(rows: list[dict[str, Any]], configs: list[Any], used: Any) -> list[Any]:
+    """Return the configuration in use and the two fastest."""
+    which = "forward" if isinstance(used, ForwardConfig) else "backward"
     times = {made["layout"]: made["ms"] for made in rows if made["pass"] == which}
-    measured = [layout for layout in layouts if str(tuple(layout)) in times]
-    fastest = sorted(measured, key=lambda layout: times[str(tuple(layout))])[:2]
+    measured = [config for config in configs if str(tuple(config)) in times]
+    fastest = sorted(measured, key=lambda config: times[str(tuple(config))])[:2]
     return list(dict.fromkeys([used, *fastest]))
 
 

@@ -1,12 +1,11 @@
-"""What checkpoints and their samples cost a training run: bench/results/NAME.json.
+"""Measure the cost of checkpoints and their samples in a training run: bench/results/NAME.json.
 
 python bench/checkpoint_cost.py NAME [--data PACKED_OR_NPZ] [--steps_between 80] [any flag of muralist train]
 
-Runs `muralist train` as a user would (JiT-B/4 at 64 px, batch 256, on random pictures where no data are given) with a
-checkpoint and a sample every so many steps, and reads the answer from what the run itself writes. Each metric has the
-time of day, so from one checkpoint to the next all is seen: the loop standing still, and steps that are slower while the
-files are written in a thread. Steps before the first checkpoint, and those between the end of that writing and the next
-one, say what a step takes alone.
+Runs `muralist train` (JiT-B/4 at 64 px, batch 256, on random images unless --data is given) with a checkpoint and a sample
+every few steps, and reads the timestamps of its metrics. The cost of a checkpoint is the pause of the loop plus the
+slow-down of steps while files are written in a thread. Steps before the first checkpoint, and steps after the files of a
+checkpoint are complete, give the undisturbed step time.
 """
 
 from __future__ import annotations
@@ -23,38 +22,38 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
-from bench.cifar_fid import Workshop
+from bench.cifar_fid import CommandRunner
 from bench.measure_training import RATES, RESULTS, hardware, versions
 
-from muralist.runfolder import write_json
+from muralist.core.run_dir import atomic_write_json
 
 CYCLES = 4  # checkpoints; the time after the last is not measured
-STRETCHES = 9  # lines of the log between two checkpoints
-INTERVAL = 1000  # steps between checkpoints, of which the goal speaks
-RANDOM_PICTURES = 8192
-USUAL = {
+STRETCHES = 9  # log lines between two checkpoints
+INTERVAL = 1000  # steps between checkpoints for the reported share
+RANDOM_IMAGES = 8192
+DEFAULTS = {
     "--model": "JiT-B/4", "--img_size": "64", "--batch_size": "256", "--epochs": "1000", "--val_fraction": "0",
     "--init_from": "none",
 }  # fmt: skip
 
 
 class Stretch(NamedTuple):
-    """Steps that were written out together."""
+    """Steps that were logged together."""
 
     first: int
     last: int
     begin: float
     end: float
-    counted: float  # seconds of these steps as the run counts them, in which pauses are left out
+    counted: float  # seconds of these steps without pauses, as the run counts them
 
     @property
     def steps(self) -> int:
-        """How many."""
+        """Return the number of steps."""
         return self.last - self.first + 1
 
 
 def stretches(lines: Sequence[dict[str, Any]]) -> list[Stretch]:
-    """The run's steps, as they were written out; before the first of them nothing is known."""
+    """Group the steps as they were logged; the first group has no start time and is left out."""
     together = [list(group) for _, group in groupby(lines, lambda line: line["train/samples_per_second"])]
     found = []
     for before, group in pairwise(together):
@@ -65,7 +64,7 @@ def stretches(lines: Sequence[dict[str, Any]]) -> list[Stretch]:
 
 
 def cost(lines: Sequence[dict[str, Any]], written: dict[int, float]) -> dict[str, Any]:
-    """The time lost to each checkpoint that training went on from; `written` says when its files were complete."""
+    """Return the time lost to each checkpoint; `written` is the time at which its files were complete."""
     saved = sorted(written)
     all_stretches = stretches(lines)
     quiet = [stretch for stretch in all_stretches if stretch.last <= saved[0]]
@@ -97,25 +96,25 @@ def cost(lines: Sequence[dict[str, Any]], written: dict[int, float]) -> dict[str
     }
 
 
-def random_pictures(path: Path, side: int) -> Path:
-    """An .npz file of noise in ten classes."""
+def random_images(path: Path, side: int) -> Path:
+    """Write an .npz file of noise in ten classes."""
     generator = np.random.default_rng(0)
-    images = generator.integers(0, 256, (RANDOM_PICTURES, side, side, 3), dtype=np.uint8)
-    np.savez(path, train_x=images, train_y=np.arange(RANDOM_PICTURES) % 10)
+    images = generator.integers(0, 256, (RANDOM_IMAGES, side, side, 3), dtype=np.uint8)
+    np.savez(path, train_x=images, train_y=np.arange(RANDOM_IMAGES) % 10)
     return path
 
 
 def measure(options: argparse.Namespace, given: list[str], folder: Path) -> dict[str, Any]:
-    """Train and look at what was written."""
-    usual = {name: value for name, value in USUAL.items() if name not in given}
+    """Train and evaluate the metrics."""
+    usual = {name: value for name, value in DEFAULTS.items() if name not in given}
     side = int(usual.get("--img_size") or given[given.index("--img_size") + 1])
     between, run = options.steps_between, folder / "runs" / "cost"
-    words = ["train", "--data_path", str(options.data or random_pictures(folder / "noise.npz", side))]
-    words += [word for pair in usual.items() for word in pair] + ["--enable_condition", "--use_amp"]
-    words += ["--ckpt_every", str(between), "--max_steps", str(CYCLES * between), "--keep_last", str(CYCLES)]
-    words += ["--log_every", str(max(1, between // STRETCHES))]
-    words += ["--results_dir", str(run.parent), "--run_name", run.name, *given]
-    seconds = Workshop(folder).run("train", *words)
+    flags = ["train", "--data_path", str(options.data or random_images(folder / "noise.npz", side))]
+    flags += [part for pair in usual.items() for part in pair] + ["--enable_condition", "--use_amp"]
+    flags += ["--ckpt_every", str(between), "--max_steps", str(CYCLES * between), "--keep_last", str(CYCLES)]
+    flags += ["--log_every", str(max(1, between // STRETCHES))]
+    flags += ["--results_dir", str(run.parent), "--run_name", run.name, *given]
+    seconds = CommandRunner(folder).run("train", *flags)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     manifests = (run / "checkpoints").glob("*/manifest.json")
     written = {json.loads(path.read_text())["step"]: path.stat().st_mtime for path in manifests}
@@ -124,7 +123,7 @@ def measure(options: argparse.Namespace, given: list[str], folder: Path) -> dict
             raise SystemExit(f"The checkpoint of step {step} has no sample.")
     return {
         "command": shlex.join(["python", "bench/checkpoint_cost.py", *sys.argv[1:]]),
-        "trained by": f"muralist {shlex.join(words)}".replace(f"{folder}/", ""),
+        "trained by": f"muralist {shlex.join(flags)}".replace(f"{folder}/", ""),
         "hardware": hardware(),
         "versions": versions(),
         "seconds, start to end": round(seconds, 1),
@@ -138,12 +137,12 @@ def main() -> None:
     """Read the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="of the file in bench/results")
-    parser.add_argument("--data", type=Path, help="what to train on; default: random pictures")
-    parser.add_argument("--steps_between", type=int, default=80, help="checkpoints")
+    parser.add_argument("--data", type=Path, help="training data; default: random images")
+    parser.add_argument("--steps_between", type=int, default=80, help="steps between checkpoints")
     options, given = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(options, given, Path(folder))
-    write_json(RESULTS / f"{options.name}.json", result)
+    atomic_write_json(RESULTS / f"{options.name}.json", result)
     print(json.dumps(result, indent=1))
 
 

@@ -1,11 +1,10 @@
 """The FID of a JiT along its training: bench/results/NAME.json, from which scripts/draw_fid_curve.py draws the curve.
 
-python bench/cifar_fid.py NAME --data cifar10.npz --inception_weights WEIGHTS [--seconds 240] [any flag of muralist train]
+python bench/cifar_fid.py NAME --data cifar10.npz --inception_weights WEIGHTS [--seconds 240] [flags of muralist train]
 
-Runs `muralist stats` of the training pictures, `muralist train` until its seconds are over, then `muralist generate` and
-`muralist evaluate` for some of its checkpoints, each as a user would; from one of these to the next, training has gone on
-by about the same factor. Starting a process takes as long as making its pictures: a few checkpoints are worked on at
-once, and share the GPU.
+Runs `muralist stats` on the training images, `muralist train` for the given seconds, then `muralist generate` and
+`muralist evaluate` for some of its checkpoints, spaced by a constant factor of steps. Starting a process takes as
+long as generating its images: a few checkpoints run at once and share the GPU.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from typing import Any
 import torch
 from bench.measure_training import RESULTS, hardware, versions
 
-from muralist.evaluate.inception_weights import read_tensors
-from muralist.runfolder import write_json
+from muralist.core.run_dir import atomic_write_json
+from muralist.evaluate.inception import read_tensors
 
 CLASSES, SIDE = 10, 32
-BATCH = 250  # of generation: 5,000 pictures fill batches of this size well, and they fill the GPU
-AT_ONCE = 6  # checkpoints in work, of which some start while others paint or are measured
-PATIENCE = 120.0  # seconds for the last checkpoint of a training that is told to stop
+BATCH = 250  # of generation: 5,000 images divide into batches of this size, which use the GPU fully
+CONCURRENT = 6  # checkpoints evaluated at once: some start while others generate
+PATIENCE = 120.0  # seconds for the last checkpoint after a request to stop
 LINES_SHOWN = 30
 NOTE = (
-    f"The reference are the training pictures. Up to {AT_ONCE} checkpoints share the GPU: alone, each would be faster. "
+    f"The reference is the training set. Up to {CONCURRENT} checkpoints share the GPU: alone, each would be faster. "
     "Seconds since the command count imports and compiling; seconds of steps do not, nor the writing of checkpoints."
 )
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """A folder in which commands are run, each with a log of its own."""
+class CommandRunner:
+    """Runs commands in a folder, each with its own log."""
 
     folder: Path
 
     def start(self, name: str, *words: object, threads: int | None = None) -> subprocess.Popen[bytes]:
-        """Begin a muralist command."""
-        surroundings = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+        """Start a muralist command."""
+        environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
         with (self.folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "muralist", *map(str, words)], stdout=log, stderr=log, env=surroundings
+                [sys.executable, "-m", "muralist", *map(str, words)], stdout=log, stderr=log, env=environment
             )
 
     def check(self, name: str, process: subprocess.Popen[bytes]) -> None:
@@ -73,12 +72,12 @@ class Bench:
 
     options: argparse.Namespace
     train_flags: list[str]
-    shop: Workshop
+    runner: CommandRunner
 
     @property
     def run(self) -> Path:
         """The folder of the training run."""
-        return self.shop.folder / "runs" / "cifar10"
+        return self.runner.folder / "runs" / "cifar10"
 
     def checkpoint(self, step: int) -> Path:
         """The folder of a checkpoint."""
@@ -86,43 +85,43 @@ class Bench:
 
     @property
     def statistics(self) -> Path:
-        """What is known of the training pictures."""
-        return self.shop.folder / "training.npz"
+        """Return the statistics of the training images."""
+        return self.runner.folder / "training.npz"
 
     @property
     def weights(self) -> tuple[str, str]:
         """The flag that names Inception's weights."""
         return "--inception_weights", self.options.inception_weights
 
-    def train_words(self) -> list[str]:
+    def train_command(self) -> list[str]:
         """The training; its learning rate is constant, so that it may end at any step."""
         place = ["--results_dir", str(self.run.parent), "--run_name", self.run.name]
         words = "train --config configs/cifar10.yaml --lr_schedule constant --epochs 1000 --keep_last 60"
         words += f" --ckpt_every {self.options.every} --samples_per_gpu 0 --log_every 50"
         return [*words.split(), "--data_path", self.options.data, *place, *self.train_flags]
 
-    def generate_words(self, checkpoint: Path, images: Path) -> list[object]:
-        """The classes in turn, with the average of the weights."""
+    def generate_command(self, checkpoint: Path, images: Path) -> list[object]:
+        """Return the command that generates all classes in turn with EMA weights."""
         chosen = self.options
         words = f"generate --weights ema1 --guidance_scale {chosen.guidance:g} --num_inference_steps {chosen.steps}"
-        words += f" --batch_size {min(BATCH, chosen.pictures)}"
+        words += f" --batch_size {min(BATCH, chosen.images)}"
         return [*words.split(), "--model_path", checkpoint, "--prompts_csv", self.prompts(), "--output_dir", images]
 
-    def evaluate_words(self, images: Path, output: Path) -> list[object]:
-        """FID and what else there is of the pictures, against the training pictures."""
+    def evaluate_command(self, images: Path, output: Path) -> list[object]:
+        """Return the command that evaluates images against the training set."""
         return ["evaluate", "--images", images, "--reference", self.statistics, "--output_dir", output, *self.weights]
 
     def prompts(self) -> Path:
         """A table of the classes in turn."""
-        path = self.shop.folder / "prompts.csv"
+        path = self.runner.folder / "prompts.csv"
         if not path.is_file():
-            path.write_text("prompt\n" + "".join(f"{row % CLASSES}\n" for row in range(self.options.pictures)))
+            path.write_text("prompt\n" + "".join(f"{row % CLASSES}\n" for row in range(self.options.images)))
         return path
 
     def train(self) -> tuple[float, float]:
         """Train until it ends or its time is over; returns when it began, and its seconds."""
         began, started = time.time(), time.perf_counter()
-        process = self.shop.start("train", *self.train_words())
+        process = self.runner.start("train", *self.train_command())
         try:
             process.wait(self.options.seconds)
         except subprocess.TimeoutExpired:
@@ -131,25 +130,25 @@ class Bench:
                 process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
-        self.shop.check("train", process)
+        self.runner.check("train", process)
         return began, time.perf_counter() - started
 
     def score(self, step: int) -> dict[str, Any]:
-        """Make the pictures of a checkpoint, and measure them."""
-        images, output = self.shop.folder / f"images-{step}", self.shop.folder / f"evaluation-{step}"
-        seconds = self.shop.run(f"generate-{step}", *self.generate_words(self.checkpoint(step), images))
-        threads = max(1, (os.cpu_count() or 1) // AT_ONCE)
-        self.shop.run(f"evaluate-{step}", *self.evaluate_words(images, output), threads=threads)
+        """Generate and evaluate the images of a checkpoint."""
+        images, output = self.runner.folder / f"images-{step}", self.runner.folder / f"evaluation-{step}"
+        seconds = self.runner.run(f"generate-{step}", *self.generate_command(self.checkpoint(step), images))
+        threads = max(1, (os.cpu_count() or 1) // CONCURRENT)
+        self.runner.run(f"evaluate-{step}", *self.evaluate_command(images, output), threads=threads)
         report = json.loads((output / "report.json").read_text())
-        if report["images"]["count"] != self.options.pictures:
-            raise SystemExit(f"{images} holds {report['images']['count']} pictures, not {self.options.pictures}.")
+        if report["images"]["count"] != self.options.images:
+            raise SystemExit(f"{images} holds {report['images']['count']} images, not {self.options.images}.")
         fid = report["scores"]["fid"]
         return {
             "fid": fid["value"],
             "fid, 95%": [fid["low"], fid["high"]],
             "kid": report["kid"],
-            "pictures": report["images"]["count"],
-            "reference pictures": report["reference"]["count"],
+            "generated images": report["images"]["count"],
+            "reference images": report["reference"]["count"],
             "images per second": sum(gpu["images_per_second"] for gpu in report["speed"].values()),
             "seconds of generation, with loading": round(seconds, 1),
             "seconds of evaluation": report["seconds"],
@@ -184,12 +183,12 @@ def along(metrics: list[dict[str, Any]], step: int, began: float) -> dict[str, A
 def measure(name: str, options: argparse.Namespace, train_flags: list[str], folder: Path) -> None:
     """Train, then score; what is known is on disk after every checkpoint."""
     started = time.perf_counter()
-    bench = Bench(options, train_flags, Workshop(folder))
+    bench = Bench(options, train_flags, CommandRunner(folder))
     bench.prompts()
     halved = any(value.dtype is torch.float16 for value in read_tensors(Path(options.inception_weights)).values())
     stats = ("stats", options.data, "-o", bench.statistics, "--img_size", SIDE, *bench.weights)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        reference = pool.submit(bench.shop.run, "stats", *stats)  # while training still compiles
+    with ThreadPoolExecutor(CONCURRENT) as pool:
+        reference = pool.submit(bench.runner.run, "stats", *stats)  # while training still compiles
         began, training = bench.train()
         statistics = reference.result()
         written = bench.run / "metrics.jsonl"
@@ -205,8 +204,8 @@ def measure(name: str, options: argparse.Namespace, train_flags: list[str], fold
             step = futures[future]
             checkpoints[step] = along(metrics, step, began) | future.result()
             print(checkpoints[step], flush=True)
-            example = (bench.train_words(), bench.generate_words(Path("CHECKPOINT"), Path("IMAGES")), stats,
-                       bench.evaluate_words(Path("IMAGES"), Path("EVALUATION")))  # fmt: skip
+            example = (bench.train_command(), bench.generate_command(Path("CHECKPOINT"), Path("IMAGES")), stats,
+                       bench.evaluate_command(Path("IMAGES"), Path("EVALUATION")))  # fmt: skip
             content = {
                 "command": shlex.join(["python", "bench/cifar_fid.py", *sys.argv[1:]]),
                 "commands": [f"muralist {' '.join(map(str, words))}".replace(f"{folder}/", "") for words in example],
@@ -223,7 +222,7 @@ def measure(name: str, options: argparse.Namespace, train_flags: list[str], fold
                 "seconds of all": round(time.perf_counter() - started, 1),
                 "checkpoints": [checkpoints[step] for step in sorted(checkpoints)],
             }
-            write_json(RESULTS / f"{name}.json", content)
+            atomic_write_json(RESULTS / f"{name}.json", content)
 
 
 def main() -> None:
@@ -235,7 +234,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="of training, from its command on")
     parser.add_argument("--every", type=int, default=100, help="optimizer steps between checkpoints")
     parser.add_argument("--checkpoints", type=int, default=6, help="how many are scored")
-    parser.add_argument("--pictures", type=int, default=5000, help="of each checkpoint")
+    parser.add_argument("--images", type=int, default=5000, help="of each checkpoint")
     parser.add_argument("--steps", type=int, default=10, help="of the solver")
     parser.add_argument("--guidance", type=float, default=1.0, help="guidance scale; 1: none")
     options, train_flags = parser.parse_known_args()

@@ -1,10 +1,10 @@
-"""How long the first and the second start of the same command take to their first picture or step, with an empty cache.
+"""Time the first and the second start of a command to its first image or step, beginning with an empty compile cache.
 
 python bench/cold_start.py NAME generate --model_path hunyuan --height 1024 --width 1024 --batch_size 4
 python bench/cold_start.py NAME train --data_path driving_world --model JiT-B/4 --img_size 64 ...
 
-A --model_path that is a name of bench/generate_speed.py is built first, with random weights. What is compiled goes to a new
-folder, and so does what is made; the second start finds the former only.
+A --model_path that is a name of bench/generate_speed.py is built first, with random weights. The compile cache and the
+output are in new folders; the second start finds the cache only.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ if __name__ == "__main__":
 from bench.generate_speed import MODELS
 from bench.measure_training import RESULTS, hardware, versions
 
-from muralist.runfolder import write_json
+from muralist.core.run_dir import atomic_write_json
 
-_LOOK = 0.02  # seconds
+_POLL = 0.02  # seconds
 _ROWS, _STEPS = 8, 3
 
 
-def first_sign(command: str, output: Path) -> bool:
-    """Whether the first picture, or the first step's line, is there."""
+def has_output(command: str, output: Path) -> bool:
+    """Return whether the first image, or the metrics of the first step, exist."""
     if command == "generate":
         return any(output.glob("*.png"))
     return any(path.stat().st_size for path in output.glob("*/metrics.jsonl"))
 
 
 def start(command: str, flags: list[str], output: Path, cache: Path) -> dict[str, Any]:
-    """Seconds from the start of the process to its first sign, and what it said about compiling."""
-    words = [sys.executable, "-m", "muralist", command, *flags]
+    """Return the seconds from the start of the process to its first output, and its messages about compilation."""
+    arguments = [sys.executable, "-m", "muralist", command, *flags]
     if command == "generate":
         table = output.with_suffix(".csv")
         table.write_text("prompt\n" + "".join(f"a quiet street with {cars} parked cars\n" for cars in range(_ROWS)))
-        words += ["--prompts_csv", str(table), "--output_dir", str(output)]
+        arguments += ["--prompts_csv", str(table), "--output_dir", str(output)]
     else:
-        words += ["--results_dir", str(output), "--max_steps", str(_STEPS), "--log_every", "1"]
+        arguments += ["--results_dir", str(output), "--max_steps", str(_STEPS), "--log_every", "1"]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
     begun = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(words, env=environment, stdout=said, stderr=said)
-        while process.poll() is None and not first_sign(command, output):
-            time.sleep(_LOOK)
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(arguments, env=environment, stdout=log, stderr=log)
+        while process.poll() is None and not has_output(command, output):
+            time.sleep(_POLL)
         waited = time.perf_counter() - begun
         status = process.wait()
-        said.seek(0)
-        text = said.read()
+        log.seek(0)
+        text = log.read()
     if status:
         sys.exit(f"{text}\nThe command ended with status {status}.")
     own = re.search(r"the first after ([\d.]+) s", text)
@@ -67,7 +67,7 @@ def start(command: str, flags: list[str], output: Path, cache: Path) -> dict[str
 
 
 def main(name: str, command: str, flags: list[str]) -> None:
-    """Start twice and write the result."""
+    """Start the command twice and write the result."""
     given = " ".join(["python bench/cold_start.py", name, command, *flags])
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -87,7 +87,7 @@ def main(name: str, command: str, flags: list[str]) -> None:
         "second start": starts[1],
         "second / first": round(starts[1]["seconds to the first"] / starts[0]["seconds to the first"], 3),
     }
-    write_json(RESULTS / f"{name}.json", content)
+    atomic_write_json(RESULTS / f"{name}.json", content)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Is the estimate right? Probe this machine, train for real, and write how far both estimates were off.
+"""Accuracy of the estimates: probe this machine, train for real, and record the error of both.
 
 python bench/estimate_check.py NAME [--model JiT-B/4 --img_size 64 --batch_size 64 --max_steps 2000 ...]
 
-The first estimate is the probe's: tokens per second before anything was trained. The second is the run's own, made in its
-first steps: the seconds it would take, checkpoints and samples included. Both must be within 10%. Further flags are those
-of `muralist train`.
+The first estimate is the probe: tokens per second before training. The second is the forecast of the run, made in its first
+steps: its seconds, including checkpoints and samples. Both must be within 10%. Further flags are those of `muralist train`.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from typing import Any
 from measure_training import RESULTS, hardware
 
 from muralist.cli import main
-from muralist.config import load
-from muralist.runfolder import write_json
-from muralist.scale.probe import probe
+from muralist.core.run_dir import atomic_write_json
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
+from muralist.settings.load import load
+from muralist.tools.estimate.probe import probe
 
 LIMIT = 0.10
 DEFAULTS = ["--data_path", "driving_world", "--max_samples", "4096", "--epochs", "100000", "--max_steps", "2000",
@@ -57,7 +56,7 @@ def check(name: str, arguments: list[str]) -> int:
         "off": off,
         "limit": LIMIT,
     }
-    write_json(RESULTS / f"{name}.json", result)
+    atomic_write_json(RESULTS / f"{name}.json", result)
     print(json.dumps(result, indent=1))
     return int(max(map(abs, off.values())) > LIMIT)
 

@@ -1,11 +1,11 @@
-"""How many pictures a second FID's features are computed of, where the time goes, and pytorch-fid's own loop beside it.
+"""Images per second of FID's features, where the time goes, and the same for pytorch-fid.
 
 python bench/fid_speed.py NAME --weights W [--reference_package FOLDER] [--cifar cifar10_subset_u8.npz] [--count 8000]
                                [--compiled]
 
-FOLDER holds the package pytorch_fid (the `src` of its repository); it needs torchvision and SciPy. With --cifar, the FIDs of
-shared/data/fid_reference.json are computed as well, each way, to see how far they are apart. What is known is written after
-every step; the network compiled, which takes a minute, comes last.
+FOLDER holds the package pytorch_fid (the `src` of its repository); it needs torchvision and SciPy. With --cifar, the
+FIDs of shared/data/fid_reference.json are computed in each precision too. The result is written after every step; the
+compiled network, which takes a minute, comes last.
 """
 
 from __future__ import annotations
@@ -31,35 +31,40 @@ import numpy as np
 from PIL import Image
 
 SIDES = (256, 32)
-WAYS = {"float32": False, "TF32": True}
-APART = "bias and ReLU apart"
-_WARM = 0.2  # of the pictures, before the clock runs
+PRECISIONS = {"float32": False, "TF32": True}
+UNFUSED = "bias and ReLU apart"
+_WARM = 0.2  # of the images, before the measurement starts
 _REFERENCE_BATCH, _REFERENCE_WORKERS = 50, 8  # pytorch-fid's own defaults
 _ONE_SHAPE = 64
 _AHEAD = 6
 
 
-def write_picture(folder: Path, side: int, number: int) -> None:
-    """A PNG as hard to decode as a photograph: soft shapes and a little noise."""
+def write_image(folder: Path, side: int, number: int) -> None:
+    """Write a PNG as hard to decode as a photograph: smooth shapes and a little noise."""
     random = np.random.default_rng((side, number))
     soft = Image.fromarray(random.integers(0, 256, (8, 8, 3), dtype=np.uint8)).resize((side, side), Image.BICUBIC)
     noisy = np.asarray(soft, np.float32) + random.normal(0, 5, (side, side, 3))
     Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(folder / f"{number:06d}.png")
 
 
-def ours(paths: list[Path], weights: Path, folder: Path, way: str) -> tuple[dict[str, Any], np.ndarray]:
-    """Images a second of the whole command's work, and of its last part, when everything is loaded."""
-    from muralist.evaluate.extractors import InceptionFeatures
-    from muralist.evaluate.features import compute, hash_files
-    from muralist.machine import choose_devices
+def ours(paths: list[Path], weights: Path, folder: Path, precision: str) -> tuple[dict[str, Any], np.ndarray]:
+    """Measure the complete command, and its rate once everything is loaded."""
+    from muralist.core.hardware import select_devices
+    from muralist.evaluate.encoders import InceptionEncoder
+    from muralist.evaluate.feature_cache import hash_files
+    from muralist.evaluate.features import compute_features
 
     begun = time.perf_counter()
     items = hash_files(paths)
     hashed = time.perf_counter()
     marks: list[tuple[float, int]] = []
-    extractor = InceptionFeatures.of(weights, WAYS[way])
-    found = compute(
-        extractor, items, choose_devices(()), folder, lambda done, total: marks.append((time.perf_counter(), done))
+    encoder = InceptionEncoder.from_file(weights, PRECISIONS[precision])
+    found = compute_features(
+        encoder,
+        items,
+        select_devices(()),
+        folder,
+        progress=lambda done, total: marks.append((time.perf_counter(), done)),
     )
     ended = time.perf_counter()
     warm = next(mark for mark in marks if mark[1] >= _WARM * len(paths))
@@ -73,56 +78,58 @@ def ours(paths: list[Path], weights: Path, folder: Path, way: str) -> tuple[dict
 
 
 def parts(paths: list[Path]) -> dict[str, Any]:
-    """Images a second of each part by itself: the slowest one decides."""
+    """Measure each stage alone, in images per second: the slowest one limits the rest."""
     import torch
 
+    from muralist.core.hardware import available_cpus
     from muralist.evaluate import inception
-    from muralist.evaluate.decoders import Decoders, Wanted
-    from muralist.evaluate.features import hash_files
-    from muralist.machine import usable_cores
+    from muralist.evaluate.decoders import DecodeRequest, DecoderPool
+    from muralist.evaluate.feature_cache import hash_files
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     items = hash_files(paths)
-    wanted = [Wanted(path, item.key, item.shape) for path, item in zip(paths, items, strict=True)]
+    wanted = [DecodeRequest(path, item.key, item.shape) for path, item in zip(paths, items, strict=True)]
     batches = [wanted[start : start + _ONE_SHAPE] for start in range(0, len(wanted), _ONE_SHAPE)]
-    with Decoders(usable_cores(), _AHEAD) as decoders:
+    with DecoderPool(available_cpus(), _AHEAD) as decoders:
         _receive(decoders, batches)  # until all of them have started
         begun, used = time.perf_counter(), time.process_time()
         pixels = _receive(decoders, batches)
         seconds, busy = time.perf_counter() - begun, time.process_time() - used
     found: dict[str, Any] = {
-        f"decoding in {usable_cores()} processes": round(len(wanted) / seconds, 1),
-        "us of the process that receives, a picture": round(busy / len(wanted) * 1e6, 1),
-        "us of one that decodes, a picture": in_a_decoder(paths),
+        f"decoding in {available_cpus()} processes": round(len(wanted) / seconds, 1),
+        "us of the receiving process per image": round(busy / len(wanted) * 1e6, 1),
+        "us of a decoding process per image": decoder_times(paths),
     }
     first = list(pixels)
     with torch.inference_mode():
-        found["copying and resizing"] = round(_rate(lambda: inception.resized(first, device), len(first), device), 1)
+        found["copying and resizing"] = round(
+            _rate(lambda: inception.preprocess_batch(first, device), len(first), device), 1
+        )
     return found
 
 
 def _receive(decoders: Any, batches: list[Any]) -> Any:
-    """The pixels of the last batch, copied to where all were, as whoever wants them does."""
+    """Receive all batches, and return the pixels of the last one."""
     import torch
 
     height, width = batches[0][0].shape
     pixels = torch.empty(_ONE_SHAPE, height, width, 3, dtype=torch.uint8)
-    underway: list[Any] = []
+    pending: list[Any] = []
     for number in range(len(batches) + _AHEAD):
         if number >= _AHEAD:
-            done = underway.pop(0)
+            done = pending.pop(0)
             rows = done.rows()
             torch.stack(rows, out=pixels[: len(rows)])
-            done.forget()
+            done.release()
         if number < len(batches):
-            underway.append(decoders.decode(batches[number]))
+            pending.append(decoders.decode(batches[number]))
     return pixels
 
 
-def in_a_decoder(paths: list[Path]) -> dict[str, float]:
-    """Where the time of a process that decodes goes, measured in this one with nothing else to do."""
-    from muralist.evaluate.decoding import decoded, place
-    from muralist.evaluate.shared_memory import SharedMemory
+def decoder_times(paths: list[Path]) -> dict[str, float]:
+    """Measure the steps of a decoding process, in this process."""
+    from muralist.data.decode import decode_pixels
+    from muralist.evaluate.decoders import SharedMemory
 
     memory, some = SharedMemory(), paths[:200]
     seconds: dict[str, float] = defaultdict(float)
@@ -132,24 +139,23 @@ def in_a_decoder(paths: list[Path]) -> dict[str, float]:
         marks.append(time.perf_counter())
         hashlib.sha256(data).digest()
         marks.append(time.perf_counter())
-        pixels = decoded(data)
+        pixels = decode_pixels(data)
         marks.append(time.perf_counter())
-        place(memory.descriptor, pixels, 0)
+        memory.write(pixels, 0)
         marks.append(time.perf_counter())
-        for name, start, end in zip(("read", "hash", "decode", "place"), marks, marks[1:], strict=False):
+        for name, start, end in zip(("read", "hash", "decode", "write"), marks, marks[1:], strict=False):
             seconds[name] += end - start
     memory.close()
     return {name: round(value / len(some) * 1e6, 1) for name, value in seconds.items()}
 
 
-def where_time_goes(paths: list[Path], weights: Path, folder: Path, way: str) -> dict[str, float]:
-    """Shares of the time of the process that feeds the GPU, once everything is loaded."""
+def time_shares(paths: list[Path], weights: Path, folder: Path, precision: str) -> dict[str, float]:
+    """Measure how the process that feeds the GPU spends its time, once everything is loaded."""
     import torch
 
     from muralist.evaluate import decoders, extraction
-    from muralist.evaluate.cache import Cache
-    from muralist.evaluate.extractors import InceptionFeatures
-    from muralist.evaluate.features import hash_files
+    from muralist.evaluate.encoders import InceptionEncoder
+    from muralist.evaluate.feature_cache import FeatureCache, hash_files
 
     seconds: dict[str, float] = defaultdict(float)
 
@@ -166,26 +172,26 @@ def where_time_goes(paths: list[Path], weights: Path, folder: Path, way: str) ->
         return patch.object(owner, name, around)
 
     @contextmanager
-    def writer(cache: Cache) -> Iterator[Any]:
+    def writer(cache: FeatureCache) -> Iterator[Any]:
         with plain(cache) as write:
             holder = type("Holder", (), {"write": staticmethod(write)})
-            with timed(holder, "write", "keeping features"):
+            with timed(holder, "write", "caching features"):
                 yield lambda *arguments: holder.write(*arguments)
 
-    plain = Cache.writer
+    plain = FeatureCache.writer
     items = hash_files(paths)
     size = extraction.BATCH["cuda"]
     left = iter([items[start : start + size] for start in range(0, len(items), size)])
-    extractor = InceptionFeatures.of(weights, WAYS[way])
+    encoder = InceptionEncoder.from_file(weights, PRECISIONS[precision])
     with ExitStack() as stack:
-        stack.enter_context(timed(decoders.Decoders, "decode", "asking for pictures"))
-        stack.enter_context(timed(decoders.Underway, "rows", "waiting for decoders"))
-        stack.enter_context(timed(extraction, "_in_batches", "copying to page-locked memory, handing work to the GPU"))
-        stack.enter_context(timed(extraction._Rows, "fetch", "waiting for the GPU"))
-        stack.enter_context(patch.object(Cache, "writer", writer))
+        stack.enter_context(timed(decoders.DecoderPool, "decode", "requesting images"))
+        stack.enter_context(timed(decoders.DecoderPool, "_rows", "waiting for decoders"))
+        stack.enter_context(timed(extraction, "_compute_padded", "copying to pinned memory, launching kernels"))
+        stack.enter_context(timed(extraction._DeviceRows, "to_numpy", "waiting for the GPU"))
+        stack.enter_context(patch.object(FeatureCache, "writer", writer))
         done, begun = 0, 0.0
-        cache = Cache(folder, extractor, "the time of parts")
-        for finished in extraction.extract(extractor, cache, lambda waits: next(left, None), torch.device("cuda:0")):
+        cache = FeatureCache(folder, encoder, "time shares")
+        for finished in extraction.extract(encoder, cache, lambda waits: next(left, None), torch.device("cuda:0")):
             done += finished.items
             if not begun and done >= _WARM * len(items):
                 seconds.clear()
@@ -196,21 +202,21 @@ def where_time_goes(paths: list[Path], weights: Path, folder: Path, way: str) ->
 
 
 def networks(weights: Path, compiled: bool) -> dict[str, Any]:
-    """Images a second of the network alone, and how far its features are from float32's with norms of their own."""
+    """Measure the network alone, and its difference from float32 with separate batch norms."""
     import torch
 
     from muralist.evaluate import inception
-    from muralist.evaluate.inception_weights import load_inception
+    from muralist.evaluate.inception import load_inception
 
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     small = np.random.default_rng(0).integers(0, 256, (_ONE_SHAPE, 32, 32, 3), dtype=np.uint8)
     found: dict[str, Any] = {}
     with torch.inference_mode():
-        inputs = inception.network_inputs(torch.from_numpy(small).to(device))
+        inputs = inception.preprocess(torch.from_numpy(small).to(device))
         with _convolving(tf32=False):
             exact = load_inception(weights).to(device)(inputs)
 
-        def look(name: str, network: Any, tf32: bool) -> None:
+        def measure_network(name: str, network: Any, tf32: bool) -> None:
             def compute(batch: Any) -> Any:
                 with _convolving(tf32):
                     return network(batch.contiguous(memory_format=torch.channels_last)).clone()
@@ -221,21 +227,23 @@ def networks(weights: Path, compiled: bool) -> dict[str, Any]:
                 "images/s": round(_rate(partial(compute, inputs), len(inputs), device), 1),
                 "largest difference of a feature": float(off.max()),
                 "relative to the root of their mean square": float(relative),
-                "the same in another place of the batch": torch.equal(
+                "equal at another position of the batch": torch.equal(
                     compute(inputs.roll(1, 0)), compute(inputs).roll(1, 0)
                 ),
             }
             print(name, json.dumps(found[name]), flush=True)
 
-        network = inception.fold_norms(load_inception(weights)).to(device)
+        network = inception.fold_batch_norms(load_inception(weights)).to(device)
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if compiled:
-            look("TF32, compiled", torch.compile(network, options={"triton.cudagraphs": device.type == "cuda"}), True)
+            measure_network(
+                "TF32, compiled", torch.compile(network, options={"triton.cudagraphs": device.type == "cuda"}), True
+            )
             return found
-        look(f"TF32, {APART}", network, True)
-        inception.set_in_one_kernel(network, device.type == "cuda")
-        for way, tf32 in WAYS.items():
-            look(way, network, tf32)
+        measure_network(f"TF32, {UNFUSED}", network, True)
+        inception.set_fused(network, device.type == "cuda")
+        for precision, tf32 in PRECISIONS.items():
+            measure_network(precision, network, tf32)
     return found
 
 
@@ -264,11 +272,11 @@ def _rate(work: Callable[[], Any], images: int, device: Any) -> float:
 
 
 def reference(paths: list[Path], weights: Path, package: Path) -> tuple[dict[str, Any], np.ndarray]:
-    """pytorch-fid's own loop with the same weights, after a first call that warms it up."""
+    """Measure pytorch-fid with the same weights, after a warm-up call."""
     import torch
 
-    from muralist.evaluate.inception_weights import load_inception
-    from muralist.machine import usable_cores
+    from muralist.core.hardware import available_cpus
+    from muralist.evaluate.inception import load_inception
 
     sys.path.insert(0, str(package))
     from pytorch_fid import fid_score
@@ -276,10 +284,10 @@ def reference(paths: list[Path], weights: Path, package: Path) -> tuple[dict[str
 
     classifier = {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
     tensors = {**load_inception(weights).state_dict(), **classifier}
-    theirs.load_state_dict_from_url = lambda *_, **__: tensors  # it would be fetched from the network
+    theirs.load_state_dict_from_url = lambda *_, **__: tensors  # instead of a download
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = theirs.InceptionV3([theirs.InceptionV3.BLOCK_INDEX_BY_DIM[2048]]).to(device)
-    workers = min(_REFERENCE_WORKERS, usable_cores())
+    workers = min(_REFERENCE_WORKERS, available_cpus())
     more = {"num_workers": workers} if "num_workers" in inspect.signature(fid_score.get_activations).parameters else {}
 
     def activations(some: list[Path]) -> np.ndarray:
@@ -293,47 +301,47 @@ def reference(paths: list[Path], weights: Path, package: Path) -> tuple[dict[str
 
 
 def distance(one: np.ndarray, two: np.ndarray) -> float:
-    """FID of two sets of features."""
-    from muralist.evaluate.metrics import frechet, moments
+    """Return the FID of two sets of features."""
+    from muralist.evaluate.metrics import compute_moments, frechet_distance
 
-    return float(frechet(moments(one), moments(two), one, two).value)
+    return float(frechet_distance(compute_moments(one), compute_moments(two), one, two).value)
 
 
 def on_cifar(npz: Path, weights: Path, folder: Path) -> dict[str, Any]:
-    """FIDs of the pairs whose value by pytorch-fid is known."""
+    """Return the FIDs of the pairs that pytorch-fid has computed."""
     held = np.load(npz, allow_pickle=False)
     train = held["train_x"][1000:1500]
     sets = {"train[1000:1500]": train, "test[500:1000]": held["test_x"][500:1000], "255-train[1000:1500]": 255 - train}
     paths = []
-    for name, pictures in sets.items():
+    for name, images in sets.items():
         (folder / name).mkdir(parents=True)
-        for number, picture in enumerate(pictures):
+        for number, image in enumerate(images):
             paths.append(folder / name / f"{number:04d}.png")
-            Image.fromarray(picture).save(paths[-1])
+            Image.fromarray(image).save(paths[-1])
     expected = json.loads((npz.parent / "fid_reference.json").read_text())
     found: dict[str, Any] = {}
-    for way in WAYS:
-        rows = ours(paths, weights, folder / f"features {way}", way)[1].reshape(3, 500, -1)
+    for precision in PRECISIONS:
+        rows = ours(paths, weights, folder / f"features {precision}", precision)[1].reshape(3, 500, -1)
         by_name = dict(zip(sets, rows, strict=True))
         for pair in ("train[1000:1500] vs test[500:1000]", "train[1000:1500] vs 255-train[1000:1500]"):
             one, two = pair.split(" vs ")
             value = distance(by_name[one], by_name[two])
-            said = {"fid": round(value, 5), "minus pytorch-fid's": round(value - expected[pair], 5)}
-            found.setdefault(pair, {})[way] = said
+            result = {"fid": round(value, 5), "minus pytorch-fid's": round(value - expected[pair], 5)}
+            found.setdefault(pair, {})[precision] = result
     return found
 
 
 def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], keep: Callable[[], None]) -> None:
-    """One size of pictures: every way of computing them."""
+    """Measure one image size in every precision."""
     import torch
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        (folder / "pictures").mkdir()
+        (folder / "images").mkdir()
         with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-            write = partial(write_picture, folder / "pictures", side)
+            write = partial(write_image, folder / "images", side)
             list(pool.map(write, range(arguments.count), chunksize=50))
-        paths = sorted((folder / "pictures").iterdir())
+        paths = sorted((folder / "images").iterdir())
         half = len(paths) // 2
         result["bytes of a file"] = round(sum(path.stat().st_size for path in paths) / len(paths))
         result["parts alone, images/s"] = parts(paths)
@@ -342,8 +350,8 @@ def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], ke
             result["pytorch-fid"], theirs = reference(paths, arguments.weights, arguments.reference_package)
             keep()
         exact, fid = None, 0.0
-        for way in WAYS:
-            found, rows = ours(paths, arguments.weights, folder / f"features {way}", way)
+        for precision in PRECISIONS:
+            found, rows = ours(paths, arguments.weights, folder / f"features {precision}", precision)
             value = distance(rows[:half], rows[half:])
             if exact is None:
                 exact, fid = rows, value
@@ -352,9 +360,9 @@ def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], ke
             if arguments.reference_package:
                 rate = result["pytorch-fid"]["images/s, warm"]
                 found["times pytorch-fid"] = round(found["images/s, warm"] / rate, 2)
-            if way != "float32" and torch.cuda.is_available():
-                found["shares of the time"] = where_time_goes(paths, arguments.weights, folder / "parts", way)
-            result[f"muralist, {way}"] = found
+            if precision != "float32" and torch.cuda.is_available():
+                found["shares of the time"] = time_shares(paths, arguments.weights, folder / "parts", precision)
+            result[f"muralist, {precision}"] = found
             keep()
         if arguments.reference_package:
             result["pytorch-fid"]["FID of two halves, change"] = distance(theirs[:half], theirs[half:]) - fid
@@ -365,9 +373,9 @@ def main() -> None:
     """Measure every size and write the result."""
     from bench.measure_training import RESULTS, hardware, versions
 
-    from muralist.data import fast_png
-    from muralist.machine import usable_cores
-    from muralist.runfolder import write_json
+    from muralist.core.hardware import available_cpus
+    from muralist.core.run_dir import atomic_write_json
+    from muralist.data import decode
 
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
@@ -382,14 +390,14 @@ def main() -> None:
     results: dict[str, Any] = {}
     content = {
         "command": "python bench/fid_speed.py " + " ".join(sys.argv[1:]),
-        "hardware": hardware() | {"cores": usable_cores()},
+        "hardware": hardware() | {"cores": available_cpus()},
         "versions": versions(),
-        "decoded by": "ISA-L and libspng" if fast_png.AVAILABLE else "Pillow",
+        "decoded by": "ISA-L and libspng" if decode.HAS_FAST_PNG else "Pillow",
         "results": results,
     }
 
     def keep() -> None:
-        write_json(RESULTS / f"fid_speed_{arguments.name}.json", content)
+        atomic_write_json(RESULTS / f"fid_speed_{arguments.name}.json", content)
 
     results["network alone"] = networks(arguments.weights, compiled=False)
     keep()

@@ -1,4 +1,4 @@
-"""A HunyuanDiT of the published size (version 1.2) with random weights: times and memory are those of the real one."""
+"""A HunyuanDiT of the published size (version 1.2) with random weights: same time and memory as the published model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from diffusers import AutoencoderKL, HunyuanDiT2DModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertModel, T5Config, T5EncoderModel
 
-from muralist.models.hunyuan_family import HunyuanFamily
-from muralist.models.small_hunyuan import assemble_small_hunyuan
+from muralist.demo.small_hunyuan_dit import assemble_small_hunyuan
+from muralist.models.hunyuan_dit import HunyuanDiTSpec
 
 _TRANSFORMER: dict[str, Any] = {
     "num_layers": 40,
@@ -62,7 +62,7 @@ TINY_VAE = FULL_VAE | {
 
 
 def operations_of_decoding(height: int, width: int) -> int:
-    """Operations of the autoencoder's decoder on one picture."""
+    """Return the FLOPs of the VAE decoder for one image."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         vae: Any = AutoencoderKL(**FULL_VAE)
         vae.decode(torch.zeros(1, 4, height // 8, width // 8))
@@ -70,12 +70,12 @@ def operations_of_decoding(height: int, width: int) -> int:
 
 
 def operations(height: int, width: int) -> dict[str, int]:
-    """Operations for one picture on shapes alone: a pass of the network, decoding, encoding a prompt."""
-    parts: Any = None  # VAE and text encoders have no part in it
-    family = HunyuanFamily(parts, _TRANSFORMER, {}, (height, width))
+    """Return the FLOPs for one image, from shapes: a network pass, decoding, encoding a prompt."""
+    parts: Any = None  # VAE and text encoders are not needed
+    spec = HunyuanDiTSpec(parts, _TRANSFORMER, {}, (height, width))
     bert, t5 = 24 * (4 * 1024**2 + 2 * 1024 * 4096), 24 * (4 * 2048**2 + 3 * 2048 * 5120)
     return {
-        "pass": family.flops_per_image() // 3,  # forward alone
+        "pass": spec.flops_per_image() // 3,  # forward alone
         "decoding": operations_of_decoding(height, width),
         "text": 2 * (77 * bert + 256 * t5),
     }
@@ -84,7 +84,7 @@ def operations(height: int, width: int) -> dict[str, int]:
 def build_full_hunyuan(folder: Path, tiny: bool = False) -> Path:
     """Write the folder in diffusers layout, half precision as published: about 7 GB."""
     pipeline: Any = assemble_small_hunyuan()  # its tokenizers and noise schedule serve here too
-    words, pieces = len(pipeline.tokenizer), len(pipeline.tokenizer_2)
+    tokens, pieces = len(pipeline.tokenizer), len(pipeline.tokenizer_2)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if tiny:
         parts: dict[str, Any] = {
@@ -92,7 +92,7 @@ def build_full_hunyuan(folder: Path, tiny: bool = False) -> Path:
             "vae": AutoencoderKL(**TINY_VAE),
             "text_encoder": BertModel(
                 BertConfig(
-                    vocab_size=words, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+                    vocab_size=tokens, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
                 )
             ),
             "text_encoder_2": T5EncoderModel(
@@ -106,7 +106,7 @@ def build_full_hunyuan(folder: Path, tiny: bool = False) -> Path:
             "vae": AutoencoderKL(**FULL_VAE),
             "text_encoder": BertModel(
                 BertConfig(
-                    vocab_size=words,
+                    vocab_size=tokens,
                     hidden_size=1024,
                     num_hidden_layers=24,
                     num_attention_heads=16,

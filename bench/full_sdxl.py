@@ -1,4 +1,4 @@
-"""A Stable Diffusion XL of the published size with random weights: times are those of the real one."""
+"""A Stable Diffusion XL of the published size with random weights: same time as the published model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TINY_TEXT = ({"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads":
 
 
 def operations(height: int, width: int) -> dict[str, int]:
-    """Operations for one picture on shapes alone: a pass of the network, decoding, encoding a prompt."""
+    """Return the FLOPs for one image, from shapes: a network pass, decoding, encoding a prompt."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         added = {"text_embeds": torch.zeros(1, 1280), "time_ids": torch.zeros(1, 6)}
         network: Any = UNet2DConditionModel(**_UNET)

@@ -1,4 +1,4 @@
-"""A Wan 2.1 text-to-video model of the published small size (1.3B) with random weights: times are those of the real one."""
+"""Wan 2.1 in its published small size (1.3B) with random weights: as fast as the published model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import UMT5Config, UMT5EncoderModel
 
-from muralist.models.small_hunyuan import assemble_small_hunyuan
+from muralist.demo.small_hunyuan_dit import assemble_small_hunyuan
 
 _TRANSFORMER: dict[str, Any] = {
     "num_attention_heads": 12,
@@ -33,7 +33,7 @@ _WORDS = 512
 
 
 def operations(height: int, width: int) -> dict[str, int]:
-    """Operations for one picture on shapes alone: a pass of the network, decoding, encoding a prompt."""
+    """Return the FLOPs for one image, from shapes: a network pass, decoding, encoding a prompt."""
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         latents = torch.zeros(1, 16, 1, height // 8, width // 8)
         network: Any = WanTransformer3DModel(**_TRANSFORMER)
@@ -51,7 +51,7 @@ def operations(height: int, width: int) -> dict[str, int]:
 
 def build_full_wan(folder: Path, tiny: bool = False) -> Path:
     """Write the folder in diffusers layout, in bfloat16: about 15 GB."""
-    tokenizer: Any = assemble_small_hunyuan().tokenizer_2  # what the words are does not matter here
+    tokenizer: Any = assemble_small_hunyuan().tokenizer_2  # the vocabulary does not matter here
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32 if tiny else torch.bfloat16)

@@ -1,9 +1,9 @@
-"""How fast one GPU makes pictures: the plain loop of diffusers, batches, compiled ones and `muralist generate`: one table.
+"""Time generation on one GPU: the plain diffusers loop, batches, compiled batches and `muralist generate`.
 
 python bench/generate_speed.py [--models wan hunyuan sdxl] [--budget SECONDS] [--name NAME] [--tiny]
 
-Models have the published sizes and random weights. The result is written to bench/results/NAME.json as it grows: what does
-not fit into the budget is named there as left out. --tiny runs the same on small models, on a CPU too.
+Models have the published sizes and random weights. The result is written to bench/results/NAME.json after every stage;
+stages that do not fit into the budget are listed as left out. --tiny runs small models, also on a CPU.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ from PIL import Image
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import full_hunyuan, full_sdxl, full_wan
 from bench.kernel_classes import profiled
 from bench.measure_training import RESULTS, hardware, versions
 from bench.turns import alone
 
-from muralist.data.ledger_lines import read_lines
-from muralist.generate.diffusers_painter import DiffusersPainter
-from muralist.generate.exactness import psnr
-from muralist.generate.noise import own_noise
-from muralist.generate.painter import Order
-from muralist.generate.pipelines import settle
-from muralist.generate.shortcuts import shortcut_of
-from muralist.generate.tuned import Tuning
-from muralist.runfolder import write_json
-from muralist.scale.flops import matmul_rate
+from bench import full_hunyuan, full_sdxl, full_wan
+from muralist.core.run_dir import atomic_write_json
+from muralist.data.ledger_reader import read_lines
+from muralist.generate.diffusers_patches import per_sample_noise
+from muralist.generate.diffusers_pipeline import DiffusersPipeline
+from muralist.generate.optimizations import Optimizations
+from muralist.generate.pipeline import SampleRequest, make_deterministic
+from muralist.generate.step_caching import step_cache_for
+from muralist.generate.worker import psnr
 from muralist.settings import GenerateSettings
+from muralist.train.metrics import matmul_rate
 
 STEPS, GUIDANCE = 20, 7.5
-WHOLE_ROWS = 4096  # numbers
-PLAIN_OPERATIONS = "TFLOP of a picture, plain"
-WORDS = "a quiet street with {} parked cars and {} trees in the rain"
+WHOLE_ROWS = 4096  # elements
+PLAIN_OPERATIONS = "TFLOP per image, plain"
+PROMPT = "a quiet street with {} parked cars and {} trees in the rain"
 PLAIN, EAGER, COMPILED, OURS, FAST = (
     "plain diffusers loop, one prompt at a time",
     "batch, eager",
@@ -62,7 +61,7 @@ PLAIN, EAGER, COMPILED, OURS, FAST = (
 
 @dataclass(frozen=True)
 class Model:
-    """One of the shapes that are measured."""
+    """A model to measure."""
 
     build: Callable[[Path, bool], Path]
     operations: Callable[[int, int], dict[str, int]]
@@ -83,7 +82,7 @@ MODELS = {
 
 @dataclass
 class Bench:
-    """One run of this script: what it measures with, and what it found so far."""
+    """One run of this script: its options and its results so far."""
 
     device: torch.device
     tiny: bool
@@ -93,27 +92,27 @@ class Bench:
     content: dict[str, Any] = field(default_factory=dict)
 
     def write(self) -> None:
-        """Keep what is known."""
-        write_json(self.target, self.content)
+        """Write the record."""
+        atomic_write_json(self.target, self.content)
 
-    def try_to(self, stage: Stage, results: dict[str, Any]) -> None:
-        """Do it, if there is time; one failure does not end the others."""
-        _, what, seconds, work = stage
+    def run_stage(self, stage: Stage, results: dict[str, Any]) -> None:
+        """Run a stage if there is time; a failure does not end the others."""
+        _, name, seconds, work = stage
         left = self.deadline - time.monotonic()
         if not self.tiny and left < seconds:
-            results.setdefault("left out", {})[what] = f"{left:.0f} s were left, and it takes about {seconds:.0f} s"
+            results.setdefault("left out", {})[name] = f"{left:.0f} s were left; the stage takes about {seconds:.0f} s"
             print(f"  left out, {left:.0f} s are left", flush=True)
             return
         started = time.monotonic()
         try:
             result = work()
         except Exception as error:
-            results.setdefault("failed", {})[what] = f"{type(error).__name__}: {error}"[:600]
+            results.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"[:600]
             print(f"  FAILED: {error!r:.300}", flush=True)
         else:
-            results[what] = result
+            results[name] = result
             print(f"  {time.monotonic() - started:.0f} s: {json.dumps(result)[:700]}", flush=True)
-        results.setdefault("seconds of each", {})[what] = round(time.monotonic() - started, 1)
+        results.setdefault("seconds of each", {})[name] = round(time.monotonic() - started, 1)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -121,24 +120,24 @@ class Bench:
 
 
 class Stage(NamedTuple):
-    """Something to measure, and about how long it takes."""
+    """Something to measure, and its approximate duration."""
 
     priority: int
-    what: str
+    name: str
     seconds: float
     work: Callable[[], Any]
 
 
-class Made(NamedTuple):
-    """What one run of `muralist generate` did."""
+class CommandRun(NamedTuple):
+    """The result of one run of `muralist generate`."""
 
-    whole: float
+    seconds: float
     lines: list[dict[str, Any]]  # of its ledger
-    written: list[float]  # seconds from its start to each of its pictures
+    written: list[float]  # seconds from the start to each image
 
 
 class Case:
-    """One model, all variants."""
+    """One model in all variants."""
 
     def __init__(self, bench: Bench, name: str) -> None:
         self.bench, self.name, self.model = bench, name, MODELS[name]
@@ -147,22 +146,22 @@ class Case:
         self.steps = 4 if bench.tiny else STEPS
         self.dtype = "fp32" if bench.tiny else "bf16"
         self.path = bench.folder / name
-        self.pictures: dict[str, list[np.ndarray]] = {}
-        self.folder: Path | None = None  # of what exact mode has made
+        self.images: dict[str, list[np.ndarray]] = {}
+        self.folder: Path | None = None  # output folder of exact mode
         self.results: dict[str, Any] = {}
         bench.content["models"][name] = self.results
-        self._say_what()
+        self._record_setup()
 
     def stages(self) -> list[Stage]:
-        """Everything there is to measure: smaller numbers first, of all models."""
-        compiled = Tuning(compiled=not self.bench.tiny)
+        """Return all stages; lower priorities run first, for all models."""
+        compiled = Optimizations(compiled=not self.bench.tiny)
         variants = {
-            EAGER: Tuning(planes=False, cudnn_attention=False, fused_gelu=False),
-            "batch, compiled, not recorded": replace(compiled, recorded=False),
-            "batch, compiled, GELU apart": replace(compiled, fused_gelu=False),
-            "batch, compiled, without cuDNN's attention": replace(compiled, cudnn_attention=False),
-            "batch, compiled, decoded as diffusers does": replace(compiled, planes=False),
-            "batch, compiled, norm and rotation apart": replace(compiled, turned=False),
+            EAGER: Optimizations(single_frame_2d=False, cudnn_attention=False, fused_gelu=False),
+            "batch, compiled, without CUDA graphs": replace(compiled, cuda_graphs=False),
+            "batch, compiled, separate GELU": replace(compiled, fused_gelu=False),
+            "batch, compiled, without cuDNN attention": replace(compiled, cudnn_attention=False),
+            "batch, compiled, VAE decode of diffusers": replace(compiled, single_frame_2d=False),
+            "batch, compiled, separate QK norm and RoPE": replace(compiled, fused_qk_norm_rope=False),
         }
         return [
             Stage(0, "build", 30, self._build),
@@ -173,29 +172,29 @@ class Case:
             Stage(3, COMPILED, 50, lambda: self._batches(compiled, profile=True)),
             Stage(5, "the same bytes in other batches", 50, self._same_bytes),
             *(
-                Stage(6, what, 60, functools.partial(self._batches, tuning))  # each is compiled anew
-                for what, tuning in variants.items()
+                Stage(6, name, 60, functools.partial(self._batches, optimizations))  # each is compiled again
+                for name, optimizations in variants.items()
             ),
-            Stage(7, "batch, compiled, rows kept whole", 60, lambda: self._rows_kept_whole(compiled)),
+            Stage(7, "batch, compiled, persistent reductions", 60, lambda: self._persistent_reductions(compiled)),
         ]
 
-    def _say_what(self) -> None:
+    def _record_setup(self) -> None:
         operations = self.model.operations(*self.model.size)
-        shortcut = shortcut_of(self.model.pipeline)
-        whole = 2 * STEPS * operations["pass"] + operations["decoding"] + 2 * operations["text"]
-        short = shortcut.passes(STEPS) * operations["pass"] + operations["decoding"] + operations["text"]
+        step_cache = step_cache_for(self.model.pipeline)
+        total = 2 * STEPS * operations["pass"] + operations["decoding"] + 2 * operations["text"]
+        short = step_cache.passes(STEPS) * operations["pass"] + operations["decoding"] + operations["text"]
         self.results |= {
             "size": list(self.size),
             "batch": self.batch,
             "TFLOP": {name: round(value / 1e12, 3) for name, value in operations.items()},
-            PLAIN_OPERATIONS: round(whole / 1e12, 1),
-            "TFLOP of a picture, fast": round(short / 1e12, 1),
+            PLAIN_OPERATIONS: round(total / 1e12, 1),
+            "TFLOP per image, fast": round(short / 1e12, 1),
             "goal in exact mode, times the plain loop": self.model.goal,
         }
         print(self.name, self.results, flush=True)
 
-    def _orders(self, count: int, first: int = 0) -> list[Order]:
-        return [Order(WORDS.format(i, i * i), "", 42 + i) for i in range(first, first + count)]
+    def _requests(self, count: int, first: int = 0) -> list[SampleRequest]:
+        return [SampleRequest(PROMPT.format(i, i * i), "", 42 + i) for i in range(first, first + count)]
 
     def _load(self, dtype: str) -> Any:
         kinds = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -203,15 +202,15 @@ class Case:
         pipe.set_progress_bar_config(disable=True)
         return pipe.to(self.bench.device)
 
-    def _one(self, pipe: Any, order: Order) -> np.ndarray:
-        """A picture as a plain script makes it, with the noise that ours has."""
-        generators = [torch.Generator("cpu").manual_seed(order.seed)]
+    def _one(self, pipe: Any, request: SampleRequest) -> np.ndarray:
+        """Generate an image as a plain script does, with our noise."""
+        generators = [torch.Generator("cpu").manual_seed(request.seed)]
         frames = {"num_frames": 1} if self.model.pipeline == "WanPipeline" else {}
         binning = {"use_resolution_binning": False} if self.model.pipeline == "HunyuanDiTPipeline" else {}
-        with own_noise(generators):
+        with per_sample_noise(generators):
             output = pipe(
-                prompt=[order.prompt],
-                negative_prompt=[order.negative_prompt],
+                prompt=[request.prompt],
+                negative_prompt=[request.negative_prompt],
                 height=self.size[0],
                 width=self.size[1],
                 num_inference_steps=self.steps,
@@ -221,9 +220,9 @@ class Case:
                 **frames,
                 **binning,
             )
-        made = output.frames[0][0] if hasattr(output, "frames") else output.images[0]
-        made.save(self.bench.folder / "plain.png")
-        return np.asarray(made)
+        image = output.frames[0][0] if hasattr(output, "frames") else output.images[0]
+        image.save(self.bench.folder / "plain.png")
+        return np.asarray(image)
 
     def _build(self) -> dict[str, float]:
         started = time.perf_counter()
@@ -233,17 +232,17 @@ class Case:
     def _plain(self) -> dict[str, Any]:
         pipe = self._load(self.dtype)
         times: list[float] = []
-        self.pictures[PLAIN] = []
-        with alone(), _as_usual():
+        self.images[PLAIN] = []
+        with alone(), _default_settings():
             rate = matmul_rate(self.bench.device, torch.bfloat16) / 1e12
-            self._one(pipe, self._orders(1, 100)[0])
-            for order in self._orders(4):
+            self._one(pipe, self._requests(1, 100)[0])
+            for request in self._requests(4):
                 started = time.perf_counter()
-                self.pictures[PLAIN].append(self._one(pipe, order))
+                self.images[PLAIN].append(self._one(pipe, request))
                 times.append(time.perf_counter() - started)
         self.results["matmul rate, TFLOP/s"] = round(rate, 1)
         self.results["images/s at the matmul rate"] = round(rate / self.results[PLAIN_OPERATIONS], 3)
-        return {"images/s": round(len(times) / sum(times), 4), "pictures": len(times)}
+        return {"images/s": round(len(times) / sum(times), 4), "images": len(times)}
 
     def _settings(self, **changes: Any) -> GenerateSettings:
         return GenerateSettings(
@@ -258,39 +257,42 @@ class Case:
             **changes,
         )
 
-    def _batches(self, tuning: Tuning, profile: bool = False) -> dict[str, Any]:
-        """Batches in this process, two of them timed, text and fetching included; pictures are not written."""
+    def _batches(self, optimizations: Optimizations, profile: bool = False) -> dict[str, Any]:
+        """Time two batches in this process, including text and fetching, without writing files."""
         started = time.perf_counter()
-        painter = DiffusersPainter.load(self._settings(), self.bench.device, tuning=tuning)
+        pipeline = DiffusersPipeline.load(self._settings(), self.bench.device, optimizations=optimizations)
         loaded = time.perf_counter()
-        painter.paint(self._orders(self.batch, 50), self.size, _no_beat)
+        pipeline.generate(self._requests(self.batch, 50), self.size, _no_callback)
         result: dict[str, Any] = {
             "seconds to load": round(loaded - started, 1),
             "seconds of the first batch": round(time.perf_counter() - loaded, 1),
         }
         with alone():
             warm = time.perf_counter()
-            flying = [painter.begin(self._orders(self.batch, self.batch * i), self.size, _no_beat) for i in range(2)]
-            pictures = [picture for batch in flying for picture in batch.wait()]
-            result["images/s"] = round(len(pictures) / (time.perf_counter() - warm), 4)
-            result["gpu_busy of the second"] = flying[1].gpu_busy
+            pending = [
+                pipeline.generate_async(self._requests(self.batch, self.batch * i), self.size, _no_callback)
+                for i in range(2)
+            ]
+            images = [image for batch in pending for image in batch.wait()]
+            result["images/s"] = round(len(images) / (time.perf_counter() - warm), 4)
+            result["gpu_busy of the second"] = pending[1].gpu_busy
             if profile:
-                orders = self._orders(self.batch)
-                painter.prepare(orders)
-                whole = profiled(lambda: painter.paint(orders, self.size, _no_beat), self.bench.device)
-                result["profile of a batch, text apart"] = whole
-                result["profile of its decoding"] = self._decoding(painter)
+                requests = self._requests(self.batch)
+                pipeline.prepare(requests)
+                total = profiled(lambda: pipeline.generate(requests, self.size, _no_callback), self.bench.device)
+                result["profile of a batch without text"] = total
+                result["profile of its decoding"] = self._decoding(pipeline)
         if self.bench.device.type == "cuda":
             result["peak memory, GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
         return result
 
-    def _rows_kept_whole(self, tuning: Tuning) -> dict[str, Any]:
-        keep_whole_rows()  # last of all: it stays so in this process
-        torch._dynamo.reset()  # or what was compiled before would be taken
-        return self._batches(tuning)
+    def _persistent_reductions(self, optimizations: Optimizations) -> dict[str, Any]:
+        use_persistent_reductions()  # runs last: it changes the rest of this process
+        torch._dynamo.reset()  # so that earlier compilations are not reused
+        return self._batches(optimizations)
 
-    def _decoding(self, painter: DiffusersPainter) -> dict[str, Any]:
-        vae: Any = painter._pipe.vae
+    def _decoding(self, pipeline: DiffusersPipeline) -> dict[str, Any]:
+        vae: Any = pipeline._pipe.vae
         dtype = next(vae.parameters()).dtype
         channels = vae.config.get("z_dim") or vae.config.latent_channels
         latents = torch.randn(self.batch, channels, self.size[0] // 8, self.size[1] // 8)
@@ -300,48 +302,49 @@ class Case:
         with torch.no_grad():
             return profiled(lambda: vae.decode(latents), self.bench.device)
 
-    def _run(self, preset: str, batches: int, folder: Path) -> Made:
-        """`muralist generate` as a user gives it; what an earlier one has left in the folder is not told."""
+    def _run(self, preset: str, batches: int, folder: Path) -> CommandRun:
+        """Run `muralist generate`; return only the images of this run."""
         table = folder / "prompts.csv"
-        table.write_text("prompt\n" + "".join(f'"{order.prompt}"\n' for order in self._orders(batches * self.batch)))
+        table.write_text(
+            "prompt\n" + "".join(f'"{request.prompt}"\n' for request in self._requests(batches * self.batch))
+        )
         settings = {
-            "prompts_csv": table, "output_dir": folder / "pictures", "model_path": self.path, "batch_size": self.batch,
+            "prompts_csv": table, "output_dir": folder / "images", "model_path": self.path, "batch_size": self.batch,
             "height": self.size[0], "width": self.size[1], "num_inference_steps": self.steps, "preset": preset,
             "guidance_scale": GUIDANCE, "dtype": self.dtype, "gpu_ids": 0,
         }  # fmt: skip
-        words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+        flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         began, started = time.time(), time.perf_counter()
-        said = subprocess.run(
-            [sys.executable, "-m", "muralist", "generate", *words], capture_output=True, text=True, check=False
+        process = subprocess.run(
+            [sys.executable, "-m", "muralist", "generate", *flags], capture_output=True, text=True, check=False
         )
-        whole = time.perf_counter() - started
-        if said.returncode:
-            raise RuntimeError(said.stderr[-600:])
-        lines = [line for line in read_lines(folder / "pictures" / "ledger.jsonl") if line["changed"] / 1e9 > began]
-        return Made(whole, lines, sorted(line["changed"] / 1e9 - began for line in lines))
+        seconds = time.perf_counter() - started
+        if process.returncode:
+            raise RuntimeError(process.stderr[-600:])
+        lines = [line for line in read_lines(folder / "images" / "ledger.jsonl") if line["changed"] / 1e9 > began]
+        return CommandRun(seconds, lines, sorted(line["changed"] / 1e9 - began for line in lines))
 
     def _command(self, preset: str) -> dict[str, Any]:
-        """The rate of files on disk after the first two batches; in fast mode four, some of which are painted both ways.
+        """Return the rate of files on disk after a warm-up of two batches, or four in fast mode.
 
-        Without the last: a batch is fetched when the host has handed the next one to the card, and after the last there
-        is none, so it comes early.
+        The last batch is left out: a batch is fetched after the next one is launched, so the last one comes early.
         """
         warm, batches = (2, 11) if preset == "exact" else (4, 15)
         folder = Path(tempfile.mkdtemp(dir=self.bench.folder))
         first = self._run(preset, 1, Path(tempfile.mkdtemp(dir=self.bench.folder)))  # compiles
         with alone():
-            whole, lines, written = self._run(preset, batches, folder)
+            seconds, lines, written = self._run(preset, batches, folder)
         after = written[warm * self.batch : -self.batch]
         busy = [line["gpu_busy"] for line in lines if "gpu_busy" in line]
         distances = [line["psnr_to_exact"] for line in lines if "psnr_to_exact" in line]
         if preset == "exact":
             self.folder = folder
-            files = sorted((folder / "pictures").glob("*.png"))[:4]
-            self.pictures[OURS] = [np.asarray(Image.open(file)) for file in files]
+            files = sorted((folder / "images").glob("*.png"))[:4]
+            self.images[OURS] = [np.asarray(Image.open(file)) for file in files]
         result: dict[str, Any] = {
             "images/s": round(len(after) / (after[-1] - written[warm * self.batch - 1]), 4),
-            "pictures": len(lines),
-            "seconds from start to end": round(whole, 1),
+            "images": len(lines),
+            "seconds from start to end": round(seconds, 1),
             "seconds to the first batch, first start": round(first.written[-1], 1),
             "seconds to the first batch, second start": round(written[self.batch - 1], 1),
             "gpu_busy, mean after the first batch": round(float(np.mean(busy)), 4) if busy else None,
@@ -354,28 +357,28 @@ class Case:
         return result
 
     def _same_bytes(self) -> dict[str, Any]:
-        """Delete every second picture and make it again, in other batches at other places."""
+        """Delete every second image and generate it again, in other batches."""
         if self.folder is None:
-            raise RuntimeError("there are no pictures of exact mode")
-        before = {file.name: file.read_bytes() for file in sorted((self.folder / "pictures").glob("*.png"))}
+            raise RuntimeError("exact mode has not run")
+        before = {file.name: file.read_bytes() for file in sorted((self.folder / "images").glob("*.png"))}
         for file in list(before)[1::2]:
-            (self.folder / "pictures" / file).unlink()
+            (self.folder / "images" / file).unlink()
         again = self._run("exact", len(before) // self.batch, self.folder)
-        after = {file.name: file.read_bytes() for file in (self.folder / "pictures").glob("*.png")}
+        after = {file.name: file.read_bytes() for file in (self.folder / "images").glob("*.png")}
         return {
-            "pictures": len(before),
-            "made again": len(again.lines),
+            "images": len(before),
+            "generated again": len(again.lines),
             "different": sum(before[name] != after.get(name) for name in before),
         }
 
     def _accuracy(self) -> dict[str, Any]:
-        """Pictures of the plain loop and of ours beside those of the same model in float32."""
+        """Compare the plain loop and ours with the same model in float32."""
         pipe = self._load("fp32")
-        count = 1 if self.name == "hunyuan" else 2  # which takes longest
-        exact = [self._one(pipe, order) for order in self._orders(count)]
+        count = 1 if self.name == "hunyuan" else 2  # the slowest model
+        exact = [self._one(pipe, request) for request in self._requests(count)]
         found: dict[str, Any] = {}
         for name in (PLAIN, OURS):
-            near = [psnr(one, other) for one, other in zip(self.pictures.get(name, []), exact, strict=False)]
+            near = [psnr(one, other) for one, other in zip(self.images.get(name, []), exact, strict=False)]
             found[f"{name}: PSNR to fp32, dB"] = [round(value, 2) for value in near]
         means = [float(np.mean(value)) for value in found.values() if value]
         if len(means) == 2:
@@ -383,14 +386,14 @@ class Case:
         return found
 
 
-def keep_whole_rows() -> None:
-    """Have Inductor keep longer rows in registers than it does: a LayerNorm over 1,408 channels then reads them once."""
+def use_persistent_reductions() -> None:
+    """Let Inductor keep longer rows in registers, so that a LayerNorm over 1,408 channels reads them once."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
 
     class WholeRows(InductorChoices):
-        """Rows of up to 4,096 numbers in registers."""
+        """Persistent reductions for rows of up to 4,096 elements."""
 
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
@@ -400,17 +403,17 @@ def keep_whole_rows() -> None:
             return inner and V.graph.sizevars.statically_known_leq(features.reduction_numel, WHOLE_ROWS)
 
     V.set_choices_handler(WholeRows())
-    # Or code that was compiled without this would be taken.
+    # So that the compile cache does not return code without this.
     torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag}, rows of {WHOLE_ROWS}"
 
 
-def _no_beat() -> None:
-    """Nobody waits for a sign of life."""
+def _no_callback() -> None:
+    """Do nothing after a denoising step."""
 
 
 @contextmanager
-def _as_usual() -> Iterator[None]:
-    """As torch is in a plain script, which asks for nothing that is the same every time."""
+def _default_settings() -> Iterator[None]:
+    """Restore the non-deterministic defaults of torch, as in a plain script."""
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
     try:
@@ -421,7 +424,7 @@ def _as_usual() -> Iterator[None]:
 
 
 def table(content: dict[str, Any]) -> str:
-    """All variants of all models, with the ratio to the plain loop."""
+    """Return a table of all variants with their ratio to the plain loop."""
     lines = [
         "| model | variant | images/s | times the plain loop | GPU busy | from exact mode |",
         "|---|---|---|---|---|---|",
@@ -438,23 +441,23 @@ def table(content: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(words: Sequence[str]) -> None:
-    """Measure what is asked for."""
+def main(arguments: Sequence[str]) -> None:
+    """Measure the models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--budget", type=float, default=480.0, help="seconds for everything")
-    parser.add_argument("--name", default="generate_speed_h200", help="of the result")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="where the result goes")
+    parser.add_argument("--name", default="generate_speed_h200", help="name of the record")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the record")
     parser.add_argument("--tiny", action="store_true")
-    given = parser.parse_args(words)
+    given = parser.parse_args(arguments)
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    settle(device)
+    make_deterministic(device)
     given.output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(device, given.tiny, started + given.budget, given.output / f"{given.name}.json", Path(folder))
         bench.content = {
-            "command": f"python bench/generate_speed.py {' '.join(words)}",
+            "command": f"python bench/generate_speed.py {' '.join(arguments)}",
             "settings": f"{STEPS} steps, guidance {GUIDANCE}, bf16, random weights of the published sizes",
             "hardware": hardware(),
             "versions": versions(),
@@ -464,8 +467,8 @@ def main(words: Sequence[str]) -> None:
         for priority in range(8):
             for case in cases:
                 for stage in (stage for stage in case.stages() if stage.priority == priority):
-                    print(f"{time.monotonic() - started:.0f} s: {case.name}, {stage.what}", flush=True)
-                    bench.try_to(stage, case.results)
+                    print(f"{time.monotonic() - started:.0f} s: {case.name}, {stage.name}", flush=True)
+                    bench.run_stage(stage, case.results)
         bench.content["seconds"] = round(time.monotonic() - started, 1)
         bench.write()
     print(table(bench.content), flush=True)

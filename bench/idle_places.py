@@ -1,4 +1,4 @@
-"""Where a GPU has nothing to do, and what its host does then: pauses between kernels by line of Python."""
+"""Attribute the idle time of a GPU to lines of Python on the host."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-_LOOK = 0.001  # seconds between two looks at what the host does
-_SHORTEST = 50e-6  # seconds of a pause that is the host's; shorter ones lie between the kernels of a recording
+_POLL = 0.001  # seconds between two samples of the host
+_SHORTEST = 50e-6  # shorter pauses lie between the kernels of a CUDA graph
 _OURS = ("muralist", "diffusers", "transformers")
 _MOST = 15
 
 
 class _Sampler(threading.Thread):
-    """Looks at what one thread does, again and again."""
+    """Samples the stack of one thread."""
 
     def __init__(self, watched: int) -> None:
         super().__init__(daemon=True)
@@ -31,7 +31,7 @@ class _Sampler(threading.Thread):
         self.places: list[str] = []
 
     def run(self) -> None:
-        while not self._ended.wait(_LOOK):
+        while not self._ended.wait(_POLL):
             frame = sys._current_frames().get(self._watched)
             self.times.append(time.time())
             self.places.append(_place(frame))
@@ -42,7 +42,7 @@ class _Sampler(threading.Thread):
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost line, and the innermost one of each of the libraries that are on the way to it."""
+    """Return the innermost line of the stack, and the innermost line of each known library."""
     innermost, known = "", {}
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -56,7 +56,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 def idle_places(work: Callable[[], Any]) -> dict[str, Any]:
-    """Milliseconds in which no kernel ran, by what the host did; pauses between the kernels of a recording apart."""
+    """Return the idle milliseconds by line of the host; pauses inside CUDA graphs are listed apart."""
     sampler = _Sampler(threading.get_ident())
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -65,11 +65,11 @@ def idle_places(work: Callable[[], Any]) -> dict[str, Any]:
         torch.cuda.synchronize()
         sampler.end()
     results: Any = profiler.profiler
-    on_card = torch.autograd.DeviceType.CUDA
+    on_gpu = torch.autograd.DeviceType.CUDA
     spans = sorted(
         (event.start_ns() / 1e9, (event.start_ns() + event.duration_ns()) / 1e9)
         for event in results.kineto_results.events()
-        if event.device_type() == on_card
+        if event.device_type() == on_gpu
     )
     reached, between, idle = spans[0][1], 0.0, defaultdict(float)
     for start, end in spans:
@@ -84,12 +84,12 @@ def idle_places(work: Callable[[], Any]) -> dict[str, Any]:
         "milliseconds, all": round(1e3 * (reached - spans[0][0]), 1),
         "between kernels that follow each other": round(1e3 * between, 1),
         "idle": round(1e3 * sum(idle.values()), 1),
-        "idle, by what the host did": {place: round(1e3 * seconds, 1) for place, seconds in most},
+        "idle, by host activity": {place: round(1e3 * seconds, 1) for place, seconds in most},
     }
 
 
 def _during(sampler: _Sampler, start: float, end: float) -> str:
-    """What was seen most often in between; of short pauses, what was seen next."""
+    """Return the most frequent place in between; for short gaps, the next place."""
     first, last = bisect.bisect(sampler.times, start), bisect.bisect(sampler.times, end)
     seen = sampler.places[first : max(last, first + 1)]
     return max(set(seen), key=seen.count) if seen else "after the last look"

@@ -1,9 +1,9 @@
-"""How many pictures a second a JiT makes on one GPU, beside another implementation in the same run.
+"""Time the sampling of a JiT on one GPU, and that of another implementation in the same run.
 
 python bench/jit_generate_speed.py NAME [CASE ...] [--other SAMPLER.py]        a case is MODEL@SIZExBATCH
 
 50 Heun steps, guidance 2.9 on [0.1, 1], bf16, random weights. SAMPLER.py has `build_sampler(model, img_size, batch,
-device)` that returns a callable making one batch of pictures. Writes bench/results/NAME.json as it goes.
+device)` that returns a callable: one batch of images. The result is written to bench/results/NAME.json after every row.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 from bench.measure_training import RESULTS, hardware, versions
-from bench.train_speed import finish, loaded, parsed
+from bench.train_speed import finish, load_module, parse_case
 from bench.turns import alone
 
-from muralist.generate.jit_painter import JiTPainter
-from muralist.generate.painter import Order, Pending
+from muralist.core.run_dir import atomic_write_json
+from muralist.generate.jit_pipeline import JiTPipeline
+from muralist.generate.pipeline import PendingBatch, SampleRequest
 from muralist.models import jit
-from muralist.models.jit_family import JiTFamily, Objective
-from muralist.runfolder import write_json
-from muralist.scale.flops import matmul_rate
+from muralist.models.jit_spec import JiTSpec, Objective
 from muralist.settings import GenerateSettings, ObjectiveSettings
+from muralist.train.metrics import matmul_rate
 
 CASES = ["JiT-B/4@64x64", "JiT-B/4@64x256", "JiT-B/16@256x128"]
 CLASSES = 1000
@@ -34,39 +34,39 @@ WARM, BATCHES = 2, 2
 
 
 def our_sampler(model: str, img_size: int, batch: int, device: torch.device, steps: int) -> Callable[[], Any]:
-    """A batch of `muralist generate`, from orders to bytes on the host; the one before is fetched while it is painted."""
-    family = JiTFamily(
+    """Return a batch of `muralist generate`: requests to bytes on the host; the previous batch is fetched meanwhile."""
+    spec = JiTSpec(
         model, img_size, [str(i) for i in range(CLASSES)], Objective.from_settings(ObjectiveSettings(), img_size)
     )
     network = jit.build(model, img_size, CLASSES)
-    network.initialise(0)
+    network.init_weights(0)
     generator = torch.Generator().manual_seed(0)
-    for parameter in network.parameters():  # what starts at nought too: no picture is as cheap as a black one
+    for parameter in network.parameters():  # zero-initialized layers too, so that images are not constant
         parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
     settings = GenerateSettings(
-        prompts_csv="", output_dir="", model_path="",  # nothing is read: the painter is made here
+        prompts_csv="", output_dir="", model_path="",  # not read: the pipeline is built here
         num_inference_steps=steps, guidance_scale=2.9, guidance_interval=(0.1, 1.0),
     )  # fmt: skip
-    painter = JiTPainter(family, network.to(device).eval().requires_grad_(False), settings)
-    flying: list[Pending] = []
+    pipeline = JiTPipeline(spec, network.to(device).eval().requires_grad_(False), settings)
+    pending: list[PendingBatch] = []
     begun = 0
 
-    def orders(first: int) -> list[Order]:
-        return [Order(str(number % CLASSES), "", number) for number in range(first, first + batch)]
+    def requests(first: int) -> list[SampleRequest]:
+        return [SampleRequest(str(seed % CLASSES), "", seed) for seed in range(first, first + batch)]
 
     def sampler() -> None:
         nonlocal begun
-        painter.prepare(orders(begun) + orders(begun + batch))  # as a worker does
-        flying.append(painter.begin(orders(begun), (img_size, img_size), lambda: None))
+        pipeline.prepare(requests(begun) + requests(begun + batch))  # as a worker does
+        pending.append(pipeline.generate_async(requests(begun), (img_size, img_size), lambda: None))
         begun += batch
-        if len(flying) > 1:
-            flying.pop(0).wait()
+        if len(pending) > 1:
+            pending.pop(0).wait()
 
     return sampler
 
 
-def waited_for(sampler: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """A sampler whose pictures are there when it returns."""
+def synchronous(sampler: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """Return a sampler that waits for its images."""
 
     def wait() -> None:
         sampler()
@@ -76,7 +76,7 @@ def waited_for(sampler: Callable[[], Any], device: torch.device) -> Callable[[],
 
 
 def measure(name: str, sampler: Callable[[], Any], batch: int, device: torch.device) -> dict[str, Any]:
-    """Pictures per second where batch follows batch: the first to be timed is begun while another is painted."""
+    """Return images per second in steady state: the first timed batch overlaps with the previous one."""
     started = time.perf_counter()
     sampler()
     finish(device)
@@ -113,14 +113,16 @@ def main() -> None:
         "rows": [],
     }
     for case in options.cases:
-        model, img_size, batch = parsed(case)
+        model, img_size, batch = parse_case(case)
         samplers = {"muralist": our_sampler(model, img_size, batch, device, options.steps)}
         if options.other:
-            samplers["other"] = waited_for(loaded(options.other).build_sampler(model, img_size, batch, device), device)
+            samplers["other"] = synchronous(
+                load_module(options.other).build_sampler(model, img_size, batch, device), device
+            )
         for name, sampler in samplers.items():
             row = {"case": case} | measure(name, sampler, batch, device)
             result["rows"].append(row)
-            write_json(RESULTS / f"{options.name}.json", result)
+            atomic_write_json(RESULTS / f"{options.name}.json", result)
             print(row, flush=True)
 
 

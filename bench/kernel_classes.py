@@ -1,4 +1,4 @@
-"""Where a GPU's time goes: kernels by class, how much of the time any ran, how often the host waited."""
+"""Profile GPU work: kernels by class, share of busy time, host synchronizations."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from muralist.scale.kernels import kind_of
+from muralist.train.profiler import kind_of
 
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 def profiled(work: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Milliseconds by class of kernel while something runs, and the share of the time in which any kernel ran."""
+    """Return milliseconds by class of kernel, and the share of the time in which any kernel ran."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         work()
@@ -48,7 +48,7 @@ def profiled(work: Callable[[], Any], device: torch.device) -> dict[str, Any]:
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """The part of the time between the first beginning and the last end that some span covers."""
+    """Return the share of the time from the first start to the last end that the spans cover."""
     if not spans:
         return 0.0
     covered, reached = 0.0, min(spans)[0]

@@ -1,10 +1,10 @@
-"""The loss of one JiT trained in fp32, bf16 and fp8: the same weights, pictures, noise and times at every step.
+"""Train one JiT in fp32, bf16 and fp8 with the same weights, images, noise and times, and record the losses.
 
 python bench/loss_curves.py NAME --data cifar10.npz [--steps 500] [--batch 256] [--model JiT-S/4] [--tiny]
 
-Not compiled: compiling three kinds of step would take longer than the steps; the kernels are the same. fp32 has no TF32. A
-second seed in bf16 shows how far apart two runs are that differ by chance alone. Writes bench/results/NAME.json, from which
-scripts/draw_loss_curves.py draws the curves. --tiny is a trial on a CPU.
+Steps are not compiled: compilation would take longer than the steps, and the kernels are the same. fp32 does not use TF32. A
+second seed in bf16 shows the difference between seeds. Writes bench/results/NAME.json, drawn by scripts/draw_loss_curves.py.
+--tiny is a test on a CPU.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 from bench.measure_training import RESULTS, hardware, versions
-from bench.train_speed import build_stepper
+from bench.train_speed import build_state
 
-from muralist.data.arrays import open_archive
-from muralist.data.on_device import PicturesOnDevice
-from muralist.data.stream import Stream
-from muralist.runfolder import write_json
+from muralist.core.run_dir import atomic_write_json
+from muralist.data.gpu_resident import GpuResidentDataset
+from muralist.data.sampler import ShuffledOrder
+from muralist.data.sources.arrays import open_archive
 from muralist.settings import DataSettings, ModelSettings, OptimSettings, Precision, TrainSettings
 
 SIDE = 32
@@ -37,31 +37,30 @@ RUNS: list[tuple[str, bool, Precision, int]] = [
 ]
 
 
-def pictures(path: Path, device: torch.device) -> PicturesOnDevice:
-    """All training pictures of an archive."""
+def load_images(path: Path, device: torch.device) -> GpuResidentDataset:
+    """Load all training images of an archive."""
     with open_archive(path) as archive:
         images, labels = archive["train_x"], archive["train_y"].astype(np.int64)
-    return PicturesOnDevice(torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device), None)
+    return GpuResidentDataset(torch.from_numpy(images).to(device), torch.from_numpy(labels).to(device), None)
 
 
-def curve(settings: TrainSettings, data: PicturesOnDevice, steps: int, device: torch.device) -> list[float]:
-    """The loss of every step."""
-    stepper = build_stepper(settings, CLASSES, device, compiled=False, graphs=False)
-    order = Stream(settings.seed, len(data.labels))
-    batches = data.batches(order, stepper.plan.numbers(0, range(steps)))
-    total = stepper.plan.total
-    losses = [stepper.step([batch], images=step * total).loss for step, batch in enumerate(batches)]
+def curve(settings: TrainSettings, data: GpuResidentDataset, steps: int, device: torch.device) -> list[float]:
+    """Return the loss of every step."""
+    state = build_state(settings, CLASSES, device, compiled=False, cuda_graphs=False)
+    order = ShuffledOrder(settings.seed, len(data.labels))
+    batches = data.batches(order, state.plan.sample_indices(0, range(steps)))
+    losses = [state.step([batch]).loss for batch in batches]
     return torch.stack(losses).tolist()
 
 
 def compared(curves: dict[str, list[float]], window: int) -> dict[str, Any]:
-    """Means over the last steps, how far they are from fp32's, and how far chance moves them."""
+    """Compare the mean losses of the last steps with fp32, and with the difference between seeds."""
     last = {name: np.array(losses[-window:]) for name, losses in curves.items()}
     means = {name: float(losses.mean()) for name, losses in last.items()}
-    apart = {}
+    differences = {}
     for name in ("bf16", "fp8"):
-        difference = last[name] - last["fp32"]  # step by step: both have seen the same
-        apart[name] = {
+        difference = last[name] - last["fp32"]  # paired by step: both saw the same batch
+        differences[name] = {
             "of the mean": float(difference.mean() / means["fp32"]),
             "standard error": float(difference.std(ddof=1) / len(difference) ** 0.5 / means["fp32"]),
         }
@@ -69,9 +68,9 @@ def compared(curves: dict[str, list[float]], window: int) -> dict[str, Any]:
     return {
         "window": window,
         "mean loss of the last steps": means,
-        "from fp32": apart,
+        "from fp32": differences,
         "from seed to seed": by_chance,
-        "fp8 is within chance": abs(apart["fp8"]["of the mean"]) <= by_chance,
+        "fp8 is within chance": abs(differences["fp8"]["of the mean"]) <= by_chance,
     }
 
 
@@ -91,7 +90,7 @@ def main() -> None:
         options.model, options.steps, options.batch, options.window = "JiT-T/16", 4, 4, 2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.backends.cuda.matmul.allow_tf32 = False
-    data = pictures(options.data, device)
+    data = load_images(options.data, device)
     curves, seconds = {}, {}
     for name, use_amp, precision, seed in RUNS:
         settings = TrainSettings(
@@ -111,14 +110,14 @@ def main() -> None:
         "hardware": hardware(),
         "versions": versions(),
         "model": f"{options.model} at {SIDE} px",
-        "pictures": len(data.labels),
+        "images": len(data.labels),
         "batch": options.batch,
         "steps": options.steps,
         "seconds": seconds,
         **compared(curves, options.window),
         "loss": {name: [round(loss, 5) for loss in losses] for name, losses in curves.items()},
     }
-    write_json(options.folder / f"{options.name}.json", result)
+    atomic_write_json(options.folder / f"{options.name}.json", result)
     print({key: result[key] for key in ("from fp32", "from seed to seed", "fp8 is within chance")}, flush=True)
 
 

@@ -1,10 +1,9 @@
-"""How long training stands still for a checkpoint and its samples, per model: bench/results/NAME.json.
+"""Measure the pause of training for a checkpoint and its samples, per model: bench/results/NAME.json.
 
 python bench/measure_pause.py NAME [MODEL@SIZE ...]     such as JiT-B/4@64 HunyuanDiT@64 DiT-g/2@1024
 
-HunyuanDiT is the small one that is built where no other is named, DiT-g/2 one of the published size with random weights.
-
-A checkpoint stops training for the copy to host memory only; its files are then written in a thread.
+HunyuanDiT is the small built-in model; DiT-g/2 has the published size and random weights. A checkpoint pauses training only
+for the copy to host memory; a thread then writes the files.
 """
 
 from __future__ import annotations
@@ -20,35 +19,35 @@ import torch
 from bench.full_hunyuan import build_full_hunyuan
 from bench.measure_training import RESULTS, hardware, versions
 
-from muralist.models.family import build_family, prepare_family
-from muralist.runfolder import write_json
+from muralist.core.run_dir import atomic_write_json
+from muralist.models.families import find_family
+from muralist.models.spec import build_spec
 from muralist.settings import CheckpointSettings, ModelSettings, OptimSettings, SampleSettings, TrainSettings
-from muralist.train.distributed import Engine
-from muralist.train.ema import WeightAverage
+from muralist.train.checkpoint import CheckpointWriter
+from muralist.train.distributed import World
+from muralist.train.optim import EMA, build_optimizer
+from muralist.train.parallel import DataParallel
 from muralist.train.samples import write_samples
-from muralist.train.stepper import build_optimizer
-from muralist.train.strategy import Replicated
-from muralist.train.writer import CheckpointWriter
 
 
 def measure(name: str, size: int, folder: Path) -> dict[str, Any]:
-    """Seconds for one picture per GPU and for a checkpoint of a model."""
+    """Measure one image per GPU and a checkpoint of a model."""
     model = ModelSettings(name=name, img_size=size)
     if name == "DiT-g/2":
         model = ModelSettings(name="HunyuanDiT", path=str(build_full_hunyuan(folder / "model")), img_size=size)
     settings = TrainSettings(model=model, results_dir=str(folder), use_amp=True)
-    engine = Engine()
-    strategy = Replicated(engine)
-    prepare_family(settings)
-    family = build_family(settings, [])
-    precision = torch.bfloat16 if engine.device.type == "cuda" else None
-    family.place(engine.device, precision or torch.float32)
+    world = World()
+    strategy = DataParallel(world)
+    find_family(settings.model.name).prepare(settings)
+    family = build_spec(settings, [])
+    precision = torch.bfloat16 if world.device.type == "cuda" else None
+    family.to_device(world.device, precision or torch.float32)
     network = family.network()
-    strategy.place(network, compiled=False)
+    strategy.to_device(network, compiled=False)
     optimizer = build_optimizer(network, OptimSettings())
-    averages = [WeightAverage(strategy.trained(network), 1.0) for _ in range(2)]
+    emas = [EMA(strategy.trained_weights(network), 1.0) for _ in range(2)]
     result: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in network.parameters())}
-    drawing = strategy.drawing_network(family, network, averages[0])
+    drawing = strategy.inference_network(family, network, emas[0])
     assert drawing is not None
 
     def draw(step: int) -> None:
@@ -56,7 +55,7 @@ def measure(name: str, size: int, folder: Path) -> dict[str, Any]:
         write_samples(folder / "samples", step, 0, 1, family, drawing, prompts, SampleSettings(), precision, [])
 
     drawn = [seconds(partial(draw, step)) for step in range(3)]
-    snapshot = strategy.snapshot(family, network, optimizer, averages)
+    snapshot = strategy.snapshot(family, network, optimizer, emas)
     assert snapshot is not None
     writer = CheckpointWriter(folder / "checkpoints", CheckpointSettings(keep_last=1))
     result["seconds training stands still for the samples, the first time"] = round(drawn[0], 3)
@@ -71,7 +70,7 @@ def measure(name: str, size: int, folder: Path) -> dict[str, Any]:
 
 
 def seconds(work: Any) -> float:
-    """The time of something, with what it leaves running on the GPU."""
+    """Return the seconds of a call, including its work on the GPU."""
     started = time.perf_counter()
     work()
     if torch.cuda.is_available():
@@ -89,12 +88,12 @@ def main(name: str, models: list[str]) -> None:
         print(model, results[model], flush=True)
     content = {
         "command": f"python bench/measure_pause.py {name} {' '.join(models)}",
-        "samples": "one picture, 10 steps of the family's solver (Heun takes two passes a step), guidance where it has any",
+        "samples": "one image, 10 steps of the family's solver (Heun takes two passes a step), guidance where it has any",
         "hardware": hardware(),
         "versions": versions(),
         "results": results,
     }
-    write_json(RESULTS / f"{name}.json", content)
+    atomic_write_json(RESULTS / f"{name}.json", content)
 
 
 if __name__ == "__main__":

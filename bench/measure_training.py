@@ -1,4 +1,4 @@
-"""Run `muralist train` and distil the run into bench/results/NAME.json: hardware, versions, command, speed, held-out loss.
+"""Run `muralist train` and summarize it in bench/results/NAME.json: hardware, versions, command, speed, held-out loss.
 
 python bench/measure_training.py NAME --results_dir results --run_name NAME [any other flag of muralist train]
 """
@@ -18,28 +18,28 @@ import torch
 
 from muralist import __version__
 from muralist.cli import main
-from muralist.runfolder import write_json
+from muralist.core.run_dir import atomic_write_json
 
 RESULTS = Path(__file__).parent / "results"
 RATES = ("train/samples_per_second", "train/tokens_per_second", "train/mfu", "train/data_wait_fraction")
 
 
 def hardware() -> dict[str, Any]:
-    """What this is measured on."""
+    """Return the hardware for a record."""
     if torch.cuda.is_available():
         return {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda}
     return {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
 
 
 def versions(*more: str) -> dict[str, str]:
-    """What this is measured with."""
+    """Return the versions for a record."""
     return {"muralist": __version__, "torch": torch.__version__, "python": platform.python_version()} | {
         name: version(name) for name in more
     }
 
 
-def distil(run: Path) -> dict[str, Any]:
-    """Medians of the speeds over the second half of the run, and the losses along it."""
+def summarize(run: Path) -> dict[str, Any]:
+    """Return the median speeds over the second half of the run, and its losses."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     second_half = lines[len(lines) // 2 :]
     tail = [line["train/loss"] for line in lines[-100:]]
@@ -53,7 +53,7 @@ def distil(run: Path) -> dict[str, Any]:
 
 
 def measure(name: str, arguments: list[str]) -> int:
-    """Train, then write the result."""
+    """Train, then write the record."""
     started = time.time()
     status = main(["train", *arguments])
     if status == 0:
@@ -63,11 +63,11 @@ def measure(name: str, arguments: list[str]) -> int:
             "hardware": hardware(),
             "versions": versions(),
             "seconds, start to end": round(time.time() - started, 1),
-            **distil(run),
+            **summarize(run),
         }
         if torch.cuda.is_available():
             result["peak memory, GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
-        write_json(RESULTS / f"{name}.json", result)
+        atomic_write_json(RESULTS / f"{name}.json", result)
     return status
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes on the card, kernel by kernel and by kind."""
+"""Profile a training step by kernel and by kind of kernel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from muralist.scale.kernels import times_by_kind, times_by_name
+from muralist.train.profiler import times_by_kind, times_by_name
 
 
 def time_by_kind(step: Callable[[], Any], steps: int) -> tuple[dict[str, float], dict[str, float], float]:
-    """Milliseconds of a step by kind, with the time in which the card did nothing; by the largest kernels; how many ran."""
+    """Return milliseconds per step by kind (with idle time) and by the largest kernels, and the number of kernels."""
     step()
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -26,9 +26,9 @@ def time_by_kind(step: Callable[[], Any], steps: int) -> tuple[dict[str, float],
     whole = start.elapsed_time(end) / steps
     averages = trace.key_averages()
     count = sum(event.count for event in averages if event.device_type == DeviceType.CUDA) / steps
-    kernels = times_by_name(averages, steps, on_card=True)
+    kernels = times_by_name(averages, steps, on_gpu=True)
     kinds = times_by_kind(kernels)
-    kinds["the card waits"] = whole - sum(kinds.values())
+    kinds["GPU idle"] = whole - sum(kinds.values())
     kinds["step under the profiler"] = whole
     largest = sorted(kernels.items(), key=lambda item: -item[1])[:60]
     return {k: round(v, 3) for k, v in kinds.items()}, {k[:160]: round(v, 3) for k, v in largest}, count

@@ -1,12 +1,12 @@
-"""Several benches on one card: they build and compile at the same time, and have the clock one after the other.
+"""Let several benchmarks share a GPU: they build and compile at the same time, and are timed one after the other.
 
-Compiling takes most of a bench's time and hardly any of the card's. Give all of them one file:
+Compilation takes most of the time and hardly uses the GPU. Give all benchmarks one file:
 
 MURALIST_TURNS=/tmp/turns python bench/train_speed.py first JiT-B/4@64x64 &
 MURALIST_TURNS=/tmp/turns python bench/train_speed.py second JiT-B/4@64x256 &
 
-Whoever wants the clock waits until nobody is at work, in the order in which they came. Without the variable nobody waits.
-Give each OMP_NUM_THREADS=2 or so: ten processes with sixteen threads each stand in each other's way for minutes.
+A benchmark that wants to be timed waits until no other is running, first come, first served. Without the variable nothing
+waits. Set OMP_NUM_THREADS=2 or so: ten processes with sixteen threads each block each other for minutes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ VARIABLE = "MURALIST_TURNS"
 
 
 class Turns:
-    """One process's part in it: at work, waiting for the clock, or alone with it."""
+    """The state of one process: running, waiting, or alone."""
 
     def __init__(self, path: Path) -> None:
-        self.work = path.open("a")  # shared by all who are at work, held by one who is alone
-        self.queue = path.with_name(f"{path.name}.queue").open("a")  # held by the one who is next
+        self.work = path.open("a")  # shared lock of running processes, exclusive lock of one that is alone
+        self.queue = path.with_name(f"{path.name}.queue").open("a")  # held by the next in line
         self._take(fcntl.LOCK_SH)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Nobody else is at work in here."""
+        """Run without other benchmarks."""
         asked = time.monotonic()
         fcntl.flock(self.work, fcntl.LOCK_UN)
         self._take(fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Guide 3's entry point: HunyuanDiT fine-tuning with the flags of the official script, or any of `muralist train`."""
+"""HunyuanDiT fine-tuning with the flags of the official script, or any of `muralist train`."""
 
 try:
     from muralist.cli import script

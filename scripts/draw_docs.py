@@ -1,6 +1,6 @@
-"""The three pictures of docs/inside.md: boxes on a grid and arrows between them, as SVG.
+"""Draw the diagrams of docs/architecture.md: boxes on a grid and arrows between them, as SVG.
 
-python scripts/draw_docs.py docs       writes docs/inside-*.svg (`make docs` does)
+python scripts/draw_docs.py docs       writes docs/architecture-*.svg (`make docs` does)
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 172, 92, 44, 58, 28
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 208, 92, 34, 58, 28
 PAPER, INK, FAINT = "#faf8f4", "#20222a", "#6a6c74"
 TONES = {
     "data": ("#eef4fb", "#9db9d9"),
@@ -23,34 +23,34 @@ MONO, SANS = "ui-monospace, Menlo, monospace", "system-ui, sans-serif"
 
 @dataclass(frozen=True)
 class Box:
-    """A step: what it is, the file it lives in, what it does."""
+    """One stage: its title, its file, what it does."""
 
     column: float
     row: float
     title: str
-    home: str
+    file: str
     does: tuple[str, ...]
     tone: str = "work"
 
     @property
     def left(self) -> float:
-        """Its left edge in pixels."""
+        """Return the left edge in pixels."""
         return MARGIN + self.column * (WIDTH + GAP_X)
 
     @property
     def top(self) -> float:
-        """Its upper edge in pixels."""
+        """Return the top edge in pixels."""
         return MARGIN + 34 + self.row * (HEIGHT + GAP_Y)
 
     @property
-    def centre(self) -> tuple[float, float]:
-        """Its middle in pixels."""
+    def center(self) -> tuple[float, float]:
+        """Return the center in pixels."""
         return self.left + WIDTH / 2, self.top + HEIGHT / 2
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """From one box to another, by their titles."""
+    """An arrow from one box to another, by their titles."""
 
     start: str
     end: str
@@ -59,7 +59,7 @@ class Arrow:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Diagram:
     """A heading, boxes and arrows."""
 
     name: str
@@ -68,132 +68,164 @@ class Picture:
     arrows: tuple[Arrow, ...]
 
 
-TRAINING = Picture(
-    "inside-training",
-    "Data through training",
+TRAINING = Diagram(
+    "architecture-training",
+    "One training step",
     (
-        Box(0, 0, "source", "data/sources.py", ("folder, CSV, tars,", "Parquet, packed, ..."), "data"),
-        Box(1, 0, "stream", "data/stream.py", ("sample n is a function", "of (seed, n)"), "data"),
-        Box(2, 0, "loader", "data/loader.py", ("this rank's slice of", "every global batch"), "data"),
-        Box(3, 0, "encode", "models/*_family.py", ("frozen parts: VAE, text;", "nothing for JiT")),
-        Box(4, 0, "loss", "models/*_family.py", ("noise and time keyed", "by sample number")),
-        Box(4, 1, "stepper", "train/stepper.py", ("gradients, AdamW,", "two averages")),
-        Box(3, 1, "recorder", "train/recorder.py", ("reads the device in", "groups, never waits")),
-        Box(2, 1, "monitors", "train/monitors.py", ("metrics.jsonl, TensorBoard,", "W&B, terminal"), "file"),
-        Box(4, 2, "keeper", "train/keeper.py", ("held-out loss, then", "checkpoint, then samples")),
-        Box(3, 2, "checkpoint", "train/checkpoint.py", ("written aside while", "training goes on"), "file"),
-        Box(2, 2, "samples", "train/samples.py", ("a picture by every GPU,", "and the sheet"), "file"),
-        Box(0, 1, "images seen", "train/schedule.py", ("the only clock: rate,", "averages, cadence, end"), "care"),
-        Box(0, 2, "keyed random", "keyed_random.py", ("(seed, purpose, sample)", "-> the number"), "care"),
+        Box(0, 0, "order", "data/sampler.py", ("sample n is a function", "of (seed, n)"), "data"),
+        Box(1, 0, "source", "data/sources/*.py", ("folder, table, tar,", "Parquet, packed, ..."), "data"),
+        Box(2, 0, "decode", "data/decode.py", ("uint8 RGB, cropped", "to size"), "data"),
+        Box(3, 0, "loader", "data/loader.py", ("this rank's slice of", "the global batch"), "data"),
+        Box(4, 0, "loop", "train/trainer.py", ("next batch, requests,", "step, checkpoint")),
+        Box(4, 1, "step", "train/step.py", ("forward, backward,", "optimizer, EMA")),
+        Box(3, 1, "loss wrapper", "train/parallel.py", ("DDP, FSDP2 or", "DeepSpeed")),
+        Box(2, 1, "model spec", "models/jit_spec.py", ("encode, then", "loss per sample")),
+        Box(1, 1, "flow", "diffusion/flow.py", ("time, noise, x_t,", "velocity loss")),
+        Box(0, 1, "network", "models/jit.py", ("transformer blocks", "on patches")),
+        Box(0, 2, "kernels", "kernels/ops.py", ("plain PyTorch, or", "Triton on GPUs")),
+        Box(1, 2, "RNG", "core/rng.py", ("Philox: (seed, purpose,", "sample index)"), "care"),
+        Box(2, 2, "schedule", "train/schedule.py", ("learning rate and EMA", "from images seen"), "care"),
+        Box(3, 2, "optimizer, EMA", "train/optim.py", ("AdamW and", "two EMAs")),
+        Box(4, 2, "metrics", "train/metrics.py", ("read from the GPU a few", "steps later, then logged"), "file"),
     ),
     (
-        Arrow("source", "stream"),
-        Arrow("stream", "loader"),
-        Arrow("loader", "encode"),
-        Arrow("encode", "loss"),
-        Arrow("loss", "stepper"),
-        Arrow("stepper", "recorder"),
-        Arrow("recorder", "monitors"),
-        Arrow("stepper", "keeper", "at checkpoints"),
-        Arrow("keeper", "checkpoint"),
-        Arrow("checkpoint", "samples"),
-    ),
-)
-GENERATION = Picture(
-    "inside-generation",
-    "A row through generation",
-    (
-        Box(0, 0, "table", "data/prompts.py", ("a row: prompt, and if", "it likes id and seed"), "data"),
-        Box(1, 0, "plan", "generate/plan.py", ("seed, file name, place in", "a batch: from the row"), "data"),
-        Box(2, 0, "fleet", "generate/fleet.py", ("batches of one shape,", "round-robin")),
-        Box(3, 0, "worker", "generate/worker.py", ("one per GPU, with", "a heartbeat")),
-        Box(4, 0, "painter", "generate/*_painter.py", ("noise from the sample's", "own seed; the model")),
-        Box(4, 1, "picture", "generate/store.py", ("written aside, renamed;", "says how it was made"), "file"),
-        Box(3, 1, "ledger", "generate/ledger.py", ("a line per picture: hash,", "GPU, seconds, settings"), "file"),
-        Box(2, 1, "lost worker", "generate/fleet.py", ("dead or silent: others", "take its rows"), "care"),
-        Box(1, 1, "resume", "generate/folder.py", ("whole files are skipped,", "torn ones made again"), "care"),
-        Box(
-            3,
-            2,
-            "failing prompt",
-            "generate/worker.py",
-            ("tried alone, then named in", "failed_prompts_gpuN.txt"),
-            "care",
-        ),
-    ),
-    (
-        Arrow("table", "plan"),
-        Arrow("plan", "fleet"),
-        Arrow("fleet", "worker"),
-        Arrow("worker", "painter"),
-        Arrow("painter", "picture"),
-        Arrow("picture", "ledger"),
-        Arrow("worker", "lost worker", dashed=True),
-        Arrow("lost worker", "fleet", dashed=True),
-        Arrow("resume", "plan", dashed=True),
-        Arrow("failing prompt", "ledger", dashed=True),
+        Arrow("order", "source"),
+        Arrow("source", "decode"),
+        Arrow("decode", "loader"),
+        Arrow("loader", "loop"),
+        Arrow("loop", "step"),
+        Arrow("step", "loss wrapper"),
+        Arrow("loss wrapper", "model spec"),
+        Arrow("model spec", "flow"),
+        Arrow("flow", "network"),
+        Arrow("network", "kernels"),
+        Arrow("RNG", "flow", dashed=True),
+        Arrow("schedule", "optimizer, EMA", dashed=True),
+        Arrow("step", "optimizer, EMA"),
+        Arrow("step", "metrics"),
     ),
 )
-CHECKPOINT = Picture(
-    "inside-checkpoint",
-    "A checkpoint's life",
+GENERATION = Diagram(
+    "architecture-generation",
+    "One generated image",
     (
-        Box(0, 0, "state", "train/stepper.py", ("network, optimizer,", "averages, images seen")),
-        Box(1, 0, "copy", "train/writer.py", ("to host memory: the only", "time training waits")),
-        Box(2, 0, "written aside", "train/checkpoint.py", ("a name nobody reads;", "every file flushed"), "file"),
-        Box(3, 0, "manifest", "train/checkpoint.py", ("size and hash of every", "file; sealed last"), "file"),
-        Box(4, 0, "renamed", "train/checkpoint.py", ("step_0001000 exists;", "then latest names it"), "file"),
-        Box(4, 1, "checked", "train/checkpoint.py", ("before it is used:", "hashes against files")),
-        Box(3, 1, "resumed", "train/start.py", ("on any number of ranks;", "the same bits follow")),
-        Box(4, 2, "damaged", "train/checkpoint.py", ("named; the one before", "is taken instead"), "care"),
-        Box(2, 1, "thinned out", "train/checkpoint.py", ("old ones go when a newer", "one is whole"), "care"),
-        Box(1, 1, "exported", "models/export.py", ("safetensors that other", "programs read"), "file"),
+        Box(0, 0, "command", "generate/command.py", ("settings, lock, plan,", "pool, summary")),
+        Box(1, 0, "prompt table", "data/prompts.py", ("a row: prompt, and", "optional id and seed"), "data"),
+        Box(2, 0, "plan", "generate/plan.py", ("seed, file name, size and", "batch slot of a row"), "data"),
+        Box(3, 0, "scheduler", "generate/scheduler.py", ("batches of one shape,", "round-robin, then shared")),
+        Box(4, 0, "worker pool", "core/worker_pool.py", ("one process per GPU,", "or a Ray actor")),
+        Box(4, 1, "worker", "generate/worker.py", ("pads batches, saves", "images in threads")),
+        Box(3, 1, "pipeline", "generate/diffusers_pipeline.py", ("diffusers; JiT has", "jit_pipeline.py")),
+        Box(2, 1, "text", "generate/prompt_encoding.py", ("one prompt at a time,", "cached")),
+        Box(1, 1, "denoising", "generate/denoising.py", ("guidance truncation,", "step caching")),
+        Box(0, 1, "patches", "generate/diffusers_patches.py", ("private parts of", "diffusers"), "care"),
+        Box(4, 2, "image file", "generate/image_files.py", ("PNG, WebP or mp4", "with metadata"), "file"),
+        Box(3, 2, "ledger", "generate/ledger.py", ("a line per image: hash,", "GPU, seconds"), "file"),
+        Box(2, 2, "output folder", "generate/output_dir.py", ("intact files are skipped", "when resuming"), "care"),
+    ),
+    (
+        Arrow("command", "prompt table"),
+        Arrow("prompt table", "plan"),
+        Arrow("plan", "scheduler"),
+        Arrow("scheduler", "worker pool"),
+        Arrow("worker pool", "worker"),
+        Arrow("worker", "pipeline"),
+        Arrow("pipeline", "text"),
+        Arrow("text", "denoising"),
+        Arrow("patches", "denoising", dashed=True),
+        Arrow("worker", "image file"),
+        Arrow("image file", "ledger"),
+        Arrow("ledger", "output folder"),
+    ),
+)
+EVALUATION = Diagram(
+    "architecture-evaluation",
+    "One evaluated image",
+    (
+        Box(0, 0, "inputs", "evaluate/inputs.py", ("images, prompts,", "reference"), "data"),
+        Box(1, 0, "feature cache", "evaluate/feature_cache.py", ("hash of the file;", "known features"), "file"),
+        Box(2, 0, "features", "evaluate/features.py", ("missing items, on one", "process or several")),
+        Box(3, 0, "workers", "evaluate/workers.py", ("one process per device", "(worker pool)")),
+        Box(4, 0, "extraction", "evaluate/extraction.py", ("decode ahead, compute,", "store")),
+        Box(4, 1, "decoders", "evaluate/decoders.py", ("processes with", "shared memory"), "data"),
+        Box(3, 1, "decode", "data/decode.py", ("ISA-L and libspng,", "or Pillow"), "data"),
+        Box(2, 1, "encoder", "evaluate/encoders.py", ("Inception, CLIP,", "DINOv2")),
+        Box(1, 1, "metrics", "evaluate/metrics.py", ("value and influence", "function, float64")),
+        Box(0, 1, "report", "evaluate/command.py", ("report.json, then", "the page"), "file"),
+    ),
+    (
+        Arrow("inputs", "feature cache"),
+        Arrow("feature cache", "features"),
+        Arrow("features", "workers"),
+        Arrow("workers", "extraction"),
+        Arrow("extraction", "decoders"),
+        Arrow("decoders", "decode"),
+        Arrow("decode", "encoder"),
+        Arrow("encoder", "metrics"),
+        Arrow("metrics", "report"),
+    ),
+)
+CHECKPOINT = Diagram(
+    "architecture-checkpoint",
+    "The life of a checkpoint",
+    (
+        Box(0, 0, "state", "train/step.py", ("network, optimizer,", "EMA, images seen")),
+        Box(1, 0, "copy", "train/checkpoint.py", ("to pinned memory: the", "only pause of training")),
+        Box(2, 0, "write", "train/checkpoint.py", ("temporary name,", "every file flushed"), "file"),
+        Box(3, 0, "manifest", "train/checkpoint.py", ("size and hash of every", "file, written last"), "file"),
+        Box(4, 0, "rename", "train/checkpoint.py", ("step_0001000 exists,", "latest names it"), "file"),
+        Box(4, 1, "verify", "train/checkpoint.py", ("hashes of all files", "before use")),
+        Box(3, 1, "resume", "train/resume.py", ("on any number of", "ranks, same bits")),
+        Box(4, 2, "damaged", "train/checkpoint.py", ("logged; the previous", "checkpoint is used"), "care"),
+        Box(2, 1, "prune", "train/checkpoint.py", ("old ones, once a newer", "one is complete"), "care"),
+        Box(1, 1, "export", "models/export.py", ("safetensors for", "other programs"), "file"),
     ),
     (
         Arrow("state", "copy"),
-        Arrow("copy", "written aside"),
-        Arrow("written aside", "manifest"),
-        Arrow("manifest", "renamed"),
-        Arrow("renamed", "checked"),
-        Arrow("checked", "resumed"),
-        Arrow("checked", "damaged", dashed=True),
+        Arrow("copy", "write"),
+        Arrow("write", "manifest"),
+        Arrow("manifest", "rename"),
+        Arrow("rename", "verify"),
+        Arrow("verify", "resume"),
+        Arrow("verify", "damaged", dashed=True),
     ),
 )
+DIAGRAMS = (TRAINING, GENERATION, EVALUATION, CHECKPOINT)
 
 
-def draw(picture: Picture) -> str:
-    """The picture as SVG text."""
-    boxes = {box.title: box for box in picture.boxes}
-    width = max(box.left for box in picture.boxes) + WIDTH + MARGIN
-    height = max(box.top for box in picture.boxes) + HEIGHT + MARGIN
+def draw(diagram: Diagram) -> str:
+    """Return the diagram as SVG text."""
+    boxes = {box.title: box for box in diagram.boxes}
+    width = max(box.left for box in diagram.boxes) + WIDTH + MARGIN
+    height = max(box.top for box in diagram.boxes) + HEIGHT + MARGIN
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" role="img" aria-label="{escape(picture.heading)}">',
+        f'height="{height:g}" role="img" aria-label="{escape(diagram.heading)}">',
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         f'<path d="M0 0 L8 4 L0 8 z" fill="{FAINT}"/></marker></defs>',
         f'<rect width="{width:g}" height="{height:g}" rx="10" fill="{PAPER}"/>',
-        _text(MARGIN, MARGIN + 8, picture.heading, 17, INK, SANS, "start", 600),
+        _text(MARGIN, MARGIN + 8, diagram.heading, 17, INK, SANS, "start", 600),
     ]
-    lines += [_arrow(boxes[arrow.start], boxes[arrow.end], arrow) for arrow in picture.arrows]
-    lines += [_box(box) for box in picture.boxes]
+    lines += [_arrow(boxes[arrow.start], boxes[arrow.end], arrow) for arrow in diagram.arrows]
+    lines += [_box(box) for box in diagram.boxes]
     return "\n".join([*lines, "</svg>", ""])
 
 
 def _box(box: Box) -> str:
     fill, edge = TONES[box.tone]
-    middle = box.centre[0]
+    middle = box.center[0]
     parts = [
         f'<rect x="{box.left:g}" y="{box.top:g}" width="{WIDTH}" height="{HEIGHT}" rx="9" fill="{fill}" stroke="{edge}"/>',
         _text(middle, box.top + 24, box.title, 15, INK, SANS, "middle", 600),
-        _text(middle, box.top + 41, box.home, 11, FAINT, MONO, "middle"),
+        _text(middle, box.top + 41, box.file, 11, FAINT, MONO, "middle"),
     ]
-    parts += [_text(middle, box.top + 61 + 16 * number, line, 12, INK, SANS) for number, line in enumerate(box.does)]
+    parts += [_text(middle, box.top + 61 + 16 * index, line, 12, INK, SANS) for index, line in enumerate(box.does)]
     return "\n".join(parts)
 
 
 def _arrow(start: Box, end: Box, arrow: Arrow) -> str:
-    """From edge to edge, straight: along the row, along the column, or slanting from one row to the next."""
-    (x1, y1), (x2, y2) = start.centre, end.centre
+    """Return a straight line from edge to edge: along the row, along the column, or between rows."""
+    (x1, y1), (x2, y2) = start.center, end.center
     if start.row == end.row:
         side = 1 if x2 > x1 else -1
         x1, x2 = x1 + side * WIDTH / 2, x2 - side * WIDTH / 2
@@ -220,9 +252,9 @@ def _text(
 
 
 def main(folder: Path) -> None:
-    """Write every picture into a folder."""
-    for picture in (TRAINING, GENERATION, CHECKPOINT):
-        (folder / f"{picture.name}.svg").write_text(draw(picture), encoding="utf-8")
+    """Write every diagram into a folder."""
+    for diagram in DIAGRAMS:
+        (folder / f"{diagram.name}.svg").write_text(draw(diagram), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The curve of FID in docs/evaluating.md: picture and section, both out of what bench/cifar_fid.py measured.
+"""Draw the FID curve of docs/evaluating.md from the record of bench/cifar_fid.py.
 
-python scripts/draw_fid_curve.py docs       writes docs/cifar-fid.svg, and the section into docs/evaluating.md
+python scripts/draw_fid_curve.py docs       writes docs/cifar-fid.svg and the section of docs/evaluating.md
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-MEASURED = Path(__file__).parent.parent / "bench" / "results" / "cifar_fid_h200.json"
-PICTURE, PAGE = "cifar-fid.svg", "evaluating.md"
-HEADING, NEXT = "## A model that learns", "## What they do not say"
-HALVED = "Inception's weights were carried in 16 bits (`scripts/halve_inception.py`), which moves FID by about 0.01."
+RECORD = Path(__file__).parent.parent / "bench" / "results" / "cifar_fid_h200.json"
+FIGURE, PAGE = "cifar-fid.svg", "evaluating.md"
+HEADING, NEXT = "## FID during training", "## Limits of the metrics"
+HALVED = (
+    "Inception ran with weights rounded to float16 (`scripts/halve_inception.py`), which changes FID by about 0.01."
+)
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 400, 60, 48, 64, 56
-PAPER, INK, FAINT, LINE, COLOUR = "#faf8f4", "#20222a", "#6b6d76", "#e4e0d6", "#2f6f9f"
+PAPER, INK, FAINT, LINE, COLOR = "#faf8f4", "#20222a", "#6b6d76", "#e4e0d6", "#2f6f9f"
 
 
 def draw(measured: dict[str, Any]) -> str:
-    """FID over images seen, both from nothing, the images by factors."""
+    """Draw FID from 0 over the images seen, on a logarithmic axis."""
     rows = measured["checkpoints"]
     wide, high = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     first, last = math.log2(rows[0]["images"]), math.log2(rows[-1]["images"])
@@ -43,16 +45,16 @@ def draw(measured: dict[str, Any]) -> str:
         parts.append(label(LEFT - 8, y + 4, str(fid), anchor="end"))
     points = [(across(row["images"]), down(row["fid"])) for row in rows]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOUR}" stroke-width="2"/>')
+    parts.append(f'<polyline points="{line}" fill="none" stroke="{COLOR}" stroke-width="2"/>')
     for row, (x, y) in zip(rows, points, strict=True):
         top, bottom = (down(fid) for fid in reversed(row["fid, 95%"]))
-        parts.append(f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="{COLOUR}"/>')
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLOUR}"/>')
+        parts.append(f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="{COLOR}"/>')
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{COLOR}"/>')
         parts.append(label(x, y - 12, f"{row['fid']:.0f}", INK))
         parts.append(label(x, HEIGHT - BOTTOM + 20, f"{row['images']:,}"))
-    count, gpu = rows[0]["pictures"], measured["hardware"].get("gpu", "CPU")
+    count, gpu = rows[0]["generated images"], measured["hardware"].get("gpu", "CPU")
     below = (
-        f"images seen; {count:,} pictures at each point, lines are 95%; {gpu}, torch {measured['versions']['torch']}"
+        f"images seen; {count:,} images per point, bars are 95% intervals; {gpu}, torch {measured['versions']['torch']}"
     )
     parts.append(label(LEFT, HEIGHT - 14, below, anchor="start", size=11))
     head = (
@@ -63,7 +65,7 @@ def draw(measured: dict[str, Any]) -> str:
 
 
 def section(measured: dict[str, Any]) -> str:
-    """The section of the page, from its heading on."""
+    """Return the section of the page, starting with its heading."""
     rows = measured["checkpoints"]
     first, last = rows[0], rows[-1]
     guidance = f"guidance {measured['guidance']:g}" if measured["guidance"] != 1 else "no guidance"
@@ -76,20 +78,20 @@ def section(measured: dict[str, Any]) -> str:
     lines = [
         HEADING,
         "",
-        f"![FID of a JiT on CIFAR-10, checkpoint by checkpoint]({PICTURE})",
+        f"![FID of a JiT on CIFAR-10, checkpoint by checkpoint]({FIGURE})",
         "",
-        f"*From FID {first['fid']:.1f} to {last['fid']:.1f}: {measured['model']} on {last['reference pictures']:,} images "
-        f"of CIFAR-10, batch {measured['total batch']}, constant learning rate.",
-        f"{last['pictures']:,} pictures of each checkpoint, by its average of the weights, "
-        f"in {measured['solver steps']} steps with {guidance}.",
-        f"{gpu}, torch {torch}, {measured['seconds of all'] / 60:.1f} minutes for everything: `bench/cifar_fid.py`.*",
+        f"*FID falls from {first['fid']:.1f} to {last['fid']:.1f}: {measured['model']} "
+        f"on {last['reference images']:,} images of CIFAR-10, batch {measured['total batch']}, constant learning rate.",
+        f"{last['generated images']:,} images per checkpoint, generated with its EMA weights, "
+        f"{measured['solver steps']} steps, {guidance}.",
+        f"{gpu}, torch {torch}, {measured['seconds of all'] / 60:.1f} minutes in total: `bench/cifar_fid.py`.*",
         "",
-        "| images seen | time of the steps | held-out loss | FID (95%) | KID |",
+        "| images seen | training time | held-out loss | FID (95%) | KID |",
         "|---|---|---|---|---|",
         *table,
         "",
-        "The reference are the images the model was trained on, and a model that copied them would do well. That is why",
-        "the held-out loss stands beside it. FIDs of so few pictures are higher than published ones, which are of 50,000.",
+        "The reference is the training set, and a model that copied it would have a low FID: the held-out loss is listed",
+        "for that reason. FID of so few images is higher than published values, which use 50,000.",
         *([HALVED] if measured["inception in 16 bits"] else []),
         "",
         "",
@@ -98,12 +100,12 @@ def section(measured: dict[str, Any]) -> str:
 
 
 def with_section(page: str, measured: dict[str, Any]) -> str:
-    """The page with the section as it is now, in its place."""
-    return placed(page, HEADING, NEXT, section(measured))
+    """Return the page with the section in its place."""
+    return replace_section(page, HEADING, NEXT, section(measured))
 
 
-def placed(page: str, heading: str, following: str, text: str) -> str:
-    """A page with a section, from its heading on, before the one that follows it; an earlier one is replaced."""
+def replace_section(page: str, heading: str, following: str, text: str) -> str:
+    """Insert a section before the heading that follows it, in place of an earlier version of the section."""
     without = re.sub(
         rf"^{re.escape(heading)}\n.*?(?=^{re.escape(following)}\n)", "", page, flags=re.DOTALL | re.MULTILINE
     )
@@ -112,20 +114,20 @@ def placed(page: str, heading: str, following: str, text: str) -> str:
 
 
 def _round_step(most: float) -> int:
-    """A round number of which about five reach the top."""
+    """Return a round axis step that gives about five ticks."""
     return next(step for step in (10, 20, 50, 100, 200) if most / step <= 6)
 
 
-def label(x: float, y: float, words: str, colour: str = FAINT, anchor: str = "middle", size: int = 12) -> str:
-    """Words in the picture."""
-    style = f'fill="{colour}" font-size="{size}" text-anchor="{anchor}"'
-    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{escape(words, quote=False)}</text>'
+def label(x: float, y: float, text: str, color: str = FAINT, anchor: str = "middle", size: int = 12) -> str:
+    """Return an SVG text element."""
+    style = f'fill="{color}" font-size="{size}" text-anchor="{anchor}"'
+    return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{escape(text, quote=False)}</text>'
 
 
 def main(folder: Path) -> None:
-    """Write picture and section into a folder of pages."""
-    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
-    (folder / PICTURE).write_text(draw(measured), encoding="utf-8")
+    """Write the figure and the section into the folder of pages."""
+    measured = json.loads(RECORD.read_text(encoding="utf-8"))
+    (folder / FIGURE).write_text(draw(measured), encoding="utf-8")
     page = folder / PAGE
     page.write_text(with_section(page.read_text(encoding="utf-8"), measured), encoding="utf-8")
 

@@ -1,8 +1,8 @@
-"""Inception's weights in half the space, where only so much can be carried: factors in 16 bits, the rest as it was.
+"""Write Inception's weights with convolutions in float16, at half the size.
 
-python scripts/halve_inception.py .cache/default_1.pt half.safetensors       (`muralist evaluate` reads what it writes)
+python scripts/halve_inception.py .cache/default_1.pt half.safetensors       (`muralist evaluate` reads the result)
 
-The FID of two sets of 500 CIFAR-10 pictures moves from 74.433 to 74.446. The full weights stay the ones to publish with.
+The FID of two sets of 500 CIFAR-10 images changes from 74.433 to 74.446. Published values need the full weights.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from muralist.evaluate.inception_weights import read_tensors
+from muralist.evaluate.inception import read_tensors
 
 
 def halve(source: Path, destination: Path) -> None:
-    """Write a copy whose convolutions are float16; norms are small, and keep their precision."""
+    """Write a copy whose convolutions are float16; norms are small and keep their precision."""
     halved = {name: value.half() if value.ndim > 1 else value for name, value in read_tensors(source).items()}
     destination.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in halved.items()}, destination)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Guide 2, one machine: trains on every GPU named in CUDA_VISIBLE_DEVICES, or on as many processes as
-# accelerate_config_single_node.yaml says. NPROC overrides both (and is how machines without GPUs choose). Further
-# arguments go to train.py.
+# Multi-GPU training on one machine: uses every GPU in CUDA_VISIBLE_DEVICES, or as many processes as
+# accelerate_config_single_node.yaml sets. NPROC overrides both, also on machines without GPUs. Further arguments go to
+# train.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -d .venv/bin ] && PATH="$PWD/.venv/bin:$PATH"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Guide 3: `bash scripts/train_waymo_base.sh 5000` fine-tunes HunyuanDiT on driving scenes for 5000 steps, on every GPU named
-# in CUDA_VISIBLE_DEVICES or else on all there are (NPROC on machines without GPUs), with a sample picture from each at every
-# checkpoint. Further arguments go to hydit/train_deepspeed.py. The run is results/waymo_base; the same command goes on.
+# HunyuanDiT fine-tuning: `bash scripts/train_waymo_base.sh 5000` trains on driving scenes for 5000 steps, on every GPU in
+# CUDA_VISIBLE_DEVICES or else on all GPUs (NPROC on machines without GPUs), with a sample image from each rank at every
+# checkpoint. Further arguments go to hydit/train_deepspeed.py. The run is results/waymo_base; the same command resumes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ -d .venv/bin ] && PATH="$PWD/.venv/bin:$PATH"

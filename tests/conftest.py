@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process (tiny models are much faster so), no network, no colours."""
+"""Shared by all tests: one thread per process (tiny models are much faster so), no network, no colors."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def photo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).mkdir(parents=True)
         for number in range(24):
             light = 60 + 6 * number
-            picture = np.stack((rows * light, columns * 200, (1 - rows) * 255), axis=-1)
-            picture = picture[..., ::-1] if label else picture
-            image = Image.fromarray(picture.astype(np.uint8)).resize((40 + number, 36 + 2 * number))
+            pixels = np.stack((rows * light, columns * 200, (1 - rows) * 255), axis=-1)
+            pixels = pixels[..., ::-1] if label else pixels
+            image = Image.fromarray(pixels.astype(np.uint8)).resize((40 + number, 36 + 2 * number))
             image.save(root / name / f"{number:03d}.{'jpg' if number % 2 else 'png'}")
     return root
 

@@ -9,7 +9,7 @@ import pytest
 
 from muralist import __version__, cli
 from muralist.cli import COMMANDS, main
-from muralist.errors import UserError, nearest
+from muralist.core.errors import UserError, closest_match
 from tests.support.runs import finish, start
 
 
@@ -39,7 +39,7 @@ def test_an_unknown_command_names_the_nearest(
     assert main([written, "--data_path", "x"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert f"There is no command '{written}'." in said.err
+    assert f"Unknown command '{written}'." in said.err
     assert ("Did you mean" in said.err) == (meant is not None)
     assert meant is None or f"Did you mean {meant}?" in said.err
     assert "`muralist --help`" in said.err
@@ -83,17 +83,17 @@ def test_a_bug_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_real_processes_end_with_a_status() -> None:
     for command in (["muralist", "train"], ["python", "train.py"]):
         said = finish(start(*command, "--data_path", "x", "--img_size", "63"), expect=1)
-        assert "cannot be cut into patches" in said
+        assert "cannot be divided into patches" in said
         assert "Traceback" not in said
         assert "Traceback" in finish(start(*command, "--img_size", "63", "--debug"), expect=1)
         assert "--enable_condition" in finish(start(*command, "--help"))
 
 
 def test_nearest_is_a_sentence_or_nothing() -> None:
-    assert nearest("batchsize", ["batch_size", "epochs"]) == "Did you mean batch_size?"
-    assert nearest("JIT-B/4", ["JiT-B/4", "JiT-L/4"]) == "Did you mean JiT-B/4?"
-    assert nearest("zzz", ["batch_size"]) == ""
-    assert nearest("x", []) == ""
+    assert closest_match("batchsize", ["batch_size", "epochs"]) == "Did you mean batch_size?"
+    assert closest_match("JIT-B/4", ["JiT-B/4", "JiT-L/4"]) == "Did you mean JiT-B/4?"
+    assert closest_match("zzz", ["batch_size"]) == ""
+    assert closest_match("x", []) == ""
 
 
 def test_an_error_survives_the_way_between_processes() -> None:
@@ -105,14 +105,14 @@ def test_an_error_survives_the_way_between_processes() -> None:
 def test_a_flag_that_must_be_given_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--output_dir", "o", "--model_path", "m"]) == 1
     told = capsys.readouterr().err
-    assert "--prompts_csv is missing." in told and "The table: CSV, TSV" in told
+    assert "--prompts_csv is missing." in told and "CSV, TSV, JSONL or Parquet table" in told
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["0,1"], "--gpu_ids is '0,1': expected one or more of a whole number at least 0.\nPut blanks between values"),
-        (["0", "x"], "--gpu_ids is '0 x': expected one or more of a whole number at least 0.\n"),
+        (["0,1"], "--gpu_ids is '0,1': expected one or more of an integer at least 0.\nPut blanks between values"),
+        (["0", "x"], "--gpu_ids is '0 x': expected one or more of an integer at least 0.\n"),
     ],
 )
 def test_a_list_of_numbers_says_how_it_is_written(

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from muralist.launch import launch
-from tests.support.crews import Atelier
-from tests.support.pictures import encoded, noise
+from muralist.tools.launch import launch
+from tests.support.images import encoded, noise
 from tests.support.runs import environment
+from tests.support.worker_pools import ThreadedRun
 
 ROWS = 1_000_000
 FILES = 100_000
@@ -50,11 +50,11 @@ def measure(folder: Path, what: str, prepare: str, work: str) -> tuple[Any, floa
 
 
 _PLAN = """
-from muralist.data.prompts import open_table
+from muralist.data.prompts import open_prompt_table
 from muralist.generate.plan import Plan
 def planned():
-    plan = Plan(open_table(str(folder / "table.csv")), 1, 0, "", (8, 8), "png")
-    plan.check()
+    plan = Plan(open_prompt_table(str(folder / "table.csv")), 1, 0, "", (8, 8), "png")
+    plan.check_file_names()
     return plan
 """
 
@@ -79,9 +79,9 @@ def test_a_plan_of_a_million_rows(table: Path) -> None:
 
 _LEDGER = """
 import numpy as np
-from muralist.generate.folder import OutputFolder
+from muralist.generate.output_dir import OutputDir
 from muralist.generate.ledger import Header
-plan, output = planned(), OutputFolder(folder / "images")
+plan, output = planned(), OutputDir(folder / "images")
 output.create()
 with output.ledger.open("w") as file:
     file.write(Header({}, 1).line())
@@ -99,13 +99,13 @@ def test_a_resume_of_a_plan_of_a_million_rows(table: Path) -> None:
     answer, seconds, megabytes = measure(
         table, "a resume of a plan of a million rows", prepare, "int(output.finished(plan).sum())"
     )
-    assert answer == 0  # the pictures themselves are not there
+    assert answer == 0  # the images themselves are not there
     assert seconds < 180  # 45 beside other work
     assert megabytes < 500  # 128
 
 
 @pytest.mark.slow
-def test_a_folder_of_a_hundred_thousand_pictures(tmp_path: Path) -> None:
+def test_a_folder_of_a_hundred_thousand_images(tmp_path: Path) -> None:
     first = tmp_path / "000000.png"
     first.write_bytes(encoded(noise(1, 2, 2)))
     folder = tmp_path / "images"
@@ -117,7 +117,7 @@ def test_a_folder_of_a_hundred_thousand_pictures(tmp_path: Path) -> None:
         os.link(first, folder / f"{number:06d}_seed{number}.png")
     prepare = "from muralist.evaluate.inputs import find_images"
     answer, seconds, megabytes = measure(
-        tmp_path, "a list of a hundred thousand pictures", prepare, 'len(find_images(folder / "images", "--images"))'
+        tmp_path, "a list of a hundred thousand images", prepare, 'len(find_images(folder / "images", "--images"))'
     )
     assert answer == FILES + FILES // 20_000
     assert seconds < 40  # 3
@@ -129,13 +129,13 @@ import os, sys, time
 from pathlib import Path
 from muralist.generate.plan import Sample
 from muralist.generate.ledger import Shard
-from muralist.train.heartbeat import Heartbeat, Pace
+from muralist.train.watchdog import Watchdog, WatchdogTiming
 folder, rank, size = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 sample = Sample(rank, rank, 0, str(rank), rank, "a car", "", 8, 8, "x.png")
-with Heartbeat(folder / "heartbeats", rank, size, 600, Pace(beat=1.5)) as heartbeat:
+with Watchdog(folder / "heartbeats", rank, size, 600, WatchdogTiming(beat=1.5)) as watchdog:
     shard = Shard(folder / "shards" / f"gpu{rank}.jsonl", "x")
     for number in range(20):
-        heartbeat.report("working", number)
+        watchdog.report("working", number)
         shard.failed(sample, "tried", str(rank), 0.1)
         time.sleep(0.05)
     shard.close()
@@ -145,7 +145,7 @@ with Heartbeat(folder / "heartbeats", rank, size, 600, Pace(beat=1.5)) as heartb
 @pytest.mark.slow
 def test_sixty_four_processes_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All write their lines and signs of life into one folder and watch each other; nothing is lost, nothing is left."""
-    from muralist.data.ledger_lines import read_lines
+    from muralist.data.ledger_reader import read_lines
     from muralist.generate.ledger import Header, merge, start
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -164,9 +164,9 @@ def test_sixty_four_processes_of_one_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_sixty_four_workers_share_a_table(tmp_path: Path) -> None:
-    atelier = Atelier(tmp_path, ["car", "tree"] * PROCESSES, shape=1)
+    threaded = ThreadedRun(tmp_path, ["car", "tree"] * PROCESSES, batch_size=1)
     began = time.process_time()
-    assert atelier.run([str(label) for label in range(PROCESSES)]) == (2 * PROCESSES, 0)
-    assert {line["gpu"] for line in atelier.lines().values()} == {str(label) for label in range(PROCESSES)}
+    assert threaded.run([str(label) for label in range(PROCESSES)]) == (2 * PROCESSES, 0)
+    assert {line["gpu"] for line in threaded.lines().values()} == {str(label) for label in range(PROCESSES)}
     print(f"{PROCESSES} workers: {time.process_time() - began:.1f} s")
     assert time.process_time() - began < 60

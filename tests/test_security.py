@@ -22,19 +22,17 @@ from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
 from muralist.cli import main
-from muralist.data.picture_names import file_stem
-from muralist.data.prompts import open_table
-from muralist.errors import UserError
-from muralist.generate import job
-from muralist.generate.folder import OutputFolder, write_failures
+from muralist.core.errors import UserError
+from muralist.core.run_dir import RunDir, atomic_write
+from muralist.data.prompts import image_file_stem, open_prompt_table
 from muralist.generate.ledger import Header
+from muralist.generate.output_dir import OutputDir, write_failures
 from muralist.generate.plan import Plan
-from muralist.runfolder import RunFolder, write_atomically
 from muralist.train import checkpoint
-from muralist.train.monitors import start_log
+from muralist.train.loggers import start_log
 from tests.conftest import REPOSITORY
-from tests.support.crews import ModelCrew
 from tests.support.runs import last_checkpoint, only_run, train
+from tests.support.worker_pools import ModelThreadPool
 
 SOURCES = sorted((REPOSITORY / "src").rglob("*.py"))
 SECRET = "marker-that-nobody-may-see-4711"
@@ -137,9 +135,9 @@ def _outside(path: Path, trap: Path) -> None:
 @pytest.mark.parametrize(
     ("plant", "why"),
     [
-        (lambda path, trap: path.write_bytes(pickle.dumps(Trap(trap))), "it asks to run"),
+        (lambda path, trap: path.write_bytes(pickle.dumps(Trap(trap))), "it would run"),
         (_bytes_entry, "is not a tensor"),
-        (_outside, "which is no file of a checkpoint"),
+        (_outside, "which is not a file of a checkpoint"),
     ],
     ids=["code", "a pickle said to be a tensor", "a file outside"],
 )
@@ -196,11 +194,11 @@ _RESERVED = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 
 @pytest.mark.parametrize("id", HOSTILE)
 def test_an_id_is_one_name_in_the_folder(id: str, tmp_path: Path) -> None:
-    name = f"{file_stem(id, 2**62)}.png"
+    name = f"{image_file_stem(id, 2**62)}.png"
     assert Path(name).name == name and not name.startswith(".") and len(name.encode()) <= 255
     assert not _RESERVED.fullmatch(name) and not set(name) & set('<>:"/\\|?*\0') and name == name.rstrip(". ")
     inside = tmp_path / "one" / "images"
-    write_atomically(inside / name, b"x")
+    atomic_write(inside / name, b"x")
     assert [path.relative_to(inside).as_posix() for path in tmp_path.rglob("*.png")] == [name]
 
 
@@ -208,22 +206,22 @@ def test_ids_that_look_alike_never_share_a_file(tmp_path: Path) -> None:
     """Other capitals, composed and decomposed letters are other files here; ids that become one name are refused."""
     alike = ["Cat", "cat", "caf\u00e9", "cafe\u0301", "\u212bngstrom", "\u00c5ngstrom", "straße", "strasse"]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"id": id, "prompt": "x", "seed": 1}) + "\n" for id in alike))
-    plan = Plan(open_table(str(tmp_path / "t.jsonl")), 1, 0, "", (8, 8), "png")
-    plan.check()
+    plan = Plan(open_prompt_table(str(tmp_path / "t.jsonl")), 1, 0, "", (8, 8), "png")
+    plan.check_file_names()
     names = [sample.file for sample in plan.samples(np.arange(len(plan)))]
     for name in names:
-        write_atomically(tmp_path / "images" / name, name.encode())
+        atomic_write(tmp_path / "images" / name, name.encode())
     assert {path.name: path.read_bytes() for path in (tmp_path / "images").iterdir()} == {n: n.encode() for n in names}
     assert len(set(names)) == len(alike)
     (tmp_path / "t.csv").write_text("id,prompt,seed\na/b,x,1\na_b,x,1\n")
-    with pytest.raises(UserError, match="would be written to one file"):
-        Plan(open_table(str(tmp_path / "t.csv")), 1, 0, "", (8, 8), "png").check()
+    with pytest.raises(UserError, match="would be written to the same file"):
+        Plan(open_prompt_table(str(tmp_path / "t.csv")), 1, 0, "", (8, 8), "png").check_file_names()
 
 
 @pytest.fixture
 def generate(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """`muralist generate` with the tiny run, its workers as threads."""
-    monkeypatch.setattr(job, "LocalCrew", ModelCrew)
+    monkeypatch.setattr("muralist.generate.command.open_pool", ModelThreadPool)
 
     def command(table: str, *more: object, expect: int = 0) -> Path:
         (tmp_path / "prompts.jsonl").write_text(table)
@@ -235,7 +233,7 @@ def generate(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return command
 
 
-def test_pictures_of_hostile_ids_stay_in_the_folder(generate: Callable[..., Path], tmp_path: Path) -> None:
+def test_images_of_hostile_ids_stay_in_the_folder(generate: Callable[..., Path], tmp_path: Path) -> None:
     rows = [{"id": id, "prompt": "meadow", "seed": number} for number, id in enumerate(HOSTILE)]
     images = generate("".join(json.dumps(row) + "\n" for row in rows))
     assert len(list(images.glob("*.png"))) == len(HOSTILE)
@@ -273,7 +271,7 @@ def test_a_linked_work_folder_is_refused(generate: Callable[..., Path], tmp_path
 
 @pytest.mark.parametrize("label", ["/../../evil", "../evil", "x/y", "a\0b", "x" * 300])
 def test_a_label_out_of_a_ledger_does_not_lead_out(label: str, tmp_path: Path) -> None:
-    folder = OutputFolder(tmp_path / "out")
+    folder = OutputDir(tmp_path / "out")
     folder.create()
     line = {"status": "failed", "index": 0, "copy": 0, "id": "a", "seed": 1, "prompt": "p", "file": "../../victim",
             "key": "k", "gpu": label, "error": "e"}  # fmt: skip
@@ -289,13 +287,13 @@ def test_a_linked_lock_of_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(UserError, match="lock"), RunFolder(tmp_path / "run").locked():
+    with pytest.raises(UserError, match="lock"), RunDir(tmp_path / "run").locked():
         pass
     assert (tmp_path / "victim").read_text() == "precious"
 
 
 def test_a_linked_log_of_a_run_is_refused(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "run")
+    run = RunDir(tmp_path / "run")
     run.log.parent.mkdir(parents=True)
     (tmp_path / "victim").write_text("precious")
     run.log.symlink_to(tmp_path / "victim")
@@ -307,12 +305,12 @@ def test_a_linked_log_of_a_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", "", ".", "..", "a\0b", "x\n"])
 def test_a_run_stays_in_its_results_folder(name: str) -> None:
-    with pytest.raises(UserError, match="cannot be a folder name"):
-        RunFolder.named("results", name)
+    with pytest.raises(UserError, match="is not a valid folder name"):
+        RunDir.named("results", name)
 
 
 def _texts(path: Path) -> list[bytes]:
-    """What a file says: as it lies, and what a picture's compressed texts say."""
+    """What a file says: as it lies, and what the compressed texts of an image say."""
     found = [path.read_bytes()]
     if path.suffix == ".png":
         with Image.open(io.BytesIO(found[0])) as image:
@@ -342,8 +340,8 @@ _DANGEROUS = {
     "marshal.loads", "shelve.open", "joblib.load", "yaml.load", "yaml.unsafe_load",
 }  # fmt: skip
 _ALLOWED = {
-    ("evaluate/inception_weights.py", "pickle.Unpickler"): "names only tensors: find_class refuses all else",
-    ("train/state_reader.py", "pickle.Unpickler"): "names only descriptions of tensors: find_class refuses all else",
+    ("evaluate/inception.py", "pickle.Unpickler"): "names only tensors: find_class refuses all else",
+    ("train/checkpoint.py", "pickle.Unpickler"): "names only descriptions of tensors: find_class refuses all else",
 }
 
 

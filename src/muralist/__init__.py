@@ -1,3 +1,3 @@
-"""muralist: train diffusion transformers, watch them learn, mass-produce images from them and score the result."""
+"""muralist: train diffusion transformers, generate images from prompt tables, evaluate them."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -22,31 +22,37 @@ def test_everything_under_the_root_is_listed(board: Board, results: Path) -> Non
     assert list(runs) == ["first", "group/second"]
     first = runs["first"]
     assert (first["state"], first["step"], first["steps"], first["images"]) == ("finished", 100, 100, 400)
-    assert first["loss"] == 0.01 and first["sparks"][0] == 1.0 and first["sparks"][-1] == 0.01
+    assert first["loss"] == 0.01 and first["sparkline"][0] == 1.0 and first["sparkline"][-1] == 0.01
     assert [(one["id"], one["state"]) for one in told["generation"]] == [("scenes", "finished")]
     (evaluation,) = told["evaluation"]
     assert evaluation["scores"]["fid"] == {"value": 20.0, "low": 19.5, "high": 20.5}
     assert evaluation["page"] == "scenes/evaluation/report/index.html"
 
 
-def test_an_answer_that_is_known_is_not_sent_again(board: Board) -> None:
-    for path in ("/api/overview", "/api/samples?run=first", "/thumb?path=scenes/row-0.png", "/main.js", "/plotly.js"):
+def test_unchanged_answers_are_304(board: Board) -> None:
+    for path in (
+        "/api/overview",
+        "/api/samples?run=first",
+        "/thumb?path=scenes/row-0.png",
+        "/main.js",
+        "/plotly.min.js",
+    ):
         first = board.get(path)
         again = board.get(path, if_none_match=first.headers["etag"])
         assert (first.status, again.status, again.body) == (200, 304, b"")
 
 
-def test_what_is_large_travels_small(board: Board) -> None:
-    whole, small = board.get("/plotly.js"), board.get("/plotly.js", accept_encoding="gzip, br")
+def test_large_answers_are_compressed(board: Board) -> None:
+    whole, small = board.get("/plotly.min.js"), board.get("/plotly.min.js", accept_encoding="gzip, br")
     assert gzip.decompress(small.body) == whole.body and len(small.body) < 0.4 * len(whole.body)
     told = board.get("/api/curves?run=first", accept_encoding="gzip")
     assert told.headers["content-encoding"] == "gzip" and b'"rows":100,' in gzip.decompress(told.body)
 
 
-def test_the_wall_and_its_pictures(board: Board) -> None:
-    wall = board.get("/api/samples?run=first").json()
-    assert wall["prompts"] == PROMPTS and wall["steps"] == [10, 20, 30] and wall["errors"] == []
-    assert wall["files"][1] == [f"gpu_0_sample{further}.png" for further in ("", "_2", "_3", "_4")]
+def test_the_sample_grid_and_its_images(board: Board) -> None:
+    grid = board.get("/api/samples?run=first").json()
+    assert grid["prompts"] == PROMPTS and grid["steps"] == [10, 20, 30] and grid["errors"] == []
+    assert grid["files"][1] == [f"gpu_0_sample{further}.png" for further in ("", "_2", "_3", "_4")]
     facts = board.get("/api/facts?path=first/samples/step_0000020/gpu_0_sample_2.png").json()
     assert facts == {"prompt": PROMPTS[1], "seed": "43", "step": "20", "width": 24, "height": 24}
     whole = board.get("/files/first/samples/step_0000020/gpu_0_sample_2.png")
@@ -54,7 +60,7 @@ def test_the_wall_and_its_pictures(board: Board) -> None:
     assert Image.open(io.BytesIO(whole.body)).getpixel((0, 0)) == (120, 50, 90)
 
 
-def test_thumbnails_fit_and_small_pictures_are_left_as_they_are(board: Board) -> None:
+def test_thumbnails_fit_and_small_images_are_sent_unchanged(board: Board) -> None:
     answer = board.get("/thumb?path=scenes/row-0.png&side=192")
     small = Image.open(io.BytesIO(answer.body))
     assert answer.headers["content-type"] == "image/webp" and small.size == (192, 144)
@@ -98,20 +104,20 @@ def test_folders_outside_are_not_read(board: Board, run: str) -> None:
         assert board.get(path).status == 404
 
 
-def test_links_inside_a_run_lead_nowhere_either(tmp_path: Path) -> None:
+def test_links_inside_a_run_are_not_followed(tmp_path: Path) -> None:
     secret = write_run(tmp_path / "secret")
     write_evaluation(secret / "evaluation")
     write_generation(secret / "images")
     (secret / "heartbeats").mkdir()
     (secret / "heartbeats" / "rank_0.json").write_text('{"left": "failed", "message": "classified"}')
     root = tmp_path / "results"
-    run, wall = write_run(root / "run", checkpoints=0), write_run(root / "wall", checkpoints=1)
+    run, sampled = write_run(root / "run", checkpoints=0), write_run(root / "sampled", checkpoints=1)
     for link, target in {
         run / "metrics.jsonl": secret / "metrics.jsonl",
         run / "samples": secret / "samples",
         run / "heartbeats": secret / "heartbeats",
-        wall / "samples" / "step_0000010" / "gpu_0_prompt.txt": secret / "config.yaml",
-        wall / "samples" / "step_0000020": secret / "samples" / "step_0000020",
+        sampled / "samples" / "step_0000010" / "gpu_0_prompt.txt": secret / "config.yaml",
+        sampled / "samples" / "step_0000020": secret / "samples" / "step_0000020",
         root / "images" / "ledger.jsonl": secret / "images" / "ledger.jsonl",
         root / "scores" / "report.json": secret / "evaluation" / "report.json",
     }.items():
@@ -121,17 +127,17 @@ def test_links_inside_a_run_lead_nowhere_either(tmp_path: Path) -> None:
     os.mkfifo(root / "scores" / "pipe.png")
     with running_board(root, tmp_path / "cache") as board:
         told = board.get("/api/overview").json()
-        assert told["evaluation"] == [] and [run["id"] for run in told["run"]] == ["run", "wall"]
+        assert told["evaluation"] == [] and [run["id"] for run in told["run"]] == ["run", "sampled"]
         assert told["run"][0]["loss"] is None and told["run"][0]["state"] == "finished"
         assert board.get("/api/curves?run=run").json()["rows"] == 0
         assert board.get("/api/samples?run=run").json()["steps"] == []
-        wall_told = board.get("/api/samples?run=wall").json()
-        assert wall_told["steps"] == [10] and wall_told["prompts"][0] == ""
+        grid_found = board.get("/api/samples?run=sampled").json()
+        assert grid_found["steps"] == [10] and grid_found["prompts"][0] == ""
         assert board.get("/api/generation?folder=images").json()["done"] == 0
         assert board.get("/thumb?path=scores/pipe.png").status == 404
 
 
-def test_a_linked_run_is_shown_under_its_name_unless_it_lies_outside(tmp_path: Path) -> None:
+def test_a_linked_run_is_shown_unless_it_is_outside_the_root(tmp_path: Path) -> None:
     root = tmp_path / "results"
     write_run(root / "day" / "run", steps=30, checkpoints=1)
     write_run(tmp_path / "secret")
@@ -140,12 +146,12 @@ def test_a_linked_run_is_shown_under_its_name_unless_it_lies_outside(tmp_path: P
     with running_board(root, tmp_path / "cache") as board:
         assert [run["id"] for run in board.get("/api/overview").json()["run"]] == ["best", "day/run"]
         assert board.get("/api/curves?run=best").json()["rows"] == 30
-        picture = "samples/step_0000010/gpu_0_sample.png"
-        assert board.get(f"/files/best/{picture}").status == 200 and board.get(f"/files/leak/{picture}").status == 404
+        image = "samples/step_0000010/gpu_0_sample.png"
+        assert board.get(f"/files/best/{image}").status == 200 and board.get(f"/files/leak/{image}").status == 404
         assert board.get("/api/curves?run=leak").status == 404
 
 
-def test_raw_dots_in_an_address_lead_nowhere(board: Board) -> None:
+def test_dots_in_an_address_are_refused(board: Board) -> None:
     for address in (
         "/files/../secret.png",
         "/files/..%2fsecret.png",
@@ -156,7 +162,7 @@ def test_raw_dots_in_an_address_lead_nowhere(board: Board) -> None:
         assert board.get(address).status == 404
 
 
-def test_nothing_can_be_changed(board: Board) -> None:
+def test_only_get_is_answered(board: Board) -> None:
     for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
         answer = board.get("/api/overview", method=method)
         assert answer.status == 405 and answer.headers["allow"] == "GET"
@@ -170,14 +176,14 @@ def test_other_host_names_are_refused(board: Board) -> None:
         assert board.get("/api/overview", host=host).status == 200, host
 
 
-def test_odd_questions_are_refused_without_a_traceback(board: Board) -> None:
-    for path in ("/api/curves?run=first&x=time", "/api/curves?run=first&have=a.b.c", "/api/pictures?folder=scenes&count=0",
-                 "/api/pictures?folder=scenes&begin=-1", "/api/curves"):  # fmt: skip
+def test_invalid_parameters_are_refused(board: Board) -> None:
+    for path in ("/api/curves?run=first&x=time", "/api/curves?run=first&have=a.b.c", "/api/images?folder=scenes&count=0",
+                 "/api/images?folder=scenes&begin=-1", "/api/curves"):  # fmt: skip
         assert board.get(path).status == 422, path
     assert board.get("/api/docs").status == board.get("/openapi.json").status == board.get("/docs").status == 404
 
 
-def test_one_file_that_makes_no_sense_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_a_damaged_file_does_not_hide_others(tmp_path: Path) -> None:
     deep, root = "[" * 100_000, tmp_path / "results"
     write_run(root / "good")
     odd = write_run(root / "odd")
@@ -196,5 +202,5 @@ def test_one_file_that_makes_no_sense_does_not_hide_the_others(tmp_path: Path) -
         assert [one["id"] for one in told["generation"]] == ["images"]
         assert [(one["scores"]["fid"]["value"], one["images"]) for one in told["evaluation"]] == [(3.5, None)]
         assert board.get("/api/generation?folder=images").json()["done"] == 3, "the last line has all that counts"
-        pictures = board.get("/api/pictures?folder=images").json()["pictures"]
-        assert [(one["index"], one["width"]) for one in pictures] == [(0, 32), (1, 32), (7, None)]
+        images = board.get("/api/images?folder=images").json()["images"]
+        assert [(one["index"], one["width"]) for one in images] == [(0, 32), (1, 32), (7, None)]

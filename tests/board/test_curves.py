@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from muralist.board import curves as module
-from muralist.board.curves import POINTS, Curves, Have, Series
+from muralist.board.curves import POINTS, ClientState, Curves, Series
 from tests.support.boards import line
 
 
@@ -18,7 +18,7 @@ def write(path: Path, steps: int, **values: float) -> Path:
     return path
 
 
-def test_a_short_run_is_drawn_as_it_is(tmp_path: Path) -> None:
+def test_a_short_run_is_not_downsampled(tmp_path: Path) -> None:
     window = Series(write(tmp_path / "metrics.jsonl", 5)).window("images")
     assert window["width"] == 1 and window["x"] == [4, 8, 12, 16, 20]
     assert window["series"]["train/loss"] == {"mean": [1, 0.5, 0.333333, 0.25, 0.2]}
@@ -43,37 +43,37 @@ def test_a_spike_survives_any_number_of_steps(tmp_path: Path) -> None:
     assert near["series"]["train/loss"]["mean"].index(99.0) == near["x"].index(31_235)
 
 
-def test_new_lines_alone_are_sent(tmp_path: Path) -> None:
+def test_only_new_buckets_are_sent(tmp_path: Path) -> None:
     path = write(tmp_path / "metrics.jsonl", 5000)
     series = Series(path)
     first = series.window("step")
     assert first["width"] == 4 and first["next"] == 5000
     with path.open("a") as file:
         file.write(line(5001, 7.0) + line(5002, 9.0) + '{"step": 5003, "train/lo')
-    news = series.window("step", Have(first["version"], 4, first["next"]))
+    news = series.window("step", ClientState(first["version"], 4, first["next"]))
     assert news["begin"] == 5000 and news["rows"] == 5002 and news["x"] == [5002]
     assert news["series"]["train/loss"] == {"mean": [8.0], "low": [7.0], "high": [9.0]}
     with path.open("a") as file:
         file.write('ss": 3.0}\n')
-    assert series.window("step", Have(first["version"], 4, news["next"]))["series"]["train/loss"]["mean"] == [
+    assert series.window("step", ClientState(first["version"], 4, news["next"]))["series"]["train/loss"]["mean"] == [
         pytest.approx(19 / 3, rel=1e-5)
     ]
-    other = series.window("step", Have("ffffffff", 4, 5000))
+    other = series.window("step", ClientState("ffffffff", 4, 5000))
     assert other["begin"] == 0, "another version is told everything"
 
 
-def test_a_run_that_was_cut_back_is_told_anew(tmp_path: Path) -> None:
+def test_a_truncated_run_is_read_again(tmp_path: Path) -> None:
     path = write(tmp_path / "metrics.jsonl", 100)
     series = Series(path)
     first = series.window("step")
     other = tmp_path / "other"
     other.write_text("".join(line(step) for step in range(1, 51)) + line(51, 5.0) * 60)
     other.replace(path)
-    again = series.window("step", Have(first["version"], 1, 100))
+    again = series.window("step", ClientState(first["version"], 1, 100))
     assert again["version"] != first["version"] and again["begin"] == 0 and again["rows"] == 110
 
 
-def test_what_is_no_number_is_passed_over(tmp_path: Path) -> None:
+def test_invalid_values_are_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     torn = ["torn {", "", "[1]", '{"no": 1}', "\x00"]
     rows = [
@@ -93,14 +93,14 @@ def test_what_is_no_number_is_passed_over(tmp_path: Path) -> None:
     json.dumps(window, allow_nan=False)
 
 
-def test_hours_leave_out_the_time_between_a_stop_and_the_next_start(tmp_path: Path) -> None:
+def test_hours_exclude_pauses(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     times = [1000, 1036, 1072, 90_000, 90_036]
     path.write_text("".join(line(step, time=time) for step, time in enumerate(times, 1)))
     assert Series(path).window("hours")["x"] == [0, 0.01, 0.02, 0.02, 0.03]
 
 
-def test_no_file_yet_is_an_empty_curve(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_empty_curve(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     series = Series(path)
     assert series.window("hours")["x"] == [] and series.window("step", low=0, high=5)["series"] == {}
@@ -109,10 +109,10 @@ def test_no_file_yet_is_an_empty_curve(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_over_runs_and_columns(tmp_path: Path) -> None:
-    held = Curves(most_cells=25_000)
+    held = Curves(max_cells=25_000)
     for number in range(6):
         held.window(write(tmp_path / f"{number}.jsonl", 1000), "step")
     assert 0 < held.cells <= 25_000
     crowd = tmp_path / "crowd.jsonl"
     crowd.write_text(json.dumps({"step": 1, **{f"a/{n}": n for n in range(500)}}) + "\n")
-    assert len(Series(crowd).window("step")["series"]) == module._MOST_COLUMNS - 3
+    assert len(Series(crowd).window("step")["series"]) == module._MAX_COLUMNS - 3

@@ -1,4 +1,4 @@
-"""A generation folder while it fills: counts, newest pictures, failures, and lines read once."""
+"""A generation folder while it fills: counts, newest images, failures, and lines read once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 
 from muralist.board import generation as module
 from muralist.board.generation import Generation, summary
-from muralist.generate.folder import OutputFolder
+from muralist.generate.console import ProgressLines, ProgressRecorder, WorkerProgress
 from muralist.generate.ledger import note_plan
-from muralist.generate.progress import ToldScreen
-from muralist.generate.screen import Count, Lines
+from muralist.generate.output_dir import OutputDir
 from tests.support.boards import ledger_line, write_generation
 
 
@@ -32,19 +31,19 @@ def test_a_finished_folder(tmp_path: Path) -> None:
     assert [line["file"] for line in told["newest"]] == [f"row-{row}.png" for row in (5, 4, 3, 1, 0)]
     assert told["reasons"] == [("out of memory", 1)] and told["settings"] == {"steps": 20}
     (failure,) = told["failures"]
-    assert (failure["id"], failure["seed"], failure["prompt"], failure["gpu"]) == ("row-2", 44, "picture 2", "0")
+    assert (failure["id"], failure["seed"], failure["prompt"], failure["gpu"]) == ("row-2", 44, "image 2", "0")
     assert told["workers"][1]["speed"] == 0.5, "rows 1, 3 and 5 came two seconds apart"
 
 
-def test_lines_of_workers_that_paint_are_read_as_they_come(tmp_path: Path) -> None:
+def test_shards_of_running_workers_are_read(tmp_path: Path) -> None:
     folder = write_generation(tmp_path / "images", rows=4, failed=(2,))
     generation = Generation(folder)
     assert generation.progress()["done"] == 3
-    output = OutputFolder(folder)
+    output = OutputDir(folder)
     output.work.mkdir()
     lock(folder)
-    screen = ToldScreen(Lines(), output)
-    screen.show({"0": Count(1, 0, 4), "1": Count(1, 1, 3)}, 2)
+    display = ProgressRecorder(ProgressLines(), output)
+    display.update({"0": WorkerProgress(1, 0, 4), "1": WorkerProgress(1, 1, 3)}, 2)
     output.shard("0").write_text("\n" + ledger_line(2, "0"))
     output.shard("1").write_text("\n" + ledger_line(4, "1") + ledger_line(5, "1", "a bad prompt") + '{"status": "do')
     told = generation.progress()
@@ -63,7 +62,7 @@ def test_lines_of_workers_that_paint_are_read_as_they_come(tmp_path: Path) -> No
     assert (told["state"], told["done"], told["failed"]) == ("finished", 5, 1) and told["version"] != version
 
 
-def test_how_many_there_are_to_be_is_told_by_the_last_command(tmp_path: Path) -> None:
+def test_the_planned_count_is_that_of_the_last_command(tmp_path: Path) -> None:
     folder = write_generation(tmp_path / "images", rows=3, failed=())
     generation = Generation(folder)
     assert generation.progress()["planned"] is None, "a ledger of before"
@@ -76,22 +75,22 @@ def test_how_many_there_are_to_be_is_told_by_the_last_command(tmp_path: Path) ->
     assert (told["planned"], told["done"], told["failed"]) == (4, 4, 0)
 
 
-def test_pictures_by_number_are_in_the_order_of_the_table(tmp_path: Path) -> None:
+def test_images_are_in_the_order_of_the_table(tmp_path: Path) -> None:
     folder = write_generation(tmp_path / "images", rows=0)
     rows = [9, 3, 3, 700, 5]
     with (folder / "ledger.jsonl").open("a") as ledger:
         ledger.writelines(ledger_line(row) for row in rows)
         ledger.write(ledger_line(3, copy=1, file="row-3-copy.png") + ledger_line(8, error="no"))
         ledger.write(ledger_line(-1) + ledger_line(1 << 40) + ledger_line(1, copy=1 << 30))
-    page = Generation(folder).pictures(1, 3)
+    page = Generation(folder).images(1, 3)
     assert page["total"] == 5
-    assert [line["file"] for line in page["pictures"]] == ["row-3-copy.png", "row-5.png", "row-9.png"]
-    assert Generation(folder).pictures(5, 10)["pictures"] == []
+    assert [line["file"] for line in page["images"]] == ["row-3-copy.png", "row-5.png", "row-9.png"]
+    assert Generation(folder).images(5, 10)["images"] == []
 
 
-def test_a_long_ledger_is_read_over_several_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_READ_AT_ONCE", 0.0)
-    monkeypatch.setattr("muralist.board.tail._PART", 4096)
+def test_a_long_ledger_is_read_over_several_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_READ_SECONDS", 0.0)
+    monkeypatch.setattr("muralist.board.files._BLOCK", 4096)
     generation = Generation(write_generation(tmp_path / "images", rows=0))
     with (tmp_path / "images" / "ledger.jsonl").open("a") as ledger:
         ledger.writelines(ledger_line(row) for row in range(100))
@@ -111,7 +110,7 @@ def test_states_in_the_list(tmp_path: Path) -> None:
     assert summary(folder)["state"] == "lost"
 
 
-def test_an_old_ledger_made_anew_is_told_anew(tmp_path: Path) -> None:
+def test_a_replaced_ledger_is_read_again(tmp_path: Path) -> None:
     folder = write_generation(tmp_path / "images", rows=50, failed=())
     generation = Generation(folder)
     assert generation.progress()["done"] == 50

@@ -18,15 +18,15 @@ _RUNS, _STEPS, _ROWS = 100, 10_000, 100_000
 _MEGABYTES = 300
 
 
-def _link_samples(run: Path, model: Path, checkpoints: int, pictures: int) -> int:
-    """Samples as hard links to one picture and one text per prompt: as many files as one likes, in seconds."""
+def _link_samples(run: Path, model: Path, checkpoints: int, images: int) -> int:
+    """Samples as hard links to one image and one text per prompt: as many files as one likes, in seconds."""
     for step in range(1, checkpoints + 1):
         folder = run / "samples" / f"step_{step * 10:07d}"
         folder.mkdir(parents=True)
-        for gpu in range(pictures):
-            os.link(model / "picture.png", folder / f"gpu_{gpu}_sample.png")
+        for gpu in range(images):
+            os.link(model / "image.png", folder / f"gpu_{gpu}_sample.png")
             os.link(model / f"{gpu % 50}.txt", folder / f"gpu_{gpu}_prompt.txt")
-    return 2 * checkpoints * pictures
+    return 2 * checkpoints * images
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, model = folder / "results", folder / "model"
     first = write_run(root / "run-000", steps=_STEPS, checkpoints=1)
     model.mkdir()
-    os.link(first / "samples" / "step_0000010" / "gpu_0_sample.png", model / "picture.png")
+    os.link(first / "samples" / "step_0000010" / "gpu_0_sample.png", model / "image.png")
     for number in range(50):
         (model / f"{number}.txt").write_text(f"prompt {number}\n")
     files = 0
@@ -79,16 +79,16 @@ def test_a_hundred_runs_and_a_hundred_thousand_files(crowd: Path, tmp_path: Path
         assert window["rows"] == _STEPS and len(window["x"]) == 1250
         again = f"/api/curves?run=run-000&have={window['version']}.{window['width']}.{window['next']}"
         assert len(timed("curves again", lambda: board.get(again)).body) < 2000
-        wall = timed("wall", lambda: board.get("/api/samples?run=run-001").json())
-        assert len(wall["steps"]) == 500 and len(wall["prompts"]) == 50 and wall["files"][499][49]
-        timed("wall again", lambda: board.get("/api/samples?run=run-001"))
+        grid = timed("grid", lambda: board.get("/api/samples?run=run-001").json())
+        assert len(grid["steps"]) == 500 and len(grid["prompts"]) == 50 and grid["files"][499][49]
+        timed("grid again", lambda: board.get("/api/samples?run=run-001"))
         generation = timed("ledger, one look", lambda: board.get("/api/generation?folder=images").json())
         while generation["read"] < 1:
             generation = timed("ledger, one look", lambda: board.get("/api/generation?folder=images").json())
         assert generation["done"] == _ROWS
         timed("ledger again", lambda: board.get("/api/generation?folder=images"))
-        page = timed("pictures", lambda: board.get(f"/api/pictures?folder=images&begin={_ROWS - 100}").json())
-        assert page["pictures"][-1]["prompt"] == f"picture {_ROWS - 1}"
+        page = timed("images", lambda: board.get(f"/api/images?folder=images&begin={_ROWS - 100}").json())
+        assert page["images"][-1]["prompt"] == f"image {_ROWS - 1}"
         for number in range(1, 40):
             board.get(f"/api/curves?run=run-{number:03d}")
             board.get(f"/api/samples?run=run-{number:03d}")
@@ -97,7 +97,7 @@ def test_a_hundred_runs_and_a_hundred_thousand_files(crowd: Path, tmp_path: Path
         process.terminate()
         finish(process, expect=None, timeout=30)
     print({name: round(value, 2) for name, value in seconds.items()}, f"{idle:.0f} MB idle, {full:.0f} MB at most")
-    assert seconds["list"] < 2 and seconds["curves"] < 2 and seconds["wall"] < 4 and seconds["pictures"] < 1
-    assert max(seconds["list again"], seconds["curves again"], seconds["wall again"], seconds["ledger again"]) < 1
+    assert seconds["list"] < 2 and seconds["curves"] < 2 and seconds["grid"] < 4 and seconds["images"] < 1
+    assert max(seconds["list again"], seconds["curves again"], seconds["grid again"], seconds["ledger again"]) < 1
     assert seconds["ledger, one look"] < 3, "a look takes a second and the part that was begun"
     assert full < _MEGABYTES

@@ -21,7 +21,7 @@ _READ = "(metric) => document.querySelector(`[data-metric='${metric}'] .chart`)"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory, photo_folder: Path) -> Path:
-    """One trained run, a second one like it, one that only looks like one, pictures and an evaluation."""
+    """One trained run, a second one like it, one that only looks like one, images and an evaluation."""
     root = tmp_path_factory.mktemp("board") / "results"
     words = "--enable_condition --init_from none --max_steps 12 --ckpt_every 4 --samples_per_gpu 2 --run_name trained"
     train(*words.split(), "--data_path", photo_folder, "--results_dir", root)
@@ -120,7 +120,7 @@ def test_curves_are_drawn_compared_and_zoomed(visit: Callable[..., Visit]) -> No
     looking.close()
 
 
-def test_what_is_noisy_is_smoothed_and_nothing_else(visit: Callable[..., Visit], root: Path) -> None:
+def test_only_noisy_curves_are_smoothed(visit: Callable[..., Visit], root: Path) -> None:
     rows = [json.loads(text) for text in (root / "trained" / "metrics.jsonl").read_text().splitlines()]
     looking = visit("tab=curves&run=trained")
     for metric, is_exact in (("train/learning_rate", True), ("train/loss", False)):
@@ -129,7 +129,7 @@ def test_what_is_noisy_is_smoothed_and_nothing_else(visit: Callable[..., Visit],
     looking.close()
 
 
-def test_new_lines_appear_by_themselves(visit: Callable[..., Visit], root: Path) -> None:
+def test_new_rows_appear_automatically(visit: Callable[..., Visit], root: Path) -> None:
     looking = visit("tab=curves&run=copied&smooth=0")
     before = looking.traces("train/loss")[0]["x"]
     assert before[-1] == 12
@@ -143,7 +143,7 @@ def test_new_lines_appear_by_themselves(visit: Callable[..., Visit], root: Path)
     looking.close()
 
 
-def test_the_list_goes_by_keys(visit: Callable[..., Visit]) -> None:
+def test_the_list_is_controlled_by_keys(visit: Callable[..., Visit]) -> None:
     looking = visit("tab=curves")
     page, names = looking.page, looking.names()
     assert sorted(names) == ["copied", "long", "trained"] and looking.looked_at() == names[0]
@@ -203,10 +203,10 @@ def test_samples_by_slider_side_by_side_and_enlarged(visit: Callable[..., Visit]
     page.wait_for_function("() => document.querySelector('.track output').textContent === 'step 8 · 2 of 3'")
 
     page.keyboard.press("w")
-    page.wait_for_selector(".wall .line img")
-    assert page.locator(".wall .line button").count() == 6
-    assert page.locator(".wall .head span").all_inner_texts() == ["4", "8", "12"]
-    page.locator(".wall .line button").nth(2).click()
+    page.wait_for_selector(".sample-grid .line img")
+    assert page.locator(".sample-grid .line button").count() == 6
+    assert page.locator(".sample-grid .head span").all_inner_texts() == ["4", "8", "12"]
+    page.locator(".sample-grid .line button").nth(2).click()
     page.wait_for_function("() => document.querySelector('#viewer .facts').textContent.startsWith('step 12')")
     page.keyboard.press("Escape")
     page.keyboard.press("w")
@@ -220,20 +220,20 @@ def test_samples_by_slider_side_by_side_and_enlarged(visit: Callable[..., Visit]
     looking.close()
 
 
-def test_runs_side_by_side_pair_equal_prompts_and_may_go(browser: Any, tmp_path: Path) -> None:
+def test_runs_side_by_side_pair_equal_prompts(browser: Any, tmp_path: Path) -> None:
     root = tmp_path / "results"
     for name in ("first", "second", "other"):
         write_run(root / name)
     for name in ("first", "second"):
         for text in (root / name / "samples").glob("*/*_prompt*.txt"):
             text.write_text("unconditional")
-    pictures = ".tile img:nth-child({})"
+    images = ".tile img:nth-child({})"
     with running_board(root, tmp_path / "cache") as board:
         looking = Visit(browser, board, "tab=samples&run=first&beside=second&tick=never")
         page = looking.page
         page.wait_for_function("() => document.querySelectorAll('.tile img').length === 8")
         left, right = (
-            page.locator(pictures.format(side)).evaluate_all("all => all.map(one => one.src)") for side in (1, 2)
+            page.locator(images.format(side)).evaluate_all("all => all.map(one => one.src)") for side in (1, 2)
         )
         assert len(set(right)) == 4 and [address.replace("second", "first") for address in right] == left
         page.select_option("select", "other")
@@ -248,24 +248,24 @@ def test_runs_side_by_side_pair_equal_prompts_and_may_go(browser: Any, tmp_path:
         looking.close()
 
 
-def test_pictures_of_a_generation_are_there_when_they_are_looked_at(visit: Callable[..., Visit]) -> None:
+def test_images_of_a_generation_load_when_they_are_visible(visit: Callable[..., Visit]) -> None:
     looking = visit("tab=generation")
     page = looking.page
     page.wait_for_selector(".grid img")
     assert page.locator(".totals b").all_inner_texts()[:2] == ["698", "2"]
-    assert page.locator(".gpu .words").all_inner_texts()[0].startswith("349 pictures · 1 failed")
-    assert page.locator(".gpu.sum .words").inner_text() == "700 of 1,000 · 2 failed"
+    assert page.locator(".gpu .facts").all_inner_texts()[0].startswith("349 images · 1 failed")
+    assert page.locator(".gpu.sum .facts").inner_text() == "700 of 1,000 · 2 failed"
     assert page.locator(".gpu.sum .bar").get_attribute("aria-valuemax") == "1000"
     assert page.locator(".reasons li").inner_text() == "2 × out of memory"
     assert page.locator(".grid figure").count() < 100, "only those near the screen exist"
     page.evaluate("scrollTo(0, document.body.scrollHeight)")
-    page.wait_for_function("() => [...document.querySelectorAll('.grid img')].some(one => one.alt === 'picture 699')")
+    page.wait_for_function("() => [...document.querySelectorAll('.grid img')].some(one => one.alt === 'image 699')")
     assert page.locator(".grid figure").count() < 100
     page.locator(".grid button").last.click()
     page.wait_for_function("() => document.querySelector('#viewer .facts').textContent.includes('698 of 698')")
-    assert page.locator("#viewer .prompt").inner_text() == "picture 699"
+    assert page.locator("#viewer .prompt").inner_text() == "image 699"
     page.keyboard.press("ArrowLeft")
-    page.wait_for_function("() => document.querySelector('#viewer .prompt').textContent === 'picture 698'")
+    page.wait_for_function("() => document.querySelector('#viewer .prompt').textContent === 'image 698'")
     page.keyboard.press("Escape")
     page.keyboard.press("4")
     assert page.locator(".scores tbody td b").first.inner_text() == "20"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from muralist.evaluate.report import write_report
+from muralist.evaluate.page import write_report
 from tests.support.evaluations import HOSTILE, write_evaluation
 
 pytestmark = pytest.mark.slow
@@ -44,21 +44,21 @@ def visit(browser: Any) -> Callable[..., Visit]:
     return lambda path, **context: Visit(browser, path, **context)
 
 
-def test_one_run_is_looked_through(visit: Callable[..., Visit], tmp_path: Path) -> None:
+def test_one_run(visit: Callable[..., Visit], tmp_path: Path) -> None:
     looking = visit(write_report([write_evaluation(tmp_path / "run")], tmp_path / "run" / "report"))
     page = looking.page
     assert page.title() == "run: evaluation", "the script in a prompt did not run"
-    assert looking.seen("#pictures figure").count() == 12 and looking.seen("#speed .bars .point").count() == 2
-    assert HOSTILE in looking.text("#pictures figure:nth-child(2)")
+    assert looking.seen("#images figure").count() == 12 and looking.seen("#speed .bars .point").count() == 2
+    assert HOSTILE in looking.text("#images figure:nth-child(2)")
 
     page.get_by_role("searchbox").fill("CAR red")
-    assert looking.seen("#pictures figure").count() == 5 and looking.text("#found") == "5 of 12 pictures"
+    assert looking.seen("#images figure").count() == 5 and looking.text("#found") == "5 of 12 images"
 
-    page.click("#pictures figure:nth-child(4) button")
+    page.click("#images figure:nth-child(4) button")
     assert looking.text("#viewer .prompt") == "A red car number 3"
     assert looking.text("#viewer .about") == "0003_seed45.png · CLIP score 25.30 · 1 of 5"
     page.keyboard.press("ArrowRight")
-    assert looking.text("#viewer .prompt") == "A red car number 5", "only pictures that fit the filter"
+    assert looking.text("#viewer .prompt") == "A red car number 5", "only images that match the filter"
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowLeft")
     assert looking.text("#viewer .about").endswith("5 of 5")
@@ -71,8 +71,8 @@ def test_one_run_is_looked_through(visit: Callable[..., Visit], tmp_path: Path) 
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Enlarge 0003_seed45.png"
 
     page.get_by_role("searchbox").fill("")
-    assert looking.seen("#pictures figure").count() == 12 and looking.text("#found") == ""
-    page.focus("#pictures figure:nth-child(2) button")
+    assert looking.seen("#images figure").count() == 12 and looking.text("#found") == ""
+    page.focus("#images figure:nth-child(2) button")
     page.keyboard.press("Enter")
     assert looking.text("#viewer .prompt") == HOSTILE
     page.click("#viewer .close")
@@ -103,6 +103,6 @@ def test_several_runs_are_compared_in_the_dark_and_on_a_phone(visit: Callable[..
     assert looking.text("#viewer .about") == "<i>new · 0004_seed46.png · CLIP score 22.40 · 2 of 2"
     page.keyboard.press("Escape")
     assert looking.seen(".grid figure").count() == 0
-    page.click("#pictures details:last-child summary")
+    page.click("#images details:last-child summary")
     assert looking.seen(".grid figure").count() == 1
     looking.close()

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from tests.support.pictures import Picture, encoded, write_folder
+from tests.support.images import EncodedSample, encoded, write_folder
 
 # The schema of CameraImageComponent in waymo_open_dataset/v2/perception/camera_image.py.
 WAYMO_SCHEMA = pyarrow.schema(
@@ -35,8 +35,8 @@ WAYMO_SCHEMA = pyarrow.schema(
 )
 
 
-def write_waymo(path: Path, chosen: Sequence[Picture], cameras: Sequence[int], row_group: int = 4) -> Path:
-    """Write one segment: row n is a JPEG of picture n, by camera n."""
+def write_waymo(path: Path, chosen: Sequence[EncodedSample], cameras: Sequence[int], row_group: int = 4) -> Path:
+    """Write one segment: row n is a JPEG of image n, by camera n."""
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = {field.name: pyarrow.nulls(len(chosen), field.type) for field in WAYMO_SCHEMA}
     columns["key.segment_context_name"] = pyarrow.array([path.stem] * len(chosen))
@@ -44,32 +44,32 @@ def write_waymo(path: Path, chosen: Sequence[Picture], cameras: Sequence[int], r
         range(1_550_083_467_346_370, 1_550_083_467_346_370 + len(chosen))
     )
     columns["key.camera_name"] = pyarrow.array(cameras, pyarrow.int8())
-    columns["[CameraImageComponent].image"] = pyarrow.array([encoded(picture.image, "JPEG") for picture in chosen])
+    columns["[CameraImageComponent].image"] = pyarrow.array([encoded(sample.image, "JPEG") for sample in chosen])
     pyarrow.parquet.write_table(pyarrow.table(columns, WAYMO_SCHEMA), path, row_group_size=row_group)
     return path
 
 
 def write_arrow(
     path: Path,
-    chosen: Sequence[Picture],
+    chosen: Sequence[EncodedSample],
     labelled: bool = False,
     batch: int = 4,
     images: dict[int, bytes] | None = None,
 ) -> Path:
-    """Write what HunyuanDiT's csv2arrow does; from no pictures, columns of no type, as pandas makes them.
+    """Write a file like HunyuanDiT's csv2arrow; without images its columns are untyped, as pandas makes them.
 
     `images` are put in place of those of some rows.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    stored = [(images or {}).get(row, picture.png) for row, picture in enumerate(chosen)]
+    stored = [(images or {}).get(row, sample.png) for row, sample in enumerate(chosen)]
     table = pyarrow.table(
         {
-            "text_zh": pyarrow.array([picture.caption for picture in chosen] or pyarrow.nulls(0)),
-            "md5": pyarrow.array([hashlib.md5(picture.png).hexdigest() for picture in chosen] or pyarrow.nulls(0)),
-            "width": pyarrow.array([picture.image.width for picture in chosen] or pyarrow.nulls(0)),
-            "height": pyarrow.array([picture.image.height for picture in chosen] or pyarrow.nulls(0)),
+            "text_zh": pyarrow.array([sample.caption for sample in chosen] or pyarrow.nulls(0)),
+            "md5": pyarrow.array([hashlib.md5(sample.png).hexdigest() for sample in chosen] or pyarrow.nulls(0)),
+            "width": pyarrow.array([sample.image.width for sample in chosen] or pyarrow.nulls(0)),
+            "height": pyarrow.array([sample.image.height for sample in chosen] or pyarrow.nulls(0)),
             "image": pyarrow.array(stored or pyarrow.nulls(0)),
-            **({"label": pyarrow.array([picture.label for picture in chosen])} if labelled else {}),
+            **({"label": pyarrow.array([sample.label for sample in chosen])} if labelled else {}),
         }
     )
     with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.RecordBatchFileWriter(sink, table.schema) as writer:
@@ -94,16 +94,16 @@ def write_index(path: Path, files: Sequence[str], lengths: Sequence[int], indice
     return path
 
 
-def write_captioned_folder(folder: Path, chosen: list[Picture], metadata: bool) -> Path:
-    """Write class folders with the captions beside the pictures, or in one table of them all."""
+def write_captioned_folder(folder: Path, chosen: list[EncodedSample], metadata: bool) -> Path:
+    """Write class folders with the captions beside the images, or in one table of them all."""
     write_folder(folder, chosen)
     places = sorted(folder.rglob("*.PNG"), key=lambda place: str(place.relative_to(folder)))
     rows = []
-    for place, picture in zip(places, chosen, strict=True):
+    for place, sample in zip(places, chosen, strict=True):
         if metadata:
-            rows.append({"file_name": str(place.relative_to(folder)), "text": picture.caption, "size": 3})
+            rows.append({"file_name": str(place.relative_to(folder)), "text": sample.caption, "size": 3})
         else:
-            place.with_suffix(".txt").write_text(picture.caption, encoding="utf-8")
+            place.with_suffix(".txt").write_text(sample.caption, encoding="utf-8")
     if metadata:
         (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

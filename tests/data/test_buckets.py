@@ -1,4 +1,4 @@
-"""Batches of one size each: the official sizes, the nearest one for each picture, an order with nothing to restore."""
+"""Batches of one size each: the official sizes, the nearest one for each image, an order with nothing to restore."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from muralist.data import buckets as buckets_module
-from muralist.data.buckets import (
+from muralist.core.errors import UserError
+from muralist.data import sampler as buckets_module
+from muralist.data.decode import decode_cropped, decode_image, read_image_shape
+from muralist.data.sampler import (
     BucketedSource,
     Buckets,
-    BucketStream,
+    BucketSampler,
     MeasurableSource,
     bucket_sizes,
+    check_measurable,
     default_step,
-    measurable,
-    measure,
+    measure_shapes,
     nearest_size,
 )
-from muralist.data.images import decode, read_cropped, stored_shape
-from muralist.data.packed import pack
-from muralist.data.sources import open_source
-from muralist.errors import UserError
-from tests.support.pictures import (
+from muralist.data.sources.registry import open_source
+from muralist.tools.pack import pack
+from tests.support.images import (
     encoded,
+    encoded_samples,
     noise,
-    pictures,
     write_csv,
     write_folder,
     write_jsonl,
@@ -45,7 +45,7 @@ from tests.support.pictures import (
 # Sizes
 
 
-def test_the_sizes_are_the_official_ones() -> None:
+def test_bucket_sizes_equal_hunyuan_dit() -> None:
     sizes = bucket_sizes(1024, 64)
     assert len(sizes) == 33 and sizes[16] == (1024, 1024)
     assert sizes[17:20] == [(1088, 960), (1152, 896), (1216, 832)]
@@ -55,7 +55,7 @@ def test_the_sizes_are_the_official_ones() -> None:
 
 
 @given(st.integers(1, 128).map(lambda n: 16 * n), st.data())
-def test_every_size_is_of_whole_tokens_and_sorted_by_ratio(base: int, data: st.DataObject) -> None:
+def test_bucket_sizes_are_multiples_of_16_sorted_by_ratio(base: int, data: st.DataObject) -> None:
     step = data.draw(st.integers(1, max(1, base // 32)).map(lambda n: 16 * n))
     sizes = bucket_sizes(base, step)
     ratios = [height / width for height, width in sizes]
@@ -69,7 +69,7 @@ def test_the_default_step_is_a_sixteenth() -> None:
 
 
 @given(st.integers(1, 4000), st.integers(1, 4000))
-def test_a_picture_goes_to_the_nearest_ratio(height: int, width: int) -> None:
+def test_an_image_goes_to_the_nearest_aspect_ratio(height: int, width: int) -> None:
     sizes = bucket_sizes(512, 32)
     (chosen,) = nearest_size(np.array([[height, width]]), sizes)
     distances = [abs(np.log(height / width) - np.log(h / w)) for h, w in sizes]
@@ -83,14 +83,14 @@ batches = st.integers(1, 40)
 seeds = st.integers(0, 2**63 - 1)
 
 
-def stream_of(sizes: list[int], batch: int, seed: int = 0) -> tuple[BucketStream, np.ndarray]:
-    """A stream over buckets whose pictures lie in any order, and each picture's bucket."""
+def stream_of(sizes: list[int], batch: int, seed: int = 0) -> tuple[BucketSampler, np.ndarray]:
+    """A stream over buckets whose images lie in any order, and each image's bucket."""
     bucket_of = np.random.default_rng(1).permutation(np.repeat(np.arange(len(sizes)), sizes))
-    return BucketStream.divide(seed, bucket_of, batch), bucket_of
+    return BucketSampler.build(seed, bucket_of, batch), bucket_of
 
 
 @given(counts, batches, seeds, st.integers(0, 2**40))
-def test_every_batch_is_of_one_bucket(sizes: list[int], batch: int, seed: int, first: int) -> None:
+def test_every_batch_comes_from_one_bucket(sizes: list[int], batch: int, seed: int, first: int) -> None:
     stream, bucket_of = stream_of(sizes, batch, seed)
     positions = stream.positions(np.arange(first * batch, (first + 5) * batch))
     for chosen in positions.reshape(5, batch):
@@ -99,19 +99,19 @@ def test_every_batch_is_of_one_bucket(sizes: list[int], batch: int, seed: int, f
 
 @settings(max_examples=30)
 @given(counts, batches, seeds, st.integers(1, 6))
-def test_after_every_round_each_bucket_has_had_its_share(sizes: list[int], batch: int, seed: int, rounds: int) -> None:
+def test_each_round_gives_every_bucket_its_share(sizes: list[int], batch: int, seed: int, rounds: int) -> None:
     stream, bucket_of = stream_of(sizes, batch, seed)
     wanted = [rounds * size // batch for size in sizes]
     seen = Counter(stream.positions(np.arange(sum(wanted) * batch)).tolist())
     for bucket, given_batches in enumerate(wanted):
         times = [seen[position] for position in np.flatnonzero(bucket_of == bucket).tolist()]
         assert sum(times) == given_batches * batch
-        assert max(times) - min(times) <= 1, "no picture comes again before all others of its bucket have"
+        assert max(times) - min(times) <= 1, "no sample comes again before all others of its bucket have"
 
 
 @settings(max_examples=40)
 @given(counts, st.integers(2, 12), seeds, st.data())
-def test_any_slicing_sees_the_same(sizes: list[int], batch: int, seed: int, data: st.DataObject) -> None:
+def test_positions_do_not_depend_on_slicing(sizes: list[int], batch: int, seed: int, data: st.DataObject) -> None:
     stream, _ = stream_of(sizes, batch, seed)
     numbers = np.arange(20 * batch)
     whole = stream.positions(numbers)
@@ -127,7 +127,7 @@ def test_a_bucket_smaller_than_a_batch_waits_until_it_fills_one() -> None:
     assert set(Counter(seen.tolist()).values()) == {33, 34}
 
 
-def test_one_bucket_is_a_stream_of_all() -> None:
+def test_a_single_bucket_covers_all_images() -> None:
     stream, _ = stream_of([24], batch=8)
     for epoch in range(3):
         assert sorted(stream.positions(np.arange(24 * epoch, 24 * (epoch + 1))).tolist()) == list(range(24))
@@ -153,39 +153,39 @@ def test_rounds_and_buckets_are_mixed() -> None:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
 @pytest.mark.parametrize("orientation", [None, *range(1, 9)])
-def test_shapes_are_those_of_decoded_pictures(kind: str, orientation: int | None) -> None:
+def test_shapes_equal_those_of_decoded_images(kind: str, orientation: int | None) -> None:
     exif = Image.Exif()
     if orientation:
         exif[0x0112] = orientation
     data = encoded(noise(0, 40, 24), kind, exif=exif)
-    picture = decode(data)
-    assert stored_shape(data) == (picture.height, picture.width)
+    sample = decode_image(data)
+    assert read_image_shape(data) == (sample.height, sample.width)
 
 
 def test_a_shape_needs_the_header_alone(tmp_path: Path) -> None:
     data = encoded(noise(0, 200, 100), "JPEG")
     (tmp_path / "cut.jpg").write_bytes(data[:1000])
-    assert stored_shape(tmp_path / "cut.jpg") == (100, 200)
-    (tmp_path / "text.jpg").write_text("no picture")
+    assert read_image_shape(tmp_path / "cut.jpg") == (100, 200)
+    (tmp_path / "text.jpg").write_text("not an image")
     with pytest.raises(UserError, match=r"text\.jpg is a broken image: no image decoder"):
-        stored_shape(tmp_path / "text.jpg")
+        read_image_shape(tmp_path / "text.jpg")
     with pytest.raises(UserError, match="could not be read: No such file"):
-        stored_shape(tmp_path / "nothing.jpg")
+        read_image_shape(tmp_path / "nothing.jpg")
 
 
-CHOSEN = pictures(7)
-SHAPES = [[picture.image.height, picture.image.width] for picture in CHOSEN]
+CHOSEN = encoded_samples(7)
+SHAPES = [[sample.image.height, sample.image.width] for sample in CHOSEN]
 
 
 def arrow_with_columns(path: Path, **columns: list[int | None]) -> Path:
-    table = pyarrow.table({"image": [picture.png for picture in CHOSEN], **columns})
+    table = pyarrow.table({"image": [sample.png for sample in CHOSEN], **columns})
     with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=3)
     return path
 
 
 @pytest.mark.parametrize("kind", ["folder", "csv", "jsonl", "tar", "parquet", "arrow"])
-def test_every_kind_of_source_tells_the_shapes_and_reads_each_picture_at_its_size(tmp_path: Path, kind: str) -> None:
+def test_every_source_gives_shapes_and_reads_at_bucket_sizes(tmp_path: Path, kind: str) -> None:
     write = {
         "folder": lambda: write_folder(tmp_path / "folder", CHOSEN),
         "csv": lambda: write_csv(tmp_path / "a.csv", CHOSEN),
@@ -195,73 +195,73 @@ def test_every_kind_of_source_tells_the_shapes_and_reads_each_picture_at_its_siz
         "arrow": lambda: arrow_with_columns(tmp_path / "a.arrow"),
     }
     path = str(write[kind]())
-    source = measurable(open_source(path, 32), path)
-    assert measure(source, 7).tolist() == SHAPES
+    source = check_measurable(open_source(path, 32), path)
+    assert measure_shapes(source, 7).tolist() == SHAPES
     sizes = bucket_sizes(32, 16)
-    divided = BucketedSource(source, Buckets.divide(sizes, nearest_size(np.array(SHAPES), sizes)))
+    divided = BucketedSource(source, Buckets.assign(sizes, nearest_size(np.array(SHAPES), sizes)))
     assert len(divided) == 7 and divided.fingerprint() == source.fingerprint()
     for index in (6, 0, 3):
         item = divided.read(index)
         size = sizes[nearest_size(np.array([SHAPES[index]]), sizes)[0]]
-        assert np.array_equal(item.image, read_cropped(CHOSEN[index].png, size))
+        assert np.array_equal(item.image, decode_cropped(CHOSEN[index].png, size))
     assert source.read(0).image.shape == (32, 32, 3), "the source itself keeps its size"
 
 
-def test_a_tar_whose_headers_are_long_is_read_further(tmp_path: Path) -> None:
+def test_long_image_headers_in_tar_files(tmp_path: Path) -> None:
     long = Image.Exif()
     long[0x010E] = "x" * 60_000
     data = io.BytesIO()
     noise(0, 60, 30).save(data, "JPEG", exif=long, icc_profile=b"y" * 100_000)
     path = write_tar(tmp_path / "a.tar", [CHOSEN[0]._replace(png=data.getvalue())])
-    source = measurable(open_source(str(path), 32), str(path))
+    source = check_measurable(open_source(str(path), 32), str(path))
     assert source.shape(0) == (30, 60)
 
 
-def test_columns_of_sizes_save_looking_at_the_pictures(tmp_path: Path) -> None:
+def test_size_columns_replace_reading_image_headers(tmp_path: Path) -> None:
     heights: list[int | None] = [7, 6, 5, None, 3, 0, 1]
     path = arrow_with_columns(tmp_path / "a.arrow", height=heights, width=[9] * 7)
-    source = measurable(open_source(str(path), 32), str(path))
+    source = check_measurable(open_source(str(path), 32), str(path))
     told = [list(shape) if not height else [height, 9] for height, shape in zip(heights, SHAPES, strict=True)]
-    assert measure(source, 7).tolist() == told
+    assert measure_shapes(source, 7).tolist() == told
 
 
 def test_drawn_scenes_and_arrays_have_one_size(tmp_path: Path) -> None:
-    scenes = measurable(open_source("driving_world", 32), "driving_world")
+    scenes = check_measurable(open_source("driving_world", 32), "driving_world")
     assert {scenes.shape(index) for index in range(9)} == {(32, 32)}
     np.savez(tmp_path / "a.npz", images=np.zeros((3, 20, 30, 3), dtype=np.uint8))
-    assert measure(measurable(open_source(str(tmp_path / "a.npz"), 32), ""), 3).tolist() == [[20, 30]] * 3
+    assert measure_shapes(check_measurable(open_source(str(tmp_path / "a.npz"), 32), ""), 3).tolist() == [[20, 30]] * 3
 
 
-def test_a_long_look_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets_module, "_SECONDS_BETWEEN_NEWS", -1.0)
+def test_measuring_shapes_logs_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets_module, "_LOG_INTERVAL", -1.0)
     calls: list[int] = []
     source = open_source("driving_world", 32)
     assert isinstance(source, MeasurableSource)
     said = logging.StreamHandler(io.StringIO())
     monkeypatch.setattr(buckets_module.log, "handlers", [said])
     monkeypatch.setattr(buckets_module.log, "level", logging.INFO)
-    measure(source, 3, meanwhile=lambda: calls.append(1))
-    assert len(calls) == 3 and "shapes of pictures: 2 of 3" in said.stream.getvalue()
+    measure_shapes(source, 3, meanwhile=lambda: calls.append(1))
+    assert len(calls) == 3 and "image sizes: 2 of 3" in said.stream.getvalue()
 
 
-def test_a_broken_picture_is_named_at_once(tmp_path: Path) -> None:
+def test_a_broken_image_is_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "folder", CHOSEN)
-    (folder / "class_1" / "b.png").write_bytes(b"no picture")
-    source = measurable(open_source(str(folder), 32), str(folder))
+    (folder / "class_1" / "b.png").write_bytes(b"not an image")
+    source = check_measurable(open_source(str(folder), 32), str(folder))
     with pytest.raises(UserError, match=r"class_1/b\.png is a broken image: no image decoder.*Remove it, or"):
-        measure(source, len(source))
+        measure_shapes(source, len(source))
 
 
 def test_a_packed_folder_is_refused(tmp_path: Path) -> None:
     pack(str(write_folder(tmp_path / "folder", CHOSEN)), tmp_path / "packed", 32, workers=1, progress=False)
     with pytest.raises(UserError, match=r"packed folder.*all cropped to one size.*data set that was packed"):
-        measurable(open_source(str(tmp_path / "packed"), 32), str(tmp_path / "packed"))
+        check_measurable(open_source(str(tmp_path / "packed"), 32), str(tmp_path / "packed"))
 
 
-def test_what_is_said_of_them() -> None:
-    buckets = Buckets.divide([(16, 64), (32, 32), (64, 16)], np.array([2, 0, 2, 2, 0, 2]))
-    assert buckets.sizes == [(16, 64), (64, 16)] and buckets.of_picture.tolist() == [1, 0, 1, 1, 0, 1]
+def test_bucket_summary() -> None:
+    buckets = Buckets.assign([(16, 64), (32, 32), (64, 16)], np.array([2, 0, 2, 2, 0, 2]))
+    assert buckets.sizes == [(16, 64), (64, 16)] and buckets.of_image.tolist() == [1, 0, 1, 1, 0, 1]
     everything = np.arange(6)
-    assert buckets.lines(everything, 2) == ["sizes      2 in use, with so many pictures: 64 x 16 (4), 16 x 64 (2)"]
-    assert "fewer pictures than a total batch of 3 at 16 x 64:" in buckets.lines(everything, 3)[1]
-    assert "1 in use, with so many pictures: 64 x 16 (3)" in buckets.lines(np.array([0, 2, 3]), 1)[0]
+    assert buckets.summary(everything, 2) == ["sizes      2 in use (images each): 64 x 16 (4), 16 x 64 (2)"]
+    assert "fewer images than a total batch of 3 at 16 x 64:" in buckets.summary(everything, 3)[1]
+    assert "1 in use (images each): 64 x 16 (3)" in buckets.summary(np.array([0, 2, 3]), 1)[0]

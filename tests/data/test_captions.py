@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muralist.data.captions import Caption
-from muralist.data.packed import pack
-from muralist.data.sources import Source, open_held_out, open_source, read_batch
-from muralist.errors import UserError
+from muralist.core.errors import UserError
+from muralist.data.source import CaptionTemplate, Source, read_batch
+from muralist.data.sources.registry import open_held_out, open_source
+from muralist.tools.pack import pack
 from tests.data.driving_files import write_arrow
-from tests.support.pictures import noise, pictures, write_csv, write_files, write_folder, write_parquet, write_tar
+from tests.support.images import encoded_samples, noise, write_csv, write_files, write_folder, write_parquet, write_tar
 
 SIZE = 16
 
@@ -50,7 +50,7 @@ def flat_folder(folder: Path, **texts: str | None) -> Path:
         ("{gone} {nothing}!", " !"),
     ],
 )
-def test_a_word_is_a_column_and_several_are_a_template(rule: str, expected: str) -> None:
+def test_one_word_names_a_column_and_several_words_are_a_template(rule: str, expected: str) -> None:
     row = {
         "text": "a red car",
         "hour of day": "noon",
@@ -60,7 +60,7 @@ def test_a_word_is_a_column_and_several_are_a_template(rule: str, expected: str)
         "gone": None,
         "nothing": float("nan"),
     }
-    assert Caption.settle(rule, row, "here").text(row, "row 0") == expected
+    assert CaptionTemplate.resolve(rule, row, "here").format(row, "row 0") == expected
 
 
 @pytest.mark.parametrize(
@@ -70,26 +70,26 @@ def test_a_word_is_a_column_and_several_are_a_template(rule: str, expected: str)
         ("txt", r"Did you mean text\?"),
         ("a photo of {lable}", r"no column 'lable' in here.*columns are text, label\. Did you mean label\?"),
         ("a photo of {}", "no column ''"),
-        ("a photo of {label", "brace without its partner, near 'a photo of {label'"),
-        ("label}", "brace without its partner"),
-        ("{{label}}", "brace without its partner"),
+        ("a photo of {label", "unpaired brace, near 'a photo of {label'"),
+        ("label}", "unpaired brace"),
+        ("{{label}}", "unpaired brace"),
         (" ", "caption is empty"),
     ],
 )
-def test_mistakes_in_a_rule(rule: str, message: str) -> None:
+def test_invalid_caption_rules_are_refused(rule: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Caption.settle(rule, ["text", "label"], "here")
+        CaptionTemplate.resolve(rule, ["text", "label"], "here")
 
 
-def test_lists_are_no_captions() -> None:
+def test_lists_are_refused_as_captions() -> None:
     with pytest.raises(UserError, match=r"caption in row 4 is not text but \['a'\]"):
-        Caption.settle("a {tags}", ["tags"], "here").text({"tags": ["a"]}, "row 4")
+        CaptionTemplate.resolve("a {tags}", ["tags"], "here").format({"tags": ["a"]}, "row 4")
 
 
 # -- text files in folders
 
 
-def test_texts_beside_pictures(tmp_path: Path) -> None:
+def test_text_files_beside_images_are_captions(tmp_path: Path) -> None:
     folder = flat_folder(tmp_path / "flat", a="a red car\n", b=None, c="", d="\ufeffein grünes Haus 图")
     (folder / "notes.txt").write_text("not a caption")
     source = open_source(str(folder), SIZE)
@@ -100,7 +100,7 @@ def test_texts_beside_pictures(tmp_path: Path) -> None:
     assert captions(open_source(str(tmp_path / "classes"), SIZE)) == ["one road", "", "one street", ""]
 
 
-def test_texts_are_not_opened_before_their_pictures(tmp_path: Path) -> None:
+def test_text_files_are_read_with_their_images(tmp_path: Path) -> None:
     folder = flat_folder(tmp_path, a="first", b="second")
     source = open_source(str(folder), SIZE)
     (folder / "b.txt").write_text("changed since")
@@ -113,7 +113,7 @@ def test_texts_are_not_opened_before_their_pictures(tmp_path: Path) -> None:
         source.read(0)
 
 
-def test_the_fingerprint_of_a_folder_notices_its_captions(tmp_path: Path) -> None:
+def test_captions_are_part_of_a_folder_fingerprint(tmp_path: Path) -> None:
     folder = flat_folder(tmp_path, a="first one", b="other one", c=None)
     (folder / "notes.txt").write_text("no caption")
 
@@ -143,7 +143,7 @@ def test_the_fingerprint_of_a_folder_notices_its_captions(tmp_path: Path) -> Non
     assert fingerprint() == plain and plain not in seen
 
 
-def test_a_changed_caption_is_noticed_among_many(tmp_path: Path) -> None:
+def test_one_changed_caption_among_many_changes_the_fingerprint(tmp_path: Path) -> None:
     flat_folder(tmp_path, **{f"{number:03}": f"caption number {number}" for number in range(200)})
     before = open_source(str(tmp_path), SIZE).fingerprint()
     (tmp_path / "117.txt").write_text("Caption number 117")
@@ -153,7 +153,7 @@ def test_a_changed_caption_is_noticed_among_many(tmp_path: Path) -> None:
 # -- metadata tables in folders
 
 
-def test_metadata_of_a_folder(tmp_path: Path) -> None:
+def test_metadata_table_of_a_folder(tmp_path: Path) -> None:
     folder = flat_folder(tmp_path / "train", a=None, b="from the text file", c=None, d=None)
     flat_folder(tmp_path / "val", x=None)
     table = "file_name,Text,weather\n./c.png,a house,fog\na.png,a car,rain\nb.png,overruled,sun\n"
@@ -200,11 +200,11 @@ def test_metadata_above_and_inside_class_folders(tmp_path: Path) -> None:
 
 
 def test_class_names_make_captions(tmp_path: Path) -> None:
-    chosen = pictures(6)
+    chosen = encoded_samples(6)
     folder = write_folder(tmp_path / "train", chosen)
     write_folder(tmp_path / "val", chosen[:2])
     rule = "A photo of {label}"
-    expected = [f"A photo of class_{picture.label}" for picture in chosen]
+    expected = [f"A photo of class_{sample.label}" for sample in chosen]
     assert captions(open_source(str(folder), SIZE, rule)) == expected
     held_out = open_held_out(str(folder), SIZE, caption=rule)
     assert held_out is not None and captions(held_out) == expected[:2]
@@ -213,7 +213,7 @@ def test_class_names_make_captions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "tar", "npz", "packed"])
 def test_labels_and_captions_fill_templates_everywhere(kind: str, tmp_path: Path) -> None:
-    chosen = [picture._replace(caption="" if kind == "npz" else picture.caption) for picture in pictures(6)]
+    chosen = [sample._replace(caption="" if kind == "npz" else sample.caption) for sample in encoded_samples(6)]
     path, field = tmp_path / f"a.{kind}", "caption"
     if kind == "csv":
         write_csv(path, chosen)
@@ -226,22 +226,22 @@ def test_labels_and_captions_fill_templates_everywhere(kind: str, tmp_path: Path
     elif kind == "tar":
         write_tar(path, chosen)
     elif kind == "npz":
-        np.savez(path, x=np.zeros((6, 9, 8, 3), np.uint8), y=np.array([picture.label for picture in chosen]))
+        np.savez(path, x=np.zeros((6, 9, 8, 3), np.uint8), y=np.array([sample.label for sample in chosen]))
     else:
         pack(str(write_csv(tmp_path / "list.csv", chosen)), path, SIZE, workers=1)
     plain, filled = open_source(str(path), SIZE), open_source(str(path), SIZE, f"kind {{label}}: {{{field}}}")
-    assert captions(plain) == [picture.caption for picture in chosen]
-    assert captions(filled) == [f"kind {picture.label}: {picture.caption}" for picture in chosen]
+    assert captions(plain) == [sample.caption for sample in chosen]
+    assert captions(filled) == [f"kind {sample.label}: {sample.caption}" for sample in chosen]
     assert [item.caption for item in map(filled.read, range(6))] == captions(filled)
     assert captions(pickle.loads(pickle.dumps(filled))) == captions(filled)
     assert captions(open_source(str(path), SIZE, "one caption for all")) == ["one caption for all"] * 6
     assert filled.fingerprint() not in (plain.fingerprint(), open_source(str(path), SIZE, "kind {label}").fingerprint())
-    with pytest.raises(UserError, match=rf"no column 'colour' in .*{field}.*label"):
-        open_source(str(path), SIZE, "a {colour} car")
+    with pytest.raises(UserError, match=rf"no column 'color' in .*{field}.*label"):
+        open_source(str(path), SIZE, "a {color} car")
 
 
 def test_labels_called_class_fill_templates_too(tmp_path: Path) -> None:
-    names = write_files(tmp_path, pictures(2))
+    names = write_files(tmp_path, encoded_samples(2))
     (tmp_path / "a.csv").write_text(f"path,class\n{names[0]},1\n{names[1]},0\n")
     assert captions(open_source(str(tmp_path / "a.csv"), SIZE, "{label} or {class}")) == ["1 or 1", "0 or 0"]
 
@@ -256,15 +256,15 @@ def test_the_embedded_data_set_takes_templates() -> None:
 
 
 def test_parquet_takes_any_column_of_text_or_numbers(tmp_path: Path) -> None:
-    path = str(write_parquet(tmp_path / "a.parquet", pictures(3)))
-    assert captions(open_source(path, SIZE, "Text")) == [picture.caption for picture in pictures(3)]
+    path = str(write_parquet(tmp_path / "a.parquet", encoded_samples(3)))
+    assert captions(open_source(path, SIZE, "Text")) == [sample.caption for sample in encoded_samples(3)]
     with pytest.raises(UserError, match=r"no column 'image' .*columns are label, text\."):
         open_source(path, SIZE, "image")
 
 
-def test_captions_are_packed_as_the_rule_makes_them(tmp_path: Path) -> None:
-    train = write_folder(tmp_path / "train", pictures(3))
-    write_folder(tmp_path / "val", pictures(3))
+def test_pack_stores_templated_captions(tmp_path: Path) -> None:
+    train = write_folder(tmp_path / "train", encoded_samples(3))
+    write_folder(tmp_path / "val", encoded_samples(3))
     pack(str(train), tmp_path / "packed", SIZE, workers=1, caption="A photo of {label}")
     for source in (open_source(str(tmp_path / "packed"), SIZE), open_held_out(str(tmp_path / "packed"), SIZE)):
         assert source is not None

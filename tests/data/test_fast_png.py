@@ -11,23 +11,22 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from muralist.data.fast_png import AVAILABLE, plain_png
-from muralist.data.images import decode
-from muralist.pictures import encode_png
+from muralist.core.images import encode_png
+from muralist.data.decode import HAS_FAST_PNG, decode_png_fast
 
-pytestmark = pytest.mark.skipif(not AVAILABLE, reason="needs muralist[fast]")
+pytestmark = pytest.mark.skipif(not HAS_FAST_PNG, reason="needs muralist[fast]")
 RANDOM = np.random.default_rng(0)
 
 
 def soft(height: int, width: int) -> np.ndarray:
-    """A picture for which an encoder uses every filter."""
+    """A image for which an encoder uses every filter."""
     small = Image.fromarray(RANDOM.integers(0, 256, (5, 4, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
     return (np.asarray(small, np.float32) + RANDOM.normal(0, 4, (height, width, 3))).clip(0, 255).astype(np.uint8)
 
 
-def png(picture: Image.Image, **options: object) -> bytes:
+def png(image: Image.Image, **options: object) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG", **options)
+    image.save(buffer, "PNG", **options)
     return buffer.getvalue()
 
 
@@ -37,29 +36,29 @@ def chunk(kind: bytes, content: bytes) -> bytes:
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (64, 64), (300, 257)])
 @pytest.mark.parametrize("level", [0, 1, 9])
-def test_pixels_are_those_of_pillow(shape: tuple[int, int], level: int) -> None:
+def test_pixels_equal_pillow(shape: tuple[int, int], level: int) -> None:
     data = png(Image.fromarray(soft(*shape)), compress_level=level)
-    found = plain_png(data)
-    assert found is not None and np.array_equal(found, np.asarray(decode(data)))
+    found = decode_png_fast(data)
+    assert found is not None and np.array_equal(found, np.asarray(Image.open(io.BytesIO(data))))
 
 
-def test_every_filter_is_taken_off_as_pillow_does() -> None:
+def test_every_png_filter_equals_pillow() -> None:
     rows = RANDOM.integers(0, 256, (40, 31 * 3 + 1), dtype=np.uint8)
     rows[:, 0] = np.arange(40) % 5
     header = struct.pack(">IIBBBBB", 31, 40, 8, 2, 0, 0, 0)
     pixels = chunk(b"IDAT", zlib.compress(rows.tobytes()))
     data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b"")
-    assert np.array_equal(plain_png(data), np.asarray(decode(data)))  # type: ignore[arg-type]
+    assert np.array_equal(decode_png_fast(data), np.asarray(Image.open(io.BytesIO(data))))  # type: ignore[arg-type]
 
 
-def test_pictures_that_say_how_they_were_made() -> None:
+def test_pngs_with_text_chunks() -> None:
     data = encode_png(soft(20, 30), {"prompt": "a red car, größer"})
-    found = plain_png(data)
-    assert found is not None and np.array_equal(found, np.asarray(decode(data)))
+    found = decode_png_fast(data)
+    assert found is not None and np.array_equal(found, np.asarray(Image.open(io.BytesIO(data))))
 
 
-def test_other_kinds_are_left_to_pillow() -> None:
-    picture = Image.fromarray(soft(9, 9))
+def test_other_pngs_are_left_to_pillow() -> None:
+    image = Image.fromarray(soft(9, 9))
     turned = Image.Exif()
     turned[0x0112] = 6
     profile = PngImagePlugin.PngInfo()
@@ -70,39 +69,39 @@ def test_other_kinds_are_left_to_pillow() -> None:
     texts[0].add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
     texts[1].add_text("transparency", "0")
     texts[2].add_text("prompt", "a" * ((1 << 20) + 1))
-    others = [png(picture.convert(mode)) for mode in ("L", "P", "RGBA", "1", "I;16")]
-    others += [png(picture, exif=turned), png(picture, pnginfo=profile), png(picture, pnginfo=packed)]
-    others += [png(picture, pnginfo=text) for text in texts]
-    others += [png(picture, transparency=(1, 2, 3)), b"", b"GIF89a", b"\x89PNG\r\n\x1a\n"]
-    assert [plain_png(data) for data in others] == [None] * len(others)
+    others = [png(image.convert(mode)) for mode in ("L", "P", "RGBA", "1", "I;16")]
+    others += [png(image, exif=turned), png(image, pnginfo=profile), png(image, pnginfo=packed)]
+    others += [png(image, pnginfo=text) for text in texts]
+    others += [png(image, transparency=(1, 2, 3)), b"", b"GIF89a", b"\x89PNG\r\n\x1a\n"]
+    assert [decode_png_fast(data) for data in others] == [None] * len(others)
 
 
 def test_damage_anywhere_is_left_to_pillow() -> None:
     data = png(Image.fromarray(soft(12, 10)))
     for place in range(len(data)):
         flipped = data[:place] + bytes((data[place] ^ 16,)) + data[place + 1 :]
-        assert plain_png(flipped) is None
-        assert plain_png(data[:place]) is None
+        assert decode_png_fast(flipped) is None
+        assert decode_png_fast(data[:place]) is None
     short = zlib.compress(bytes(100))
-    assert plain_png(data[:33] + chunk(b"IDAT", short) + chunk(b"IEND", b"")) is None
+    assert decode_png_fast(data[:33] + chunk(b"IDAT", short) + chunk(b"IEND", b"")) is None
     beyond = zlib.compress(bytes(12 * 31) + b"\x07")
-    assert plain_png(data[:33] + chunk(b"IDAT", beyond) + chunk(b"IEND", b"")) is None
+    assert decode_png_fast(data[:33] + chunk(b"IDAT", beyond) + chunk(b"IEND", b"")) is None
 
 
-def test_pixels_of_which_something_else_is_in_the_middle_are_left_to_pillow() -> None:
+def test_interrupted_pixel_chunks_are_left_to_pillow() -> None:
     data = png(Image.fromarray(soft(12, 10)))
     start, (length,) = data.index(b"IDAT") - 4, struct.unpack(">I", data[data.index(b"IDAT") - 4 : data.index(b"IDAT")])
     packed = data[start + 8 : start + 8 + length]
     one, two, text = chunk(b"IDAT", packed[:9]), chunk(b"IDAT", packed[9:]), chunk(b"tEXt", b"prompt\0a car")
     end = chunk(b"IEND", b"")
-    assert plain_png(data[:start] + one + two + text + end) is not None
-    assert plain_png(data[:start] + one + text + two + end) is None
+    assert decode_png_fast(data[:start] + one + two + text + end) is not None
+    assert decode_png_fast(data[:start] + one + text + two + end) is None
 
 
-def test_no_more_is_unpacked_than_a_picture_has() -> None:
+def test_inflation_stops_at_the_size_of_the_image() -> None:
     data = png(Image.fromarray(soft(12, 10)))
     bomb = zlib.compress(bytes(1 << 28), 9)
     tracemalloc.start()
-    assert plain_png(data[:33] + chunk(b"IDAT", bomb) + chunk(b"IEND", b"")) is None
+    assert decode_png_fast(data[:33] + chunk(b"IDAT", bomb) + chunk(b"IEND", b"")) is None
     assert tracemalloc.get_traced_memory()[1] < 1 << 24
     tracemalloc.stop()

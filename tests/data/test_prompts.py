@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import pickle
-import re
 import tempfile
 import time
 import tracemalloc
@@ -18,10 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muralist.data import prompt_records
-from muralist.data.picture_names import safe_id
-from muralist.data.prompts import Row, file_stem, find_collision, open_table, refuse_collision
-from muralist.errors import UserError
+from muralist.core.errors import UserError
+from muralist.data import tables
+from muralist.data.prompts import (
+    PromptRow,
+    find_collision,
+    image_file_stem,
+    open_prompt_table,
+    refuse_collision,
+    safe_id,
+)
 from tests.conftest import SHARED_DATA
 
 COLUMNS = ["image_id", "prompt", "seed", "negative_prompt", "height", "width"]
@@ -31,9 +35,9 @@ CELLS = [
     ["0007", "", 0, None, None, None],
 ]
 ROWS = [
-    Row(0, "cat", 'A "red", fat cat', 7, "dog", 480, 832),
-    Row(1, "000002", "Zwei Zeilen:\nähnlich, 猫 🐈", None, None, None, None),
-    Row(2, "0007", "", 0, None, None, None),
+    PromptRow(0, "cat", 'A "red", fat cat', 7, "dog", 480, 832),
+    PromptRow(1, "000002", "Zwei Zeilen:\nähnlich, 猫 🐈", None, None, None, None),
+    PromptRow(2, "0007", "", 0, None, None, None),
 ]
 
 
@@ -57,28 +61,28 @@ def write_cells(folder: Path, suffix: str) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
-def test_every_format_says_the_same(suffix: str, tmp_path: Path) -> None:
-    table = open_table(write_cells(tmp_path, suffix))
+def test_every_format_gives_the_same_rows(suffix: str, tmp_path: Path) -> None:
+    table = open_prompt_table(write_cells(tmp_path, suffix))
     assert len(table) == 3
     assert [table.row(2), table.row(0), table.row(-2)] == [ROWS[2], ROWS[0], ROWS[1]]
     assert table.rows(range(3)) == ROWS
-    sizes, seeds = table.sizes(), table.seeds()
+    sizes, seeds = table.sizes, table.seeds
     assert sizes is not None and sizes.dtype == np.int32 and sizes.tolist() == [[480, 832], [0, 0], [0, 0]]
     assert seeds is not None and seeds.dtype == np.int64 and seeds.tolist() == [7, -1, 0]
-    assert table.notes == ["1 of 3 prompts are empty: their pictures are drawn from the empty text."]
+    assert table.notes == ["1 of 3 prompts are empty: their images are made from the empty text."]
     with pytest.raises(IndexError):
         table.row(3)
 
 
-def test_plain_lines_are_prompts_named_by_their_number(tmp_path: Path) -> None:
-    table = open_table(write(tmp_path, 'one, "two"\r\n\r\n  \n\tthree\r\nfour', "prompts.txt"))
+def test_plain_lines_are_prompts_with_row_numbers_as_ids(tmp_path: Path) -> None:
+    table = open_prompt_table(write(tmp_path, 'one, "two"\r\n\r\n  \n\tthree\r\nfour', "prompts.txt"))
     assert [(row.id, row.prompt) for row in table.rows(range(3))] == [
         ("000001", 'one, "two"'),
         ("000002", "three"),
         ("000003", "four"),
     ]
-    assert len(table) == 3 and table.sizes() is None and table.seeds() is None and table.notes == []
-    assert file_stem(table.row(0).id, 42) == "000001_seed42"
+    assert len(table) == 3 and table.sizes is None and table.seeds is None and table.notes == []
+    assert image_file_stem(table.row(0).id, 42) == "000001_seed42"
     assert find_collision(table, np.zeros(3, np.int64)) is None
 
 
@@ -87,36 +91,13 @@ def test_plain_lines_are_prompts_named_by_their_number(tmp_path: Path) -> None:
 def test_encodings_and_line_ends(encoding: str, line_end: str, tmp_path: Path) -> None:
     # In UTF-16, these letters hold the byte 10 that ends lines, in their first or second half.
     lines = [" Caption ,ID", '"ਊ first', 'second ਂĊ", a', "", "猫,b", ""]
-    table = open_table(write(tmp_path, line_end.join(lines).encode(encoding)))
+    table = open_prompt_table(write(tmp_path, line_end.join(lines).encode(encoding)))
     assert [(row.id, row.prompt) for row in table.rows([1, 0])] == [("b", "猫"), ("a", f"ਊ first{line_end}second ਂĊ")]
 
 
-def test_big_endian_text_is_known_by_its_mark(tmp_path: Path) -> None:
-    table = open_table(write(tmp_path, "\ufeffprompt\nਊĊ\nb\n".encode("utf-16-be")))
+def test_utf_16_big_endian_is_detected_by_its_byte_order_mark(tmp_path: Path) -> None:
+    table = open_prompt_table(write(tmp_path, "\ufeffprompt\nਊĊ\nb\n".encode("utf-16-be")))
     assert [row.prompt for row in table.rows([0, 1])] == ["ਊĊ", "b"]
-
-
-@given(
-    text=st.text(st.sampled_from("\r\naਊ")),
-    encoding=st.sampled_from(["utf-8", "utf-16-le", "utf-16-be"]),
-    at_once=st.sampled_from([2, 4, 6, 8192]),
-)
-def test_lines_end_where_they_do_however_little_is_read_at_once(text: str, encoding: str, at_once: int) -> None:
-    pieces = [piece.encode(encoding) for piece in re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_records, "_BYTES_AT_ONCE", at_once)
-        assert list(prompt_records._raw_lines(io.BytesIO(text.encode(encoding)), encoding)) == pieces
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
-def test_lone_returns_cost_no_more_than_other_line_ends(encoding: str, tmp_path: Path) -> None:
-    rows = 20_000
-    text = "prompt\r" + "".join(f"a photo of scene number {row}\r" for row in range(rows))
-    table = open_table(write(tmp_path, text.encode(encoding)))
-    began = time.process_time()
-    for first in range(0, rows, 40):  # from the start to the end, not row after row: each time it is looked for anew
-        assert table.row(first).prompt == f"a photo of scene number {first}"
-    assert time.process_time() - began < 1  # 0.1; 2.5 where everything behind a row is read with it
 
 
 characters = st.characters(exclude_categories=["Cs"])
@@ -130,7 +111,7 @@ cells = st.text(st.one_of(characters, st.sampled_from('",\t\r\n ;\\\x00\ufeffਊ
     unix=st.booleans(),
     chosen=st.data(),
 )
-def test_what_csv_writes_is_read_back_in_any_order(
+def test_csv_round_trip_in_any_order(
     rows: list[tuple[str, str, str]], suffix: str, encoding: str, unix: bool, chosen: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -143,23 +124,23 @@ def test_what_csv_writes_is_read_back_in_any_order(
                 quoting=csv.QUOTE_ALL if unix else csv.QUOTE_MINIMAL,
             )
             writer.writerows([("note", "prompt", "negative_prompt"), *rows])
-        table = open_table(str(path))
+        table = open_prompt_table(str(path))
         assert len(table) == len(rows)
         for index in chosen.draw(st.lists(st.sampled_from(range(len(rows))), max_size=10)):
             row = table.row(index)
-            assert row == Row(
+            assert row == PromptRow(
                 index, f"{index + 1:06d}", rows[index][1].strip(), None, rows[index][2].strip() or None, None, None
             )
 
 
 @given(rows=st.lists(st.dictionaries(cells, cells, max_size=3), min_size=1, max_size=5))
-def test_what_json_writes_is_read_back(rows: list[dict[str, str]]) -> None:
+def test_jsonl_round_trip(rows: list[dict[str, str]]) -> None:
     used = {"prompt", "caption", "image_id", "id", "seed", "negative_prompt", "height", "width"}
     rows = [{name: cell for name, cell in row.items() if name.strip().lower() not in used} for row in rows]
     with tempfile.TemporaryDirectory() as folder:
         lines = [json.dumps(row | {"prompt": str(row)}, ensure_ascii=False) for row in rows]
         path = write(Path(folder), "\n\n".join(lines), "prompts.jsonl")
-        table = open_table(path)
+        table = open_prompt_table(path)
         assert [row.prompt for row in table.rows(range(len(rows)))] == [str(row) for row in rows]
 
 
@@ -171,16 +152,18 @@ def test_what_json_writes_is_read_back(rows: list[dict[str, str]]) -> None:
     )
 )
 def test_file_names_stay_in_their_folder(id: str) -> None:
-    stem = file_stem(id, 2**62)
+    stem = image_file_stem(id, 2**62)
     assert not set(stem) & set("/\\\x00\n ") and not stem.startswith(".")
     assert len(f"{stem}.png".encode()) <= 255
     assert Path("folder", f"{stem}.png").parent == Path("folder")
     assert safe_id(safe_id(id)) == safe_id(id)
 
 
-def test_ids_are_made_safe_and_said_so(tmp_path: Path) -> None:
+def test_unsafe_ids_are_changed_with_a_note(tmp_path: Path) -> None:
     long = "é" * 100
-    table = open_table(write(tmp_path, f"id,prompt\n../a b\\c,x\n{long},x\n{long}e,x\n.hidden,x\n fine ,x\n,x\n"))
+    table = open_prompt_table(
+        write(tmp_path, f"id,prompt\n../a b\\c,x\n{long},x\n{long}e,x\n.hidden,x\n fine ,x\n,x\n")
+    )
     ids = [row.id for row in table.rows(range(6))]
     assert ids[0] == "___a_b_c" and ids[3:] == ["_hidden", "fine", "000006"]
     assert ids[1] != ids[2] and ids[1].startswith("é" * 60) and max(len(id.encode()) for id in ids) <= 150
@@ -190,63 +173,63 @@ def test_ids_are_made_safe_and_said_so(tmp_path: Path) -> None:
 def test_ids_that_are_numbers_keep_their_form(tmp_path: Path) -> None:
     ids = ["7", "7.0", "7.5", '"007"', "12345678901234567890", "null", "NaN", '""']
     text = "".join(f'{{"prompt": "x", "image_id": {id}}}\n' for id in ids)
-    table = open_table(write(tmp_path, text, "prompts.jsonl"))
+    table = open_prompt_table(write(tmp_path, text, "prompts.jsonl"))
     found = [row.id for row in table.rows(range(len(ids)))]
     assert found == ["7", "7", "7.5", "007", "12345678901234567890", "000006", "000007", "000008"]
 
 
 def test_numbers_as_pandas_writes_them(tmp_path: Path) -> None:
-    table = open_table(write(tmp_path, "prompt,seed,width,height\nx,42.0, 64 ,32.\nx,,,\n"))
+    table = open_prompt_table(write(tmp_path, "prompt,seed,width,height\nx,42.0, 64 ,32.\nx,,,\n"))
     assert table.row(0)[3:] == (42, None, 32, 64) and table.row(1)[3:] == (None, None, None, None)
     frame = {"prompt": ["x", None], "seed": [4611686018427387903.0 / 2**10, float("nan")]}
     pyarrow.parquet.write_table(pyarrow.table(frame), tmp_path / "p.parquet")
-    rows = open_table(str(tmp_path / "p.parquet")).rows([0, 1])
+    rows = open_prompt_table(str(tmp_path / "p.parquet")).rows([0, 1])
     assert [(row.prompt, row.seed) for row in rows] == [("x", 2**52), ("", None)]
 
 
-def test_the_prompt_wins_and_other_columns_are_named(tmp_path: Path) -> None:
+def test_prompt_overrides_caption_and_unused_columns_are_noted(tmp_path: Path) -> None:
     path = write(tmp_path, "Caption, PROMPT ,score,id,Image_ID,b\nc,p,1,i,j,2\n")
-    table = open_table(path, limit=5)
+    table = open_prompt_table(path, limit=5)
     assert table.row(0)[:3] == (0, "j", "p")
     assert table.notes == [
-        f"{path} has only 1 of the 5 rows asked for: all of them are used.",
+        f"{path} has only 1 of the 5 requested rows: all of them are used.",
         f"{path} has both a prompt and a caption: the prompt is used.",
         f"{path} has both an image_id and an id: the image_id is used.",
-        f"Columns of {path} without a use: b, score.",
+        f"Unused columns of {path}: b, score.",
     ]
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".txt"])
-def test_a_limit_reads_no_further(suffix: str, tmp_path: Path) -> None:
+def test_rows_after_the_limit_are_not_read(suffix: str, tmp_path: Path) -> None:
     line = {".csv": b"prompt\na\nb\n", ".jsonl": b'{"prompt": "a"}\n{"prompt": "b"}\n', ".txt": b"a\nb\n"}[suffix]
-    table = open_table(write(tmp_path, line + b"\xff\xfe broken", f"prompts{suffix}"), limit=2)
+    table = open_prompt_table(write(tmp_path, line + b"\xff\xfe broken", f"prompts{suffix}"), limit=2)
     assert [row.prompt for row in table.rows([0, 1])] == ["a", "b"] and len(table) == 2 and table.notes == []
 
 
 def test_parquet_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_records, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(tables, "_PARQUET_BLOCK_ROWS", 4)
     path = tmp_path / "prompts.parquet"
     frame = pyarrow.table({"Prompt ": [f"p{number}" for number in range(50)], "pixels": [b"x"] * 50})
     pyarrow.parquet.write_table(frame, path, row_group_size=11)
-    table = open_table(str(path), limit=40)
-    assert len(table) == 40 and table.notes == [f"Columns of {path} without a use: pixels."]
+    table = open_prompt_table(str(path), limit=40)
+    assert len(table) == 40 and table.notes == [f"Unused columns of {path}: pixels."]
     order = np.random.default_rng(0).permutation(40).tolist()
     assert [row.prompt for row in table.rows(order)] == [f"p{number}" for number in order]
     assert table.where(0) == "row 1"
     assert table.row(39).prompt == "p39"  # also after a pass that stopped early
 
 
-def test_a_pickled_copy_reads_on(tmp_path: Path) -> None:
+def test_a_table_can_be_pickled(tmp_path: Path) -> None:
     for suffix in (".csv", ".jsonl", ".parquet"):
-        table = open_table(write_cells(tmp_path, suffix))
+        table = open_prompt_table(write_cells(tmp_path, suffix))
         table.row(0)
         copy = pickle.loads(pickle.dumps(table))
         assert copy.rows([1, 0]) == [ROWS[1], ROWS[0]]
 
 
-def test_a_table_that_changes_underneath_is_noticed(tmp_path: Path) -> None:
+def test_a_table_changed_during_use_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "prompt\na\nb\n")
-    table = open_table(path)
+    table = open_prompt_table(path)
     write(tmp_path, "prompt\nab\nb\n")
     with pytest.raises(UserError, match="prompts.csv was changed or removed"):
         table.row(1)
@@ -255,14 +238,14 @@ def test_a_table_that_changes_underneath_is_noticed(tmp_path: Path) -> None:
         table.row(1)
 
 
-def test_rows_that_would_share_a_file_are_named(tmp_path: Path) -> None:
+def test_rows_with_the_same_file_name_are_refused(tmp_path: Path) -> None:
     text = 'id,prompt\na/b,"two\nlines"\nc,x\n\na_b,x\nc,x\n000006,x\n,x\n'
-    table = open_table(write(tmp_path, text))
+    table = open_prompt_table(write(tmp_path, text))
     assert find_collision(table, np.arange(6)) is None
     refuse_collision(table, np.arange(6))
     seeds = np.array([5, 1, 5, 1, 9, 9])
     assert find_collision(table, seeds) == (0, 2)
-    with pytest.raises(UserError, match="one file, a_b_seed5: those in line 3 and line 6"):
+    with pytest.raises(UserError, match="the same file, a_b_seed5: line 3 and line 6"):
         refuse_collision(table, seeds)
     assert find_collision(table, np.array([5, 1, 6, 1, 9, 9])) == (1, 3)
     assert find_collision(table, np.array([5, 1, 6, 2, 9, 9])) == (4, 5)
@@ -272,7 +255,7 @@ def test_rows_that_would_share_a_file_are_named(tmp_path: Path) -> None:
         refuse_collision(table, copies)
 
 
-def test_a_tsv_without_quoting_is_read_as_it_stands(tmp_path: Path) -> None:
+def test_a_tsv_without_quoting_is_read_literally(tmp_path: Path) -> None:
     lines = [
         "Prompt\tCategory\tChallenge\tNote",  # as in PartiPrompts
         "bond\tAbstract\tBasic\tBiology-inspired concepts",
@@ -280,47 +263,47 @@ def test_a_tsv_without_quoting_is_read_as_it_stands(tmp_path: Path) -> None:
         'A sign that says "STOP"\t"Art" & more\tWriting\tthe "word"',
         '"one, ""two""\nthree"\tx\t"a\tb"\t',
     ]
-    table = open_table(write(tmp_path, "\n".join(lines), "PartiPrompts.tsv"))
+    table = open_prompt_table(write(tmp_path, "\n".join(lines), "PartiPrompts.tsv"))
     assert [row.prompt for row in table.rows([3, 1, 2, 0])] == [
         'one, "two"\nthree',
         '"G I G G L E" painted on a wall',
         'A sign that says "STOP"',
         "bond",
     ]
-    assert table.row(0).id == "000001" and table.notes[0].endswith("without a use: category, challenge, note.")
+    assert table.row(0).id == "000001" and table.notes[0].endswith("PartiPrompts.tsv: category, challenge, note.")
 
 
 def test_parti_prompts_as_a_table_with_ids() -> None:
     path = SHARED_DATA / "parti_prompts.csv"
     if not path.is_file():
         pytest.skip("PartiPrompts are not on this machine")
-    table = open_table(str(path))
+    table = open_prompt_table(str(path))
     assert len(table) == 1632 and table.row(0)[:3] == (0, "p0000", "bond")
     assert "WOMBAT" in table.row(1561).prompt
 
 
-def test_captions_of_coco_are_a_table(tmp_path: Path) -> None:
+def test_coco_captions_are_a_prompt_table(tmp_path: Path) -> None:
     annotations = [
         {"image_id": 203564, "id": 37, "caption": "A bicycle replica with a clock as the front wheel."},
         {"image_id": 179765, "id": 38, "caption": "A black motorbike, parked.\n"},
         {"image_id": 203564, "id": 49, "caption": "The bike has a clock as a tire."},
     ]
     path = write(tmp_path, json.dumps({"info": {}, "images": [], "annotations": annotations}), "captions_val2014.json")
-    table = open_table(path)
+    table = open_prompt_table(path)
     assert [(row.id, row.prompt) for row in table.rows([2, 0, 1])] == [
         ("203564", "The bike has a clock as a tire."),
         ("203564", "A bicycle replica with a clock as the front wheel."),
         ("179765", "A black motorbike, parked."),
     ]
-    assert table.notes == [] and len(open_table(path, limit=2)) == 2
+    assert table.notes == [] and len(open_prompt_table(path, limit=2)) == 2
     assert find_collision(table, np.arange(3)) is None and find_collision(table, np.zeros(3)) == (0, 2)
     copy = pickle.loads(pickle.dumps(table))
-    assert copy.row(1) == table.row(1) and len(pickle.dumps(table._records)) < 1000, "the captions do not travel"
+    assert copy.row(1) == table.row(1) and len(pickle.dumps(table._table)) < 1000, "the captions do not travel"
 
 
-def test_the_projects_own_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_built_in_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    table = open_table("muralist")
+    table = open_prompt_table("muralist")
     rows = table.rows(range(len(table)))
     assert len(rows) == 100 == len({row.prompt for row in rows}) == len({row.id for row in rows})
     counts = Counter(row.id.rpartition("-")[0] for row in rows)
@@ -343,10 +326,10 @@ MISTAKES: dict[str, tuple[str, str | bytes, str]] = {
     "semicolons": ("p.csv", "prompt;id\nx;1\n", r"columns are prompt;id\..* separated by commas"),
     "two prompts": ("p.csv", "prompt,Prompt\nx,y\n", "2 columns called prompt"),
     "too many cells": ("p.csv", "id,prompt\n1,x\n2,y,z\n", "Line 3 of .* has 3 fields, but the header has 2"),
-    "too few cells": ("p.csv", 'id,prompt\n1,"x\ny"\n2\n', "Line 4 of .* has 1 field, .* 2. Is it cut short"),
+    "too few cells": ("p.csv", 'id,prompt\n1,"x\ny"\n2\n', "Line 4 of .* has 1 field, .* 2. Is it truncated"),
     "open quote": ("p.csv", 'prompt\nx\n"y\nz\n', "begins in line 3 of .*quote is not closed"),
     "stray quote": ("p.csv", 'prompt,id\n"Big" dog,1\n', "begins in line 2 of .*quote"),
-    "Latin-1": ("p.csv", b"prompt\nx\ncaf\xe9\n", "Line 3 of .* is not UTF-8 text. .* at byte 12 of"),
+    "Latin-1": ("p.csv", b"prompt\nx\ncaf\xe9\n", "Line 3 of .*, from byte 9 on, is not UTF-8 text"),
     "half UTF-16": ("p.txt", "a\nb".encode("utf-16")[:-1], "Line 2 of .* is not UTF-16 text"),
     "not JSON": ("p.jsonl", '{"prompt": "x"}\n{"prompt"\n', "Line 2 of .* is not JSON: .*, at character 1"),
     "deep JSON": ("p.jsonl", "[" * 100_000, "Line 1 of .* is not JSON"),
@@ -355,7 +338,7 @@ MISTAKES: dict[str, tuple[str, str | bytes, str]] = {
     "a number as prompt": ("p.jsonl", '{"caption": 7}', "The caption in line 1 of .* is not text but 7"),
     "half a character": ("p.jsonl", '{"prompt": "\\ud83d"}', "The prompt in line 1 of .* is not valid Unicode"),
     "a list as id": ("p.jsonl", '{"prompt": "x", "id": [1]}', r"The id in line 1 of .* but \[1\]"),
-    "a word as seed": ("p.csv", "prompt,seed\nx,1\nx,one\n", "The seed 'one' in line 3 of .* whole number from 0"),
+    "a word as seed": ("p.csv", "prompt,seed\nx,1\nx,one\n", "The seed 'one' in line 3 of .* an integer from 0"),
     "negative seed": ("p.csv", "prompt,seed\nx,-1\n", "The seed '-1' in line 2"),
     "fractional seed": ("p.jsonl", '{"prompt": "x", "seed": 1.5}', "The seed 1.5 in line 1"),
     "true as seed": ("p.jsonl", '{"prompt": "x", "seed": true}', "The seed True in line 1"),
@@ -380,34 +363,37 @@ MISTAKES: dict[str, tuple[str, str | bytes, str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_explained_at_opening(mistake: str, tmp_path: Path) -> None:
+def test_opening_explains_what_is_wrong(mistake: str, tmp_path: Path) -> None:
     name, text, message = MISTAKES[mistake]
     with pytest.raises(UserError, match=message):
-        open_table(write(tmp_path, text, name))
+        open_prompt_table(write(tmp_path, text, name))
 
 
 def test_a_wrong_path_is_explained(tmp_path: Path) -> None:
     write(tmp_path, "prompt\nx\n")
-    with pytest.raises(UserError, match="no prompt.csv in .* Did you mean prompts.csv"):
-        open_table(str(tmp_path / "prompt.csv"))
+    with pytest.raises(UserError, match="no entry prompt.csv. Did you mean prompts.csv"):
+        open_prompt_table(str(tmp_path / "prompt.csv"))
     with pytest.raises(UserError, match="is a folder"):
-        open_table(str(tmp_path))
+        open_prompt_table(str(tmp_path))
 
 
-def test_blanks_may_stand_before_quotes(tmp_path: Path) -> None:
-    table = open_table(write(tmp_path, '\n\nid, prompt\n1,  "A cat, red"\n2, 5" nails\n'))
+def test_blanks_before_quotes_are_accepted(tmp_path: Path) -> None:
+    table = open_prompt_table(write(tmp_path, '\n\nid, prompt\n1,  "A cat, red"\n2, 5" nails\n'))
     assert [(row.id, row.prompt) for row in table.rows([0, 1])] == [("1", "A cat, red"), ("2", '5" nails')]
 
 
 def test_a_cell_may_be_long(tmp_path: Path) -> None:
-    assert open_table(write(tmp_path, f"prompt\n{'long ' * 100_000}\n")).row(0).prompt == ("long " * 100_000).strip()
+    assert (
+        open_prompt_table(write(tmp_path, f"prompt\n{'long ' * 100_000}\n")).row(0).prompt
+        == ("long " * 100_000).strip()
+    )
 
 
 def test_thirty_thousand_rows_open_at_once(tmp_path: Path) -> None:
     lines = "".join(f"{number},a photo of thing {number}\n" for number in range(30_000))
     path = write(tmp_path, "image_id,prompt\n" + lines)
     start = time.process_time()  # not the clock on the wall: other tests run beside this one
-    table = open_table(path)
+    table = open_prompt_table(path)
     assert time.process_time() - start < 2.0
     assert table.row(29_999)[:3] == (29_999, "29999", "a photo of thing 29999")
 
@@ -415,7 +401,7 @@ def test_thirty_thousand_rows_open_at_once(tmp_path: Path) -> None:
 def test_prompts_are_not_held_in_memory(tmp_path: Path) -> None:
     path = write(tmp_path, "seed,prompt\n" + "".join(f'{number},"{"long " * 200}"\n' for number in range(10_000)))
     tracemalloc.start()
-    table = open_table(path)
+    table = open_prompt_table(path)
     held, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 10_000 * 60, "a few numbers per row"

@@ -1,4 +1,4 @@
-"""Pictures that are higher than wide or wider than high, from every source."""
+"""Images that are higher than wide or wider than high, from every source."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from muralist.data.cache import CachedSource, cached
-from muralist.data.driving_world import DrivingWorld, draw_scene
-from muralist.data.images import BrokenImage, centre_crop, read_cropped
-from muralist.data.packed import PackedSource, pack
-from muralist.data.sources import open_held_out, open_source, read_batch
-from muralist.errors import UserError
+from muralist.core.errors import UserError
+from muralist.data.decode import ImageDecodeError, center_crop, decode_cropped
+from muralist.data.packed import PackedSource
+from muralist.data.source import CachedSource, cache_in_memory, read_batch
+from muralist.data.sources.registry import open_held_out, open_source
+from muralist.demo.driving_world import DrivingWorld, draw_scene
+from muralist.tools.pack import pack
 from tests.data.test_sources import WRITERS
-from tests.support.pictures import encoded, noise, pictures, write_csv, write_folder
+from tests.support.images import encoded, encoded_samples, noise, write_csv, write_folder
 
 TALL = (24, 16)  # height, width
 
@@ -45,9 +46,9 @@ wanted = st.integers(1, 70)
 
 @settings(max_examples=200, deadline=None)
 @given(columns=sides, rows=sides, height=wanted, width=wanted, seed=st.integers(0, 9))
-def test_the_picture_covers_the_rectangle(columns: int, rows: int, height: int, width: int, seed: int) -> None:
+def test_the_image_covers_the_rectangle(columns: int, rows: int, height: int, width: int, seed: int) -> None:
     image = noise(seed, columns, rows)
-    cropped = centre_crop(image, (height, width))
+    cropped = center_crop(image, (height, width))
     assert cropped.shape == (height, width, 3) and cropped.dtype == np.uint8 and cropped.flags.writeable
     assert np.array_equal(cropped, reference_cover(np.asarray(image), height, width))
 
@@ -56,34 +57,34 @@ def test_the_picture_covers_the_rectangle(columns: int, rows: int, height: int, 
 @given(columns=sides, rows=sides, side=wanted)
 def test_equal_sides_are_a_square(columns: int, rows: int, side: int) -> None:
     image = noise(0, columns, rows)
-    assert np.array_equal(centre_crop(image, (side, side)), centre_crop(image, side))
+    assert np.array_equal(center_crop(image, (side, side)), center_crop(image, side))
 
 
-def test_a_picture_of_the_right_size_is_not_touched_and_of_the_right_shape_not_cut() -> None:
+def test_an_image_of_the_target_ratio_is_not_cropped() -> None:
     image = noise(5, 60, 40)
-    assert np.array_equal(centre_crop(image, (40, 60)), np.asarray(image))
+    assert np.array_equal(center_crop(image, (40, 60)), np.asarray(image))
     corner = noise(6, 60, 40)
     corner.paste((255, 0, 0), (0, 0, 30, 20))
-    assert centre_crop(corner, (20, 30))[:9, :14].reshape(-1, 3).tolist() == [[255, 0, 0]] * 126
-    assert centre_crop(corner, (20, 20))[:9, :9].tolist() == [[[255, 0, 0]] * 9] * 9
+    assert center_crop(corner, (20, 30))[:9, :14].reshape(-1, 3).tolist() == [[255, 0, 0]] * 126
+    assert center_crop(corner, (20, 20))[:9, :9].tolist() == [[[255, 0, 0]] * 9] * 9
 
 
-def test_strips_are_refused_by_the_shape_that_is_asked_for() -> None:
+def test_strips_are_refused_by_the_target_shape() -> None:
     strip = encoded(Image.new("RGB", (1, 20_000)))
-    assert read_cropped(strip, (512, 4)).shape == (512, 4, 3)
-    with pytest.raises(BrokenImage, match="strip of 1 x 20000"):
-        read_cropped(strip, (4, 512))
+    assert decode_cropped(strip, (512, 4)).shape == (512, 4, 3)
+    with pytest.raises(ImageDecodeError, match="strip of 1 x 20000"):
+        decode_cropped(strip, (4, 512))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WRITERS if kind != "packed"])
-def test_every_kind_gives_rectangles(kind: str, tmp_path: Path) -> None:
-    chosen = pictures(10)
+def test_every_source_gives_rectangles(kind: str, tmp_path: Path) -> None:
+    chosen = encoded_samples(10)
     path = str(WRITERS[kind](tmp_path, chosen))
     source = open_source(path, TALL)
     images, _, _ = read_batch(source, np.arange(10))
     assert images.shape == (10, *TALL, 3)
-    for image, picture in zip(images, chosen, strict=True):
-        assert np.array_equal(image, centre_crop(picture.image, TALL))
+    for image, sample in zip(images, chosen, strict=True):
+        assert np.array_equal(image, center_crop(sample.image, TALL))
     assert source.fingerprint() == open_source(path, 16).fingerprint()
 
 
@@ -97,7 +98,7 @@ def test_arrays_give_rectangles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(32, 64), (64, 32), (48, 64)])
-def test_driving_world_cuts_the_middle_of_the_square_of_its_longer_side(size: tuple[int, int]) -> None:
+def test_driving_world_crops_the_center_of_a_square(size: tuple[int, int]) -> None:
     item, square = DrivingWorld(size).read(9), draw_scene(1, 1, 64)
     top, left = (64 - size[0]) // 2, (64 - size[1]) // 2
     assert np.array_equal(item.image, square[top : top + size[0], left : left + size[1]])
@@ -105,44 +106,44 @@ def test_driving_world_cuts_the_middle_of_the_square_of_its_longer_side(size: tu
     assert item[1:] == DrivingWorld(64).read(9)[1:]
 
 
-def test_driving_world_is_named_by_both_sides() -> None:
+def test_driving_world_fingerprint_has_both_sides() -> None:
     assert DrivingWorld((32, 64)).fingerprint() == "driving_world-v1-32x64px-29500-seed0-first0"
     assert DrivingWorld((64, 64)).fingerprint() == DrivingWorld(64).fingerprint()
-    with pytest.raises(UserError, match="pictures of 8 x 64 pixels"):
+    with pytest.raises(UserError, match="images of 8 x 64 pixels"):
         DrivingWorld((8, 64))
-    with pytest.raises(UserError, match="pictures of 512 x 2048 pixels"):
+    with pytest.raises(UserError, match="images of 512 x 2048 pixels"):
         DrivingWorld((512, 2048))
 
 
 def test_the_cache_counts_the_pixels_of_rectangles() -> None:
     world = DrivingWorld((16, 1024))
-    assert isinstance(cached(world, 20_000, (16, 1024), workers=0), CachedSource)
-    assert cached(world, 20_000, (32, 1024), workers=0) is world
+    assert isinstance(cache_in_memory(world, 20_000, (16, 1024), workers=0), CachedSource)
+    assert cache_in_memory(world, 20_000, (32, 1024), workers=0) is world
 
 
 def test_packed_rectangles(tmp_path: Path) -> None:
-    train = write_folder(tmp_path / "train", pictures(9))
-    write_folder(tmp_path / "val", pictures(3, first=70))
+    train = write_folder(tmp_path / "train", encoded_samples(9))
+    write_folder(tmp_path / "val", encoded_samples(3, first=70))
     report = pack(str(train), tmp_path / "packed", TALL, workers=1)
     assert (report.images, report.held_out) == (9, 3)
     assert json.loads((tmp_path / "packed" / "manifest.json").read_text())["img_size"] == list(TALL)
     source, held_out = open_source(str(tmp_path / "packed"), TALL), open_held_out(str(tmp_path / "packed"), TALL)
     assert isinstance(source, PackedSource) and held_out is not None
     images, _, _ = read_batch(source, np.arange(9))
-    assert np.array_equal(images, np.stack([centre_crop(picture.image, TALL) for picture in pictures(9)]))
+    assert np.array_equal(images, np.stack([center_crop(sample.image, TALL) for sample in encoded_samples(9)]))
     assert held_out.read(0).image.shape == (*TALL, 3)
     with pyarrow.ipc.open_file(tmp_path / "packed" / "00000.arrow") as file:
         assert str(file.schema.field("image").type) == f"fixed_size_binary[{24 * 16 * 3}]"
     assert pack(str(train), tmp_path / "packed", TALL, workers=1).finished_before
     for other, words in ((16, "16"), ((16, 24), "16 x 24")):
-        with pytest.raises(UserError, match=f"packed at 24 x 16 pixels, but {words} are asked for"):
+        with pytest.raises(UserError, match=f"packed at 24 x 16 pixels, but --img_size is {words}"):
             open_source(str(tmp_path / "packed"), other)
         with pytest.raises(UserError, match="another pack: of .* at 24 x 16 pixels"):
             pack(str(train), tmp_path / "packed", other, workers=1)
 
 
 def test_a_pack_of_equal_sides_is_that_of_a_square(tmp_path: Path) -> None:
-    table = write_csv(tmp_path / "list.csv", pictures(4))
+    table = write_csv(tmp_path / "list.csv", encoded_samples(4))
     for name, size in {"one": 16, "two": (16, 16)}.items():
         pack(str(table), tmp_path / name, size, workers=1)
     for file in ("00000.arrow", "manifest.json"):

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from muralist.data.sources import open_source
-from muralist.errors import UserError
-from tests.support.pictures import noise, pictures, write_files, write_tar
+from muralist.core.errors import UserError
+from muralist.data.sources.registry import open_source
+from tests.support.images import encoded_samples, noise, write_files, write_tar
 
 SIZE = 16
 
@@ -33,7 +33,7 @@ def folder_with(*names: str) -> Callable[[Path], str]:
 def file_with(name: str, text: str) -> Callable[[Path], str]:
     def write(place: Path) -> str:
         (place / name).write_text(text, encoding="utf-8")
-        write_files(place, pictures(3))
+        write_files(place, encoded_samples(3))
         return str(place / name)
 
     return write
@@ -65,7 +65,7 @@ def compressed_tar(place: Path) -> str:
 
 
 def short_tar(place: Path) -> str:
-    path = write_tar(place / "a.tar", pictures(3))
+    path = write_tar(place / "a.tar", encoded_samples(3))
     path.write_bytes(path.read_bytes()[:4000])
     return str(path)
 
@@ -81,10 +81,10 @@ def metadata(csv: str = "", jsonl: str = "") -> Callable[[Path], str]:
     return write
 
 
-PNG = pictures(1)[0].png
+PNG = encoded_samples(1)[0].png
 MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
-    "misspelt": (lambda place: folder_with("train/a.png")(place) + "/trian", r"no trian in .*Did you mean train\?"),
-    "missing parent": (lambda place: str(place / "dta" / "train"), r"Already the folder \S*/dta is missing"),
+    "misspelt": (lambda place: folder_with("train/a.png")(place) + "/trian", r"no entry trian. Did you mean train\?"),
+    "missing parent": (lambda place: str(place / "dta" / "train"), r"The folder \S*/dta does not exist"),
     "missing shard": (lambda place: str(place / "a-{0..3}.tar"), r"a-0\.tar was not found.* Give a folder, a file,"),
     "no images": (folder_with("a/b.txt", "c.heic", "d.heic"), r"\.jpg .*found 2 x \.heic, 1 x \.txt"),
     "empty folder": (folder_with("a/"), "found no files at all"),
@@ -93,14 +93,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "parts": (folder_with("train/a/b.png", "val/a/b.png"), r"Give \S*/data/train"),
     "tars and classes": (folder_with("a/b.png", "c.tar"), r"both \.tar files \(c\.tar\) and a"),
     "unknown file": (file_with("a.xlsx", ""), r"not a kind of file .*\.csv"),
-    "no image column": (file_with("a.csv", "picture,text\n1.png,x\n"), "columns are picture, text"),
+    "no image column": (file_with("a.csv", "photo,text\n1.png,x\n"), "columns are photo, text"),
     "missing file": (
         file_with("a.csv", "path\nfiles/0.png\nfiles/7.png\n"),
         r"Line 3 of .* names files/7\.png.*1 of 2",
     ),
     "no image in row": (file_with("a.csv", 'path,text\nfiles/0.png,x\n"",y\n'), "no image in line 3"),
     "unquoted comma": (file_with("a.csv", "path,text\nfiles/0.png,red, blue\n"), "Line 2 .* 3 fields.* header has 2"),
-    "word as label": (file_with("a.csv", "path,label\nfiles/0.png,cat\n"), "label 'cat' in line 2 .* whole number"),
+    "word as label": (file_with("a.csv", "path,label\nfiles/0.png,cat\n"), "label 'cat' in line 2 .* an integer"),
     "negative label": (file_with("a.csv", "path,label\nfiles/0.png,-1\n"), "label -1"),
     "identifier as label": (file_with("a.csv", f"path,label\nfiles/0.png,{10**30}\n"), "at most 1,000,000"),
     "header only": (file_with("a.csv", "path,label\n"), "has no rows"),
@@ -122,22 +122,22 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "tar word as label": (tar_with(a_png=PNG, a_cls=b"cat"), "label 'cat'"),
     "some tar labels": (tar_with(a_png=PNG, a_cls=b"1", b_png=PNG), r"first change is at b\.png"),
     "tar text not UTF-8": (tar_with(a_png=PNG, a_txt=b"\xff"), "not valid text"),
-    "no npz": (file_with("a.npz", "text"), r"is no \.npz archive, or was cut short.*numpy\.savez"),
+    "no npz": (file_with("a.npz", "text"), r"is not an \.npz archive, or is truncated.*numpy\.savez"),
     "objects": (arrays_with(x=np.array([{}, {}])), r"not be read as an \.npz.*numpy\.savez"),
     "no array": (arrays_with(pixels=np.zeros(3)), "arrays are pixels"),
     "float pixels": (arrays_with(x=np.zeros((2, 4, 4, 3))), "float64, not uint8"),
     "odd shape": (arrays_with(x=np.zeros((2, 4, 4), np.uint8)), r"shape \(2, 4, 4\)"),
     "ambiguous shape": (arrays_with(x=np.zeros((2, 3, 8, 3), np.uint8)), "either axis"),
-    "no pictures": (arrays_with(x=np.zeros((0, 4, 4, 3), np.uint8)), "is empty"),
+    "empty array": (arrays_with(x=np.zeros((0, 4, 4, 3), np.uint8)), "is empty"),
     "label count": (arrays_with(x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(3, int)), r"shape \(3,\).* 2 images"),
-    "float labels": (arrays_with(x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(2)), "not whole numbers"),
+    "float labels": (arrays_with(x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(2)), "not integers"),
     "no parquet": (file_with("a.parquet", "text"), "Parquet file .* could not be read"),
     "no arrow": (file_with("a.arrow", "text"), "Arrow file .* could not be read"),
     "arrows and images": (folder_with("a.arrow", "b.png"), r"both \.arrow files \(a\.arrow\) and b\.png"),
     "no index": (file_with("a.json", "{"), r"index \S*a\.json could not be read"),
     "another JSON file": (file_with("a.json", '{"images": []}'), "no arrow_files.* fields are images"),
     "a JSON list": (file_with("a.json", "[1]"), "no arrow_files.* fields are none"),
-    "metadata without names": (metadata("picture,text\na.png,x\n"), r"no file_name in line 2 of \S*csv.*picture, text"),
+    "metadata without names": (metadata("photo,text\na.png,x\n"), r"no file_name in line 2 of \S*csv.*photo, text"),
     "metadata of a missing file": (metadata("file_name,text\na.png,x\nb.png,y\n"), r"Line 3 of .* names b\.png, but"),
     "metadata out of the folder": (metadata("file_name,text\n../a.png,x\n"), r"Line 2 of .* names \.\./a\.png, but"),
     "metadata with a comma": (metadata("file_name,text\na.png,x, y\n"), "Line 2 .* 3 fields.* header has 2"),
@@ -150,7 +150,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_explained_at_opening(mistake: str, tmp_path: Path) -> None:
+def test_opening_explains_what_is_wrong(mistake: str, tmp_path: Path) -> None:
     write, message = MISTAKES[mistake]
     with pytest.raises(UserError, match=message):
         open_source(write(tmp_path), SIZE)

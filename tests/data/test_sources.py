@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from muralist.data.images import BrokenImage, centre_crop
-from muralist.data.item import Item
-from muralist.data.packed import pack
-from muralist.data.sources import Source, open_held_out, open_source, read_batch
-from muralist.errors import UserError
+from muralist.core.errors import UserError
+from muralist.data.decode import ImageDecodeError, center_crop
+from muralist.data.source import Sample, Source, read_batch
+from muralist.data.sources.registry import open_held_out, open_source
+from muralist.tools.pack import pack
 from tests.data.driving_files import write_arrow, write_captioned_folder, write_index
-from tests.support.pictures import (
-    Picture,
+from tests.support.images import (
+    EncodedSample,
+    encoded_samples,
     noise,
-    pictures,
     write_csv,
     write_files,
     write_folder,
@@ -37,7 +37,7 @@ SIZE = 16
 COUNT = 10
 
 
-def write_shards(folder: Path, chosen: list[Picture], suffix: str) -> Path:
+def write_shards(folder: Path, chosen: list[EncodedSample], suffix: str) -> Path:
     folder.mkdir()
     half = len(chosen) // 2
     for number, part in enumerate((chosen[:half], chosen[half:])):
@@ -51,14 +51,14 @@ def write_shards(folder: Path, chosen: list[Picture], suffix: str) -> Path:
     return folder
 
 
-def write_packed(folder: Path, chosen: list[Picture]) -> Path:
+def write_packed(folder: Path, chosen: list[EncodedSample]) -> Path:
     pack(str(write_csv(folder / "list.csv", chosen)), folder / "packed", SIZE, workers=1)
     return folder / "packed"
 
 
-def write_indexed(folder: Path, chosen: list[Picture]) -> Path:
-    """The last picture lies first in its file, and pictures that are not chosen lie between."""
-    others = pictures(2, first=90)
+def write_indexed(folder: Path, chosen: list[EncodedSample]) -> Path:
+    """The last image lies first in its file, and images that are not chosen lie between."""
+    others = encoded_samples(2, first=90)
     write_arrow(folder / "arrows" / "a.arrow", [chosen[-1], *others, *chosen[:4]], labelled=True)
     write_arrow(folder / "arrows" / "b.arrow", [*chosen[4:-1], *others], labelled=True)
     rows = [3, 4, 5, 6, *range(7, 7 + len(chosen) - 5), 0]
@@ -66,8 +66,8 @@ def write_indexed(folder: Path, chosen: list[Picture]) -> Path:
     return write_index(folder / "jsons" / "x.json", ["./arrows/a.arrow", "./arrows/b.arrow"], sizes, rows)
 
 
-# Each writes the same pictures; the labels are 0, 1, 2 in order.
-WRITERS: dict[str, Callable[[Path, list[Picture]], Path]] = {
+# Each writes the same images; the labels are 0, 1, 2 in order.
+WRITERS: dict[str, Callable[[Path, list[EncodedSample]], Path]] = {
     "folder": lambda place, chosen: write_folder(place / "images", chosen),
     "csv": lambda place, chosen: write_csv(place / "list.csv", chosen),
     "tsv": lambda place, chosen: write_csv(place / "list.tsv", chosen, delimiter="\t"),
@@ -99,35 +99,35 @@ def cifar_path(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def same(item: Item, other: Item) -> bool:
+def same(item: Sample, other: Sample) -> bool:
     return np.array_equal(item.image, other.image) and item[1:] == other[1:]
 
 
-def test_every_kind_gives_the_same_pixels_labels_and_captions(kind: str, tmp_path: Path) -> None:
-    chosen = pictures(COUNT)
+def test_every_source_gives_the_same_pixels_labels_and_captions(kind: str, tmp_path: Path) -> None:
+    chosen = encoded_samples(COUNT)
     source = open_source(str(WRITERS[kind](tmp_path, chosen)), SIZE)
     assert len(source) == COUNT
     assert len(source.label_names) == 3
-    for index, picture in enumerate(chosen):
+    for index, sample in enumerate(chosen):
         item = source.read(index)
         assert item.image.dtype == np.uint8 and item.image.flags.writeable
-        assert np.array_equal(item.image, centre_crop(picture.image, SIZE))
-        assert item.label == picture.label
-        assert item.caption == ("" if kind == "folder" else picture.caption)
+        assert np.array_equal(item.image, center_crop(sample.image, SIZE))
+        assert item.label == sample.label
+        assert item.caption == ("" if kind == "folder" else sample.caption)
 
 
 def test_read_batch_equals_read(kind: str, tmp_path: Path) -> None:
-    source = open_source(str(WRITERS[kind](tmp_path, pictures(COUNT))), SIZE)
+    source = open_source(str(WRITERS[kind](tmp_path, encoded_samples(COUNT))), SIZE)
     indices = np.array([7, 0, 9, 3, 3, 8, 1])
     images, labels, captions = read_batch(source, indices)
     assert images.shape == (7, SIZE, SIZE, 3) and images.dtype == np.uint8
     assert labels.dtype == np.int64
     for slot, index in enumerate(indices.tolist()):
-        assert same(Item(images[slot], int(labels[slot]), captions[slot]), source.read(index))
+        assert same(Sample(images[slot], int(labels[slot]), captions[slot]), source.read(index))
 
 
 def test_a_pickled_source_reads_the_same(kind: str, tmp_path: Path) -> None:
-    source = open_source(str(WRITERS[kind](tmp_path, pictures(COUNT))), SIZE)
+    source = open_source(str(WRITERS[kind](tmp_path, encoded_samples(COUNT))), SIZE)
     source.read(3)  # whatever it opened for that must not travel
     copy: Source = pickle.loads(pickle.dumps(source))
     assert copy.label_names == source.label_names and copy.fingerprint() == source.fingerprint()
@@ -135,7 +135,7 @@ def test_a_pickled_source_reads_the_same(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_forked_process_reads_the_same(kind: str, tmp_path: Path) -> None:
-    source = open_source(str(WRITERS[kind](tmp_path, pictures(COUNT))), SIZE)
+    source = open_source(str(WRITERS[kind](tmp_path, encoded_samples(COUNT))), SIZE)
     expected = [source.read(index) for index in range(COUNT)]
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -149,7 +149,11 @@ def test_a_forked_process_reads_the_same(kind: str, tmp_path: Path) -> None:
 
 def test_the_fingerprint_follows_the_data_and_not_the_place(kind: str, tmp_path: Path) -> None:
     prints = []
-    for name, chosen in {"one": pictures(COUNT), "two": pictures(COUNT), "other": pictures(COUNT, first=50)}.items():
+    for name, chosen in {
+        "one": encoded_samples(COUNT),
+        "two": encoded_samples(COUNT),
+        "other": encoded_samples(COUNT, first=50),
+    }.items():
         (tmp_path / name).mkdir()
         prints.append(open_source(str(WRITERS[kind](tmp_path / name, chosen)), SIZE).fingerprint())
     assert prints[0] == prints[1] != prints[2]
@@ -157,8 +161,10 @@ def test_the_fingerprint_follows_the_data_and_not_the_place(kind: str, tmp_path:
 
 
 def test_the_order_is_the_same_in_every_process(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "images", pictures(COUNT))
-    program = "import sys; from muralist.data.sources import *; print(open_source(sys.argv[1], 16).fingerprint())"
+    folder = write_folder(tmp_path / "images", encoded_samples(COUNT))
+    program = (
+        "import sys; from muralist.data.sources.registry import *; print(open_source(sys.argv[1], 16).fingerprint())"
+    )
     seen = {
         subprocess.run(
             [sys.executable, "-c", program, str(folder)],
@@ -173,9 +179,9 @@ def test_the_order_is_the_same_in_every_process(tmp_path: Path) -> None:
 
 
 def test_reading_data_does_not_import_torch(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "all.parquet", pictures(3))
+    path = write_parquet(tmp_path / "all.parquet", encoded_samples(3))
     program = (
-        "import sys; from muralist.data.packed import *; from muralist.data.sources import *;"
+        "import sys; from muralist.tools.pack import *; from muralist.data.sources.registry import *;"
         "open_source(sys.argv[1], 16).read(0); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(path)], check=True)
@@ -196,7 +202,7 @@ def test_class_folders_are_labels_in_sorted_order(tmp_path: Path) -> None:
     assert [source.read(index).label for index in range(len(source))] == [0, 1, 2]
 
 
-def test_classes_are_not_mixed_by_names_that_begin_alike(tmp_path: Path) -> None:
+def test_classes_with_a_common_prefix_are_not_mixed(tmp_path: Path) -> None:
     for name in ("a", "a-b", "a.c"):
         (tmp_path / name).mkdir()
         for number in range(2):
@@ -210,10 +216,10 @@ def test_a_flat_folder_has_no_classes(tmp_path: Path) -> None:
         noise(number, 20, 30).save(tmp_path / f"{number}.bmp")
     source = open_source(str(tmp_path), SIZE)
     assert (len(source), source.label_names, source.read(2).label) == (3, [], 0)
-    assert np.array_equal(source.read(1).image, centre_crop(noise(1, 20, 30), SIZE))
+    assert np.array_equal(source.read(1).image, center_crop(noise(1, 20, 30), SIZE))
 
 
-def test_links_to_class_folders_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+def test_links_to_class_folders_are_followed_without_cycles(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     noise(0, 9, 9).save(elsewhere / "a.png")
@@ -226,7 +232,7 @@ def test_links_to_class_folders_are_followed_but_not_in_circles(tmp_path: Path) 
         open_source(str(folder), SIZE)
 
 
-def test_a_link_to_nowhere_is_an_error_and_not_a_smaller_data_set(tmp_path: Path) -> None:
+def test_a_dangling_link_is_an_error(tmp_path: Path) -> None:
     noise(0, 9, 9).save(tmp_path / "a.png")
     (tmp_path / "b.png").symlink_to(tmp_path / "gone.png")
     with pytest.raises(UserError, match=r"b\.png could not be read"):
@@ -246,13 +252,13 @@ def test_file_names_need_not_be_unicode(tmp_path: Path) -> None:
 
 
 def test_paths_of_a_table_may_lead_out_of_its_folder(tmp_path: Path) -> None:
-    names = write_files(tmp_path, pictures(2))
+    names = write_files(tmp_path, encoded_samples(2))
     (tmp_path / "lists").mkdir()
     table = tmp_path / "lists" / "a.csv"
     table.write_text(f"img_path,text_zh\n../{names[0]},一\n{tmp_path / names[1]},二\n", encoding="utf-8")
     source = open_source(str(table), SIZE)
     assert [source.read(index).caption for index in range(2)] == ["一", "二"]
-    assert np.array_equal(source.read(1).image, centre_crop(pictures(2)[1].image, SIZE))
+    assert np.array_equal(source.read(1).image, center_crop(encoded_samples(2)[1].image, SIZE))
     assert (source.label_names, source.read(0).label) == ([], 0)
 
 
@@ -273,7 +279,7 @@ def test_missing_files_are_found_among_many_in_one_folder(tmp_path: Path) -> Non
 
 
 def test_class_names_of_the_hub_are_kept(tmp_path: Path) -> None:
-    chosen = pictures(COUNT)
+    chosen = encoded_samples(COUNT)
     hub = open_source(str(write_parquet(tmp_path / "a.parquet", chosen)), SIZE)
     plain = open_source(str(write_parquet(tmp_path / "b.parquet", chosen, hub=False)), SIZE)
     assert hub.label_names == ["class_0", "class_1", "class_2"]
@@ -281,10 +287,10 @@ def test_class_names_of_the_hub_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_broken_row_is_named(tmp_path: Path) -> None:
-    chosen = pictures(COUNT)
+    chosen = encoded_samples(COUNT)
     chosen[7] = chosen[7]._replace(png=chosen[7].png[:-60])
     source = open_source(str(write_parquet(tmp_path / "a.parquet", chosen)), SIZE)
-    with pytest.raises(BrokenImage, match=r"row 7 of \S*a\.parquet is a broken image"):
+    with pytest.raises(ImageDecodeError, match=r"row 7 of \S*a\.parquet is a broken image"):
         source.read(7)
     assert source.read(8).label == chosen[8].label
 
@@ -302,24 +308,24 @@ def test_parquet_without_images_lists_its_columns(tmp_path: Path) -> None:
 
 
 def test_a_broken_member_is_named(tmp_path: Path) -> None:
-    chosen = pictures(3)
+    chosen = encoded_samples(3)
     chosen[1] = chosen[1]._replace(png=chosen[1].png[:-60])
     source = open_source(str(write_tar(tmp_path / "a.tar", chosen)), SIZE)
-    with pytest.raises(BrokenImage, match=r"000001\.png in \S*a\.tar is a broken image"):
+    with pytest.raises(ImageDecodeError, match=r"000001\.png in \S*a\.tar is a broken image"):
         source.read(1)
 
 
 def test_more_tar_files_than_may_be_open(tmp_path: Path) -> None:
-    chosen = pictures(70)
-    for number, picture in enumerate(chosen):
-        write_tar(tmp_path / f"{number:02}.tar", [picture], first=number)
+    chosen = encoded_samples(70)
+    for number, sample in enumerate(chosen):
+        write_tar(tmp_path / f"{number:02}.tar", [sample], first=number)
     source = open_source(str(tmp_path), SIZE)
     for index in (*range(70), 0, 69):
-        assert np.array_equal(source.read(index).image, centre_crop(chosen[index].image, SIZE))
+        assert np.array_equal(source.read(index).image, center_crop(chosen[index].image, SIZE))
 
 
 def test_metadata_beside_tar_files_is_not_the_data_set(tmp_path: Path) -> None:
-    write_tar(tmp_path / "00000.tar", pictures(4))
+    write_tar(tmp_path / "00000.tar", encoded_samples(4))
     (tmp_path / "00000.parquet").write_text("img2dataset writes urls here")
     (tmp_path / "00000_stats.json").write_text("{}")
     assert len(open_source(str(tmp_path), SIZE)) == 4
@@ -337,7 +343,7 @@ def test_arrays(layout: str, names: tuple[str, str], tmp_path: Path) -> None:
     source = open_source(str(tmp_path / "a.npz"), SIZE)
     assert source.label_names == ["0", "1", "2"]
     for index in range(4):
-        assert np.array_equal(source.read(index).image, centre_crop(Image.fromarray(images[index]), SIZE))
+        assert np.array_equal(source.read(index).image, center_crop(Image.fromarray(images[index]), SIZE))
     assert [source.read(index).label for index in range(4)] == [2, 0, 1, 2]
     assert len(pickle.dumps(source)) < 2000  # loader processes load the pixels themselves
     assert same(pickle.loads(pickle.dumps(source)).read(3), source.read(3))
@@ -361,21 +367,21 @@ def test_cifar(cifar_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["val", "validation", "test"])
 def test_a_folder_beside_train_is_held_out_with_the_labels_of_train(name: str, tmp_path: Path) -> None:
-    train = write_folder(tmp_path / "train", pictures(COUNT))
+    train = write_folder(tmp_path / "train", encoded_samples(COUNT))
     assert open_held_out(str(train), SIZE) is None
-    chosen = [picture for picture in pictures(6, first=30) if picture.label == 2]
+    chosen = [sample for sample in encoded_samples(6, first=30) if sample.label == 2]
     write_folder(tmp_path / name, chosen)
     held_out = open_held_out(str(train), SIZE)
     assert held_out is not None
     assert held_out.label_names == ["class_0", "class_1", "class_2"]
     assert [held_out.read(index).label for index in range(len(held_out))] == [2, 2]
-    assert np.array_equal(held_out.read(0).image, centre_crop(chosen[0].image, SIZE))
+    assert np.array_equal(held_out.read(0).image, center_crop(chosen[0].image, SIZE))
     assert open_held_out(str(tmp_path / name), SIZE) is None
 
 
 def test_held_out_classes_must_be_known(tmp_path: Path) -> None:
-    train = write_folder(tmp_path / "train", pictures(COUNT))
-    write_folder(tmp_path / "val", pictures(COUNT))
+    train = write_folder(tmp_path / "train", encoded_samples(COUNT))
+    write_folder(tmp_path / "val", encoded_samples(COUNT))
     (tmp_path / "val" / "class_1").rename(tmp_path / "val" / "klass_1")
     with pytest.raises(UserError, match=r"class folder klass_1.* Did you mean class_1\?"):
         open_held_out(str(train), SIZE)
@@ -389,16 +395,16 @@ def test_held_out_classes_must_be_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", ["tar", "parquet"])
 def test_files_named_after_parts_are_kept_apart(suffix: str, tmp_path: Path) -> None:
     write = write_tar if suffix == "tar" else write_parquet
-    write(tmp_path / f"train-0.{suffix}", pictures(COUNT))
-    write(tmp_path / f"test-0.{suffix}", pictures(4, first=40))
+    write(tmp_path / f"train-0.{suffix}", encoded_samples(COUNT))
+    write(tmp_path / f"test-0.{suffix}", encoded_samples(4, first=40))
     assert len(open_source(str(tmp_path), SIZE)) == COUNT
     held_out = open_held_out(str(tmp_path), SIZE)
     assert held_out is not None and len(held_out) == 4
-    write(tmp_path / f"validation-0.{suffix}", pictures(3, first=60))
+    write(tmp_path / f"validation-0.{suffix}", encoded_samples(3, first=60))
     held_out = open_held_out(str(tmp_path), SIZE)
     assert held_out is not None
-    assert np.array_equal(held_out.read(0).image, centre_crop(pictures(3, first=60)[0].image, SIZE))
-    write(tmp_path / f"validation-0.{suffix}", [pictures(1)[0]._replace(label=3)])
+    assert np.array_equal(held_out.read(0).image, center_crop(encoded_samples(3, first=60)[0].image, SIZE))
+    write(tmp_path / f"validation-0.{suffix}", [encoded_samples(1)[0]._replace(label=3)])
     with pytest.raises(UserError, match=r"label 3, but .* 3 classes 0 to 2"):
         open_held_out(str(tmp_path), SIZE)
 
@@ -415,7 +421,7 @@ def test_the_label_of_a_json_member_gives_way_to_a_cls_member(tmp_path: Path) ->
     for order in (("a.json", "a.cls"), ("a.cls", "a.json")):
         members = {"a.json": json.dumps({"label": 5, "prompt": "a cat"}).encode(), "a.cls": b"2"}
         with tarfile.open(tmp_path / "a.tar", "w") as archive:
-            for name, data in [("a.webp", pictures(1)[0].png), *((name, members[name]) for name in order)]:
+            for name, data in [("a.webp", encoded_samples(1)[0].png), *((name, members[name]) for name in order)]:
                 (tmp_path / "member").write_bytes(data)
                 archive.add(tmp_path / "member", name)
         item = open_source(str(tmp_path / "a.tar"), SIZE).read(0)

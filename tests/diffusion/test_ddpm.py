@@ -1,4 +1,4 @@
-"""The discrete diffusion: the same numbers as diffusers' scheduler, draws keyed and uniform."""
+"""DDPM: the same schedule as diffusers, uniform timesteps seeded per sample."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from diffusers import DDPMScheduler
 
+from muralist.core.rng import SampleKeys
 from muralist.diffusion import ddpm
-from muralist.keyed_random import SampleKeys
 
 
 @pytest.mark.parametrize("beta_end", [0.018, 0.03])
 def test_the_schedule_is_that_of_diffusers(beta_end: float) -> None:
     scheduler = DDPMScheduler(1000, 0.00085, beta_end, "scaled_linear", prediction_type="v_prediction")
-    a = ddpm.signal_left(0.00085, beta_end)
+    a = ddpm.alphas_cumprod(0.00085, beta_end)
     torch.testing.assert_close(a, scheduler.alphas_cumprod, rtol=2e-5, atol=1e-7)
     generator = torch.Generator().manual_seed(0)
     x, e = torch.randn(2, 5, 4, 8, 8, generator=generator)
@@ -23,8 +23,8 @@ def test_the_schedule_is_that_of_diffusers(beta_end: float) -> None:
 
 
 def test_the_published_ends_of_both_versions() -> None:
-    assert float(ddpm.signal_left(0.00085, 0.018)[-1]) ** 0.5 == pytest.approx(0.0220, abs=5e-4)
-    assert float(ddpm.signal_left(0.00085, 0.03)[-1]) ** 0.5 == pytest.approx(0.0024, abs=1e-4)
+    assert float(ddpm.alphas_cumprod(0.00085, 0.018)[-1]) ** 0.5 == pytest.approx(0.0220, abs=5e-4)
+    assert float(ddpm.alphas_cumprod(0.00085, 0.03)[-1]) ** 0.5 == pytest.approx(0.0024, abs=1e-4)
 
 
 def test_sample_and_noise_come_back_from_the_noisy_sample_and_the_velocity() -> None:
@@ -37,11 +37,11 @@ def test_sample_and_noise_come_back_from_the_noisy_sample_and_the_velocity() -> 
     torch.testing.assert_close(rest * z + root * v, e)
 
 
-def test_steps_are_uniform_and_keyed_by_the_sample() -> None:
+def test_timesteps_are_uniform_and_seeded_per_sample() -> None:
     numbers = torch.arange(100_000)
-    step = ddpm.draw_step(SampleKeys(3, numbers))
+    step = ddpm.sample_timestep(SampleKeys(3, numbers))
     assert int(step.min()) == 0 and int(step.max()) == 999
     counts = torch.bincount(step // 100, minlength=10)
     assert float((counts - 10_000).abs().max()) < 5 * 10_000**0.5
-    assert torch.equal(ddpm.draw_step(SampleKeys(3, numbers[500:600])), step[500:600])
-    assert not torch.equal(ddpm.draw_step(SampleKeys(4, numbers[:600])), step[:600])
+    assert torch.equal(ddpm.sample_timestep(SampleKeys(3, numbers[500:600])), step[500:600])
+    assert not torch.equal(ddpm.sample_timestep(SampleKeys(4, numbers[:600])), step[:600])

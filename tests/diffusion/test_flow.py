@@ -7,12 +7,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muralist.core.rng import SampleKeys
 from muralist.diffusion import flow
-from muralist.keyed_random import SampleKeys
 
 KINDS = ("x", "v", "eps")
-CONVERSIONS = {"x": flow.to_x, "v": flow.to_v, "eps": flow.to_eps}
 times = st.floats(0.0, 1.0, width=32)
+
+
+def convert(kind: str, space: str, output: torch.Tensor, z: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    """The conversions of the paper with bounded divisors, written out."""
+    t = time.view(-1, 1, 1, 1)
+    early, late = t.clamp_min(flow.T_EPS), (1 - t).clamp_min(flow.T_EPS)
+    return {
+        ("x", "x"): output, ("x", "v"): (output - z) / late, ("x", "eps"): (z - t * output) / late,
+        ("v", "x"): z + (1 - t) * output, ("v", "v"): output, ("v", "eps"): z - t * output,
+        ("eps", "x"): (z - (1 - t) * output) / early, ("eps", "v"): (z - output) / early, ("eps", "eps"): output,
+    }[kind, space]  # fmt: skip
 
 
 def triple(seed: int, t: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -32,26 +42,25 @@ def test_path_runs_straight_from_noise_to_data(seed, t):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=st.integers(0, 1000), t=st.floats(0.05, 0.95))
-def test_conversions_recover_the_truth(kind, seed, t):
+def test_the_velocity_is_recovered_from_every_prediction(kind, seed, t):
     x, e, time, z = triple(seed, t)
     truth = {"x": x, "v": x - e, "eps": e}
-    for target, convert in CONVERSIONS.items():
-        torch.testing.assert_close(convert(kind, truth[kind], z, time), truth[target], atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(flow.to_v(kind, truth[kind], z, time), truth["v"], atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("compared", KINDS)
+@pytest.mark.parametrize("space", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
 @given(seed=st.integers(0, 1000), t=times)
-def test_loss_is_the_squared_error_of_converted_prediction_and_target(kind, compared, seed, t):
+def test_loss_is_the_squared_error_of_converted_prediction_and_target(kind, space, seed, t):
     x, e, time, z = triple(seed, t)
     output = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
     truth = {"x": x, "v": x - e, "eps": e}[kind]
-    convert = CONVERSIONS[compared]
-    explicit = (convert(kind, output, z, time) - convert(kind, truth, z, time)).square().mean(dim=(1, 2, 3))
-    loss = flow.loss(kind, compared, output, x, e, time)
+    error = convert(kind, space, output, z, time) - convert(kind, space, truth, z, time)
+    explicit = error.square().mean(dim=(1, 2, 3))
+    loss = flow.loss(kind, space, output, x, e, time)
     assert loss.shape == (3,)
     torch.testing.assert_close(loss, explicit, atol=1e-6, rtol=1e-5)
-    assert (flow.loss(kind, compared, truth, x, e, time) < 1e-12).all()
+    assert (flow.loss(kind, space, truth, x, e, time) < 1e-12).all()
 
 
 def test_default_bound_stops_the_weight_at_400():
@@ -67,22 +76,22 @@ def test_half_precision_output_gives_a_float32_loss():
 
 
 def test_times_are_logit_normal():
-    t = flow.draw_time(SampleKeys(0, torch.arange(40_000)))
+    t = flow.sample_time(SampleKeys(0, torch.arange(40_000)))
     logits = torch.logit(t.double())
     assert logits.mean().item() == pytest.approx(-0.8, abs=0.02)
     assert logits.std().item() == pytest.approx(0.8, abs=0.02)
     assert t.median().item() == pytest.approx(0.310, abs=0.005)
-    shifted = torch.logit(flow.draw_time(SampleKeys(0, torch.arange(1000)), mean=1.0, std=0.0).double())
+    shifted = torch.logit(flow.sample_time(SampleKeys(0, torch.arange(1000)), mean=1.0, std=0.0).double())
     torch.testing.assert_close(shifted, torch.ones(1000, dtype=torch.float64), atol=1e-6, rtol=0)
 
 
-def test_noise_is_normal_scaled_and_keyed_by_the_sample():
-    noise = flow.draw_noise(SampleKeys(0, torch.arange(64)), (3, 16, 16), scale=2.0)
+def test_noise_is_normal_scaled_and_seeded_per_sample():
+    noise = flow.sample_noise(SampleKeys(0, torch.arange(64)), (3, 16, 16), scale=2.0)
     assert noise.shape == (64, 3, 16, 16)
     assert noise.mean().item() == pytest.approx(0, abs=0.03)
     assert noise.std().item() == pytest.approx(2, abs=0.03)
-    assert torch.equal(flow.draw_noise(SampleKeys(0, torch.tensor([9, 5])), (3, 16, 16), 2.0), noise[[9, 5]])
-    assert not torch.equal(flow.draw_noise(SampleKeys(1, torch.tensor([9])), (3, 16, 16), 2.0)[0], noise[9])
+    assert torch.equal(flow.sample_noise(SampleKeys(0, torch.tensor([9, 5])), (3, 16, 16), 2.0), noise[[9, 5]])
+    assert not torch.equal(flow.sample_noise(SampleKeys(1, torch.tensor([9])), (3, 16, 16), 2.0)[0], noise[9])
 
 
 def test_labels_drop_at_the_stated_rate_and_by_sample():
@@ -101,8 +110,8 @@ def test_labels_drop_at_the_stated_rate_and_by_sample():
 
 def test_the_draws_of_one_sample_are_independent():
     keys = SampleKeys(0, torch.arange(20_000))
-    time = torch.logit(flow.draw_time(keys).double())
-    noise = flow.draw_noise(keys, (1,))[:, 0].double()
+    time = torch.logit(flow.sample_time(keys).double())
+    noise = flow.sample_noise(keys, (1,))[:, 0].double()
     drop = (flow.drop_labels(torch.zeros(20_000, dtype=torch.long), keys, 0.5, 1)).double()
     correlation = torch.corrcoef(torch.stack((time, noise, drop)))
     assert (correlation - torch.eye(3)).abs().max() < 0.03

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from muralist.cli import main
-from muralist.errors import UserError
-from muralist.evaluate.dinov2 import Dinov2Features
+from muralist.core.errors import UserError
+from muralist.evaluate.encoders import Dinov2Encoder
 from tests.support.evaluating import (
     evaluate,
     inception_weights,
@@ -20,19 +20,14 @@ from tests.support.evaluating import (
     scenes,
     small_clip,
     small_dinov2,
-    write_pictures,
+    write_images,
 )
 
-
-@pytest.fixture(autouse=True)
-def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("MURALIST_INCEPTION", "NPROC", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no cache"))
+pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
 def cubic_weights(offset: float) -> np.ndarray:
-    """Weights of the four neighbours, with the coefficient -0.75 that PyTorch has."""
+    """Weights of the four neighbors, with the coefficient -0.75 that PyTorch has."""
     near = lambda x: 1.25 * x**3 - 2.25 * x**2 + 1  # noqa: E731
     far = lambda x: -0.75 * (x**3 - 5 * x**2 + 8 * x - 4)  # noqa: E731
     return np.array([far(1 + offset), near(offset), near(1 - offset), far(2 - offset)])
@@ -85,11 +80,11 @@ def distance(x: np.ndarray, y: np.ndarray) -> float:
     return float(((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(one) + np.trace(two) - 2 * root)
 
 
-def test_fd_dinov2_is_what_numpy_says(tmp_path: Path, dinov2: Path) -> None:
+def test_fd_dinov2_equals_numpy(tmp_path: Path, dinov2: Path) -> None:
     from transformers import Dinov2Model
 
-    images = write_pictures(tmp_path / "images", scenes(9, 0))
-    reference = write_pictures(tmp_path / "reference", scenes(8, 1, side=300))
+    images = write_images(tmp_path / "images", scenes(9, 0))
+    reference = write_images(tmp_path / "reference", scenes(8, 1, side=300))
     evaluate("--images", images, "--reference", reference, "--dinov2_path", dinov2, "--output_dir", tmp_path / "out")
     found = report(tmp_path / "out")
     score = found["scores"]["fd_dinov2"]
@@ -104,9 +99,11 @@ def test_fd_dinov2_is_what_numpy_says(tmp_path: Path, dinov2: Path) -> None:
         "DINOv2 ViT/56 of 1 layers, 6 wide, class token; bicubic to 224 x 224 with antialiasing, by Pillow"
     )
     assert found["settings"]["dinov2_resizing"].endswith("ImageNet's mean and deviation; as dgm-eval does")
-    assert any(text.startswith("FD-DINOv2 is by ViT/56") and "ViT-L/14" in text for text in found["warnings"])
+    assert any(
+        text.startswith("FD-DINOv2 is computed with ViT/56") and "ViT-L/14" in text for text in found["warnings"]
+    )
     assert "FD-DINOv2" in (tmp_path / "out" / "report" / "index.html").read_text()
-    few = write_pictures(tmp_path / "few", scenes(4, 0))
+    few = write_images(tmp_path / "few", scenes(4, 0))
     evaluate("--images", few, "--reference", reference, "--dinov2_path", dinov2, "--output_dir", tmp_path / "out")
     assert any(
         text.startswith("4 images are fewer than the 6 features of FD-DINOv2")
@@ -114,9 +111,9 @@ def test_fd_dinov2_is_what_numpy_says(tmp_path: Path, dinov2: Path) -> None:
     )
 
 
-def test_statistics_serve_the_dinov2_that_made_them(tmp_path: Path, dinov2: Path) -> None:
-    images = write_pictures(tmp_path / "images", scenes(3, 0))
-    reference = write_pictures(tmp_path / "reference", scenes(2, 1))
+def test_statistics_require_the_same_dinov2(tmp_path: Path, dinov2: Path) -> None:
+    images = write_images(tmp_path / "images", scenes(3, 0))
+    reference = write_images(tmp_path / "reference", scenes(2, 1))
     arguments = ("-o", tmp_path / "both.npz", "--inception_weights", inception_weights(), "--dinov2_path", dinov2)
     assert main(["stats", str(reference), *map(str, arguments)]) == 0
     np.savez(tmp_path / "plain.npz", mu=np.zeros(2048), sigma=np.eye(2048))
@@ -130,18 +127,18 @@ def test_statistics_serve_the_dinov2_that_made_them(tmp_path: Path, dinov2: Path
     found = score("both.npz", dinov2)
     assert found == score("reference", dinov2) and found["value"] > 0.01
     other = small_dinov2(tmp_path / "other", seed=1)
-    assert "holds features by another DINOv2 than --dinov2_path names" in score("both.npz", other)["note"]
-    without = "holds no features by DINOv2, and those of Inception do not serve"
+    assert "holds features of another DINOv2 than --dinov2_path names" in score("both.npz", other)["note"]
+    without = "holds no DINOv2 features"
     assert without in score("plain.npz", dinov2)["note"]
 
 
-def test_which_folders_are_refused(tmp_path: Path, dinov2: Path) -> None:
-    with pytest.raises(UserError, match="There is no folder .*, which --dinov2_path names"):
-        Dinov2Features.of(tmp_path / "none")
+def test_invalid_checkpoints_are_refused(tmp_path: Path, dinov2: Path) -> None:
+    with pytest.raises(UserError, match="The folder .*, which --dinov2_path names, does not exist"):
+        Dinov2Encoder.from_checkpoint(tmp_path / "none")
     with pytest.raises(UserError, match="is not a DINOv2 checkpoint"):
-        Dinov2Features.of(small_clip(tmp_path / "clip"))
+        Dinov2Encoder.from_checkpoint(small_clip(tmp_path / "clip"))
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "config.json").write_bytes((dinov2 / "config.json").read_bytes())
     with pytest.raises(UserError, match="is not a DINOv2 checkpoint"):
-        Dinov2Features.of(tmp_path / "half")
-    assert (Dinov2Features.of(dinov2).width, Dinov2Features.of(dinov2).name) == (6, "dinov2")
+        Dinov2Encoder.from_checkpoint(tmp_path / "half")
+    assert (Dinov2Encoder.from_checkpoint(dinov2).width, Dinov2Encoder.from_checkpoint(dinov2).name) == (6, "dinov2")

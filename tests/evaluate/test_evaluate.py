@@ -13,29 +13,19 @@ import pytest
 import torch
 
 from muralist.cli import main
-from muralist.data.sources import open_source
-from muralist.evaluate.extractors import InceptionFeatures
-from muralist.evaluate.features import compute, hash_files
-from muralist.evaluate.inception_weights import load_classifier, load_inception
+from muralist.data.sources.registry import open_source
+from muralist.evaluate.encoders import InceptionEncoder
+from muralist.evaluate.feature_cache import hash_files
+from muralist.evaluate.features import compute_features
+from muralist.evaluate.inception import load_classifier, load_inception
 from muralist.evaluate.inputs import match_prompts, read_ledger
 from muralist.evaluate.metrics import inception_score
 from tests.conftest import SHARED_DATA
-from tests.support.evaluating import evaluate, inception_weights, report, scenes, small_clip, write_pictures
+from tests.support.evaluating import evaluate, inception_weights, report, scenes, write_images
 
+pytestmark = pytest.mark.usefixtures("clean_environment")
 AGAINST_REFERENCE = ["fid", "kid", "precision", "recall", "density", "coverage"]
 METRICS = [*AGAINST_REFERENCE, "clip_score", "cmmd", "fd_dinov2", "inception_score"]
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_clip(tmp_path_factory.mktemp("clip"))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("MURALIST_INCEPTION", "NPROC", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no cache"))
 
 
 def write_prompts(path: Path, prompts: list[str]) -> Path:
@@ -52,12 +42,12 @@ def line(index: int, status: str, **more: Any) -> str:
     return json.dumps({"status": status, **about, **more}) + "\n"
 
 
-def test_without_inception_the_rest_goes_on(
+def test_other_metrics_are_computed_without_inception(
     tmp_path: Path, clip: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(logging.getLogger("muralist"), "warning", lambda text, *values: said.append(text % values))
-    images = write_pictures(tmp_path / "images", scenes(5, 0))
+    captured: list[str] = []
+    monkeypatch.setattr(logging.getLogger("muralist"), "warning", lambda text, *values: captured.append(text % values))
+    images = write_images(tmp_path / "images", scenes(5, 0))
     (images / "torn.png").write_bytes(b"\x89PNG")
     header = '{"format": "muralist ledger", "version": 1}\n'
     lines = [
@@ -66,17 +56,17 @@ def test_without_inception_the_rest_goes_on(
         line(7, "failed", error="bad"),
     ]
     (images / "ledger.jsonl").write_text(header + "".join(lines))
-    reference = write_pictures(tmp_path / "reference", scenes(6, 1))
+    reference = write_images(tmp_path / "reference", scenes(6, 1))
     evaluate("--images", images, "--reference", reference, "--clip_path", clip, "--output_dir", tmp_path / "out")
     found = report(tmp_path / "out")
     assert list(found["scores"]) == METRICS
     assert [entry["metric"] for entry in found["missing"]] == [*AGAINST_REFERENCE, "fd_dinov2", "inception_score"]
-    lacking = [line for line in said if "--inception_weights" in line]  # said once, for all that need it
+    lacking = [line for line in captured if "--inception_weights" in line]  # logged once, for all metrics that need it
     assert len(lacking) == 1 and lacking[0].startswith(f"No {', '.join(AGAINST_REFERENCE)}, inception_score: FID, KID,")
     assert found["fid"] is None and found["kid"] is None
     assert found["images"]["count"] == 5
     assert found["images"]["unreadable"][0].startswith("torn.png: ")
-    assert sum("cannot be read: torn.png: " in line for line in said) == 1
+    assert sum("cannot be read: torn.png: " in line for line in captured) == 1
     assert found["per_image"]["file"] == [f"{index:06d}.png" for index in range(5)]
     assert found["per_image"]["prompt"] == ["prompt 0", "prompt 1", "prompt 2", "prompt 3", None]
     scores = found["per_image"]["clip_score"]
@@ -93,7 +83,7 @@ def test_without_inception_the_rest_goes_on(
 
 
 def test_without_reference_and_clip_there_is_a_report(tmp_path: Path) -> None:
-    images = write_pictures(tmp_path / "images", scenes(2, 0))
+    images = write_images(tmp_path / "images", scenes(2, 0))
     evaluate("--images", images, "--output_dir", images / "out")
     found = report(images / "out")
     assert [entry["metric"] for entry in found["missing"]] == METRICS
@@ -103,7 +93,7 @@ def test_without_reference_and_clip_there_is_a_report(tmp_path: Path) -> None:
 
 
 def test_every_metric_of_a_few_images(tmp_path: Path, clip: Path) -> None:
-    images = write_pictures(tmp_path / "images", scenes(3, 0))
+    images = write_images(tmp_path / "images", scenes(3, 0))
     prompts = write_prompts(tmp_path / "prompts.csv", ["a", "b " * 100, "c"])
     common = ("--inception_weights", inception_weights(), "--clip_path", clip, "--output_dir", tmp_path / "out")
     evaluate("--images", images, "--reference", images, "--prompts_csv", prompts, *common)
@@ -115,8 +105,11 @@ def test_every_metric_of_a_few_images(tmp_path: Path, clip: Path) -> None:
     assert found["kid"] < 0  # unbiased: a set against itself comes out below zero
     assert found["reference"] == {"path": str(images), "count": 3, "sizes": {"24 x 24": 3}}
     assert any("3 images are fewer than the 2,048 features" in warning for warning in found["warnings"])
-    assert any("1 prompts are longer than the 77 tokens" in warning for warning in found["warnings"])
-    # Statistics of others serve FID alone; the images' features are remembered.
+    assert any(
+        "1 prompts are longer than the 77 tokens CLIP reads, and are truncated" in warning
+        for warning in found["warnings"]
+    )
+    # Statistics of other tools suffice for FID alone; the images' features are cached.
     np.savez(tmp_path / "others.npz", mu=np.zeros(2048), sigma=np.eye(2048))
     evaluate("--images", images, "--reference", tmp_path / "others.npz", *common)
     found = report(tmp_path / "out")
@@ -124,8 +117,8 @@ def test_every_metric_of_a_few_images(tmp_path: Path, clip: Path) -> None:
     assert found["fid"] > 1000 and found["reference"]["count"] is None
 
 
-def test_stats_are_what_evaluate_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    images = write_pictures(tmp_path / "images", scenes(3, 0))
+def test_evaluate_reads_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = write_images(tmp_path / "images", scenes(3, 0))
     weights = ("--inception_weights", inception_weights())
     assert main(["stats", str(images), "-o", str(tmp_path / "stats.npz"), *map(str, weights)]) == 0
     assert "statistics of 3 images" in capsys.readouterr().out
@@ -139,11 +132,9 @@ def test_stats_are_what_evaluate_reads(tmp_path: Path, capsys: pytest.CaptureFix
     assert [entry["metric"] for entry in found["missing"]] == METRICS[6:]
 
 
-def test_stats_of_a_data_set_are_those_of_its_pictures_as_training_crops_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stats_of_a_data_set_use_the_crops_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source("driving_world", 32)
-    images = write_pictures(tmp_path / "images", np.stack([source.read(index).image for index in range(4)]))
+    images = write_images(tmp_path / "images", np.stack([source.read(index).image for index in range(4)]))
     weights = ["--inception_weights", str(inception_weights())]
     assert main(["stats", str(images), "-o", str(tmp_path / "folder.npz"), *weights]) == 0
     words = ["stats", "driving_world", "--img_size", "32", "--max_samples", "4", *weights, "-o"]
@@ -157,7 +148,7 @@ def test_stats_of_a_data_set_are_those_of_its_pictures_as_training_crops_them(
 
 
 @pytest.mark.parametrize("words", [["driving_world"], ["images", "--max_samples", "3"]])
-def test_stats_without_a_size_take_a_folder_as_it_is(
+def test_stats_without_img_size_need_a_folder(
     tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = ["--inception_weights", str(inception_weights())]
@@ -167,8 +158,8 @@ def test_stats_without_a_size_take_a_folder_as_it_is(
 
 def test_the_inception_score_needs_the_classifier(tmp_path: Path) -> None:
     """Neither a reference nor CLIP is needed; the usual file of weights holds 1,008 classes, with a bias."""
-    images = write_pictures(tmp_path / "images", scenes(12, 0))
-    few = write_pictures(tmp_path / "few", scenes(12, 0)[:3])
+    images = write_images(tmp_path / "images", scenes(12, 0))
+    few = write_images(tmp_path / "few", scenes(12, 0)[:3])
     tensors, weights, output = (
         load_inception(inception_weights()).state_dict(),
         tmp_path / "usual.pth",
@@ -180,49 +171,42 @@ def test_the_inception_score_needs_the_classifier(tmp_path: Path) -> None:
     found = report(output)
     assert [entry["metric"] for entry in found["missing"]] == METRICS[:-1]
     score = found["scores"]["inception_score"]
-    cached = compute(
-        InceptionFeatures.of(weights), hash_files(sorted(images.iterdir())), {"0": "cpu"}, output / "features"
+    cached = compute_features(
+        InceptionEncoder.from_file(weights), hash_files(sorted(images.iterdir())), {"0": "cpu"}, output / "features"
     )
-    assert cached.remembered == 12
+    assert cached.cached == 12
     assert score["value"] == inception_score(cached.rows, classifier.numpy()).value > 1
     assert score["note"].startswith(
-        "mean of 10 parts, shuffled; 1,008 classes, logits without bias, as torch-fidelity; bili"
+        "mean of 10 splits, shuffled; 1,008 classes, logits without bias, as torch-fidelity; bili"
     )
     assert any(text.startswith("12 images are few for the Inception score") for text in found["warnings"])
     assert "Inception score" in (output / "report" / "index.html").read_text()
     evaluate("--images", few, "--inception_weights", weights, "--output_dir", output)
     assert (
-        report(output)["scores"]["inception_score"]["note"] == "it is the mean over 10 parts, and there are 3 images."
+        report(output)["scores"]["inception_score"]["note"] == "it is the mean over 10 splits, and there are 3 images."
     )
     assert load_classifier(inception_weights()) is None
 
 
 @pytest.mark.parametrize(
-    ("reference", "said"),
-    [("none", "does not exist"), ("empty", "no image in"), ("bad.npz", "cannot be read as reference statistics"),
+    ("reference", "message"),
+    [("none", "does not exist"), ("empty", "No image was found"), ("bad.npz", "cannot be read as reference statistics"),
      ("other.npz", "holds no 'sigma'"), ("narrow.npz", "statistics of other features")],
 )  # fmt: skip
-def test_mistakes_are_told_before_anything_is_computed(
-    reference: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_reference_is_refused_before_anything_is_computed(
+    reference: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    images = write_pictures(tmp_path / "images", scenes(2, 0))
+    images = write_images(tmp_path / "images", scenes(2, 0))
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad.npz").write_bytes(b"PK nothing")
     np.savez(tmp_path / "other.npz", mu=np.zeros(2048))
     np.savez(tmp_path / "narrow.npz", mu=np.zeros(64), sigma=np.eye(64))
     evaluate("--images", images, "--reference", tmp_path / reference, "--output_dir", tmp_path / "out", expect=1)
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_too_few_readable_images(tmp_path: Path, clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    images = write_pictures(tmp_path / "images", scenes(1, 0))
-    (images / "torn.png").write_bytes(b"\x89PNG")
-    evaluate("--images", images, "--clip_path", clip, "--output_dir", tmp_path / "out", expect=1)
-    assert "Fewer than two images" in capsys.readouterr().err
-
-
-def test_files_find_their_prompts(tmp_path: Path) -> None:
+def test_prompts_are_matched_to_files(tmp_path: Path) -> None:
     table = tmp_path / "prompts.csv"
     table.write_text("image_id,prompt,seed\na,one,1\nb,two,1\nb,three,2\nc_seed5,four,\n")
     names = ["a.png", "a_seed9.png", "b_seed1.png", "b_seed2.png", "b_seed3.png", "c_seed5.jpg", "d.png"]
@@ -236,14 +220,43 @@ def test_files_find_their_prompts(tmp_path: Path) -> None:
     assert read_ledger(tmp_path).speed == {}
 
 
+def generated_in_both_modes(folder: Path) -> Path:
+    images = scenes(4, 0)
+    write_images(folder, images)
+    write_images(folder / ".exact", np.clip(images[:3].astype(int) + 20, 0, 255).astype(np.uint8))
+    lines = [
+        line(row, "done", gpu="0", gpu_busy=0.5, **({"psnr_to_exact": 30.0 + row} if row < 3 else {}))
+        for row in range(4)
+    ]
+    (folder / "ledger.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_the_report_compares_fast_with_exact_mode(tmp_path: Path, clip: Path) -> None:
+    images = generated_in_both_modes(tmp_path / "images")
+    evaluate("--images", images, "--clip_path", clip, "--output_dir", tmp_path / "out")
+    found = report(tmp_path / "out")
+    assert found["images"]["count"] == 4  # without those of exact mode
+    distance = found["distance_to_exact_mode"]
+    assert distance["pictures"] == 3 and distance["psnr_db"] == {"mean": 31.0, "worst": 30.0}
+    scores = found["per_image"]["clip_score"]
+    assert distance["clip_score"]["fast"] == pytest.approx(np.mean(scores[:3]), abs=1e-3)
+    assert distance["clip_score"]["exact"] != distance["clip_score"]["fast"]
+    warnings = [warning for warning in found["warnings"] if "--preset fast: 31.0 dB PSNR (worst 30.0 dB)" in warning]
+    assert len(warnings) == 1 and "CLIP score" in warnings[0]
+    assert "--preset fast: 31.0 dB" in (tmp_path / "out" / "report" / "index.html").read_text()
+    assert found["speed"]["0"]["gpu_busy"] == 0.5
+    assert read_ledger(write_images(tmp_path / "others", scenes(2, 0))).exact_pairs is None
+
+
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[name] == other[name] for name in ("scores", "per_image", "warnings"))
+    return all(one[name] == other[name] for name in ("scores", "per_image", "warnings", "images"))
 
 
 @pytest.mark.slow
-def test_the_number_of_processes_changes_no_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = write_pictures(tmp_path / "images", scenes(5, 0))
-    reference = write_pictures(tmp_path / "reference", scenes(4, 1, side=40))
+def test_the_number_of_processes_does_not_change_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = write_images(tmp_path / "images", scenes(5, 0))
+    reference = write_images(tmp_path / "reference", scenes(4, 1, side=40))
     found = []
     for processes in (1, 2, 3):
         monkeypatch.setenv("NPROC", str(processes))
@@ -261,14 +274,14 @@ def test_the_number_of_processes_changes_no_digit(tmp_path: Path, monkeypatch: p
 def test_fid_equals_the_reference(tmp_path: Path, cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = json.loads((SHARED_DATA / "fid_reference.json").read_text())
     data = np.load(cifar10)
-    train = write_pictures(tmp_path / "train", data["train_x"][1000:1500])
+    train = write_images(tmp_path / "train", data["train_x"][1000:1500])
     others = {
         "train[1000:1500] vs test[500:1000]": data["test_x"][500:1000],
         "train[1000:1500] vs 255-train[1000:1500]": 255 - data["train_x"][1000:1500],
     }
     monkeypatch.setenv("NPROC", "2")
-    for number, (name, pictures) in enumerate(others.items()):
-        other = write_pictures(tmp_path / str(number), pictures)
+    for number, (name, images) in enumerate(others.items()):
+        other = write_images(tmp_path / str(number), images)
         evaluate("--images", train, "--reference", other, "--inception_weights", inception_weights(),
                  "--output_dir", tmp_path / "out")  # fmt: skip
         found = report(tmp_path / "out")

@@ -1,5 +1,4 @@
-"""What goes wrong around an evaluation: pictures that are broken, few, of many sizes or still written; damaged caches; an
-interruption. Each is noticed and said, and no digit changes."""
+"""Faults around an evaluation: broken, few, differently sized or changing images, damaged caches, interruptions."""
 
 from __future__ import annotations
 
@@ -13,20 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from muralist.errors import UserError
-from muralist.evaluate.features import compute, hash_files
-from tests.support.colours import Colours
-from tests.support.evaluating import evaluate, report, scenes, write_pictures
+from muralist.core.errors import UserError
+from muralist.evaluate.feature_cache import hash_files
+from muralist.evaluate.features import compute_features
+from tests.support.colors import MeanColor
+from tests.support.evaluating import evaluate, report, scenes, write_images
 
+pytestmark = pytest.mark.usefixtures("clean_environment")
 ALONE = {"0": "cpu"}
 RECORD = 32 + 4 * 6 + 4  # bytes: hash, features of the small DINOv2, checksum
-
-
-@pytest.fixture(autouse=True)
-def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("MURALIST_INCEPTION", "NPROC", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no cache"))
 
 
 def tear(path: Path) -> None:
@@ -38,10 +32,10 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("computed", [False, True])
-def test_unreadable_images_are_named_left_out_and_counted(tmp_path: Path, dinov2: Path, computed: bool) -> None:
+def test_unreadable_images_are_reported(tmp_path: Path, dinov2: Path, computed: bool) -> None:
     """Also where nothing is computed that would have to read them."""
-    images = write_pictures(tmp_path / "images", scenes(4, 0))
-    reference = write_pictures(tmp_path / "reference", scenes(4, 1))
+    images = write_images(tmp_path / "images", scenes(4, 0))
+    reference = write_images(tmp_path / "reference", scenes(4, 1))
     tear(images / "000001.png")
     (images / "000002.png").write_bytes(b"")
     tear(reference / "000003.png")
@@ -59,57 +53,57 @@ def test_unreadable_images_are_named_left_out_and_counted(tmp_path: Path, dinov2
 
 
 def test_fewer_than_two_readable_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    images = write_pictures(tmp_path / "images", scenes(2, 0))
+    images = write_images(tmp_path / "images", scenes(2, 0))
     tear(images / "000001.png")
     evaluate("--images", images, "--output_dir", tmp_path / "out", expect=1)
-    said = capsys.readouterr().err
-    assert f"Fewer than two images of {images} can be read.\n1 are broken, the first because: " in said
-    whole = write_pictures(tmp_path / "whole", scenes(2, 0))
+    captured = capsys.readouterr().err
+    assert f"Fewer than two images of {images} can be read.\n1 are broken, the first because: " in captured
+    whole = write_images(tmp_path / "whole", scenes(2, 0))
     evaluate("--images", whole, "--reference", images, "--output_dir", tmp_path / "out", expect=1)
     assert f"Fewer than two images of {images}" in capsys.readouterr().err
     (images / "000001.png").unlink()
     evaluate("--images", images, "--output_dir", tmp_path / "out", expect=1)
-    assert f"There is only one image in {images}, which --images names." in capsys.readouterr().err
+    assert f"Only one image was found in {images}, which --images names." in capsys.readouterr().err
     (images / "000000.png").unlink()
     evaluate("--images", images, "--output_dir", tmp_path / "out", expect=1)
-    assert f"There is no image in {images}, which --images names." in capsys.readouterr().err
+    assert f"No image was found in {images}, which --images names." in capsys.readouterr().err
 
 
-def test_sizes_may_be_mixed_and_are_told(tmp_path: Path, dinov2: Path) -> None:
-    images = write_pictures(tmp_path / "images", scenes(4, 0))
-    reference = write_pictures(tmp_path / "reference", scenes(3, 1, side=40))
+def test_mixed_sizes_are_reported(tmp_path: Path, dinov2: Path) -> None:
+    images = write_images(tmp_path / "images", scenes(4, 0))
+    reference = write_images(tmp_path / "reference", scenes(3, 1, side=40))
     evaluate("--images", images, "--reference", reference, "--dinov2_path", dinov2, "--output_dir", tmp_path / "out")
     before = report(tmp_path / "out")
     assert not any("sizes" in text for text in before["warnings"])
-    write_pictures(images / "more", scenes(3, 0, side=40)[:, :30])
+    write_images(images / "more", scenes(3, 0, side=40)[:, :30])
     evaluate("--images", images, "--reference", reference, "--dinov2_path", dinov2, "--output_dir", tmp_path / "out")
     found = report(tmp_path / "out")
     assert found["images"]["sizes"] == {"24 x 24": 4, "30 x 40": 3} and found["reference"]["sizes"] == {"40 x 40": 3}
-    told = "The images are of 2 sizes, most often 24 x 24 and 30 x 40 (height x width): each is resized by itself."
+    told = "The images have 2 sizes, most often 24 x 24 and 30 x 40 (height x width): each is resized on its own."
     assert told in found["warnings"]
     assert found["scores"]["fd_dinov2"]["value"] != before["scores"]["fd_dinov2"]["value"]
     page = (tmp_path / "out" / "report" / "index.html").read_text()
     assert told in page and "24 x 24 (4), 30 x 40 (3)" in page
 
 
-def test_an_image_that_changes_is_not_kept_under_its_old_hash(tmp_path: Path) -> None:
-    folder = write_pictures(tmp_path / "images", scenes(3, 0))
+def test_a_changed_image_is_not_cached_under_its_old_hash(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", scenes(3, 0))
     items = hash_files(sorted(folder.iterdir()))
     before = (folder / "000001.png").read_bytes()
     (folder / "000001.png").write_bytes((folder / "000002.png").read_bytes())
-    with pytest.raises(UserError, match="000001.png changed while it was evaluated. Something still writes"):
-        compute(Colours(), items, ALONE, tmp_path / "cache")
+    with pytest.raises(UserError, match="000001.png changed while it was evaluated. Another process still writes"):
+        compute_features(MeanColor(), items, ALONE, tmp_path / "cache")
     (folder / "000001.png").unlink()
     with pytest.raises(UserError, match="000001.png could not be read: No such file"):
-        compute(Colours(), items, ALONE, tmp_path / "cache")
+        compute_features(MeanColor(), items, ALONE, tmp_path / "cache")
     (folder / "000001.png").write_bytes(before)
-    found = compute(Colours(), items, ALONE, tmp_path / "cache").rows
+    found = compute_features(MeanColor(), items, ALONE, tmp_path / "cache").rows
     np.testing.assert_allclose(found, scenes(3, 0).astype(float).mean((1, 2)), rtol=1e-5)
 
 
-def test_damaged_caches_are_noticed(tmp_path: Path, dinov2: Path) -> None:
+def test_damaged_caches_are_detected(tmp_path: Path, dinov2: Path) -> None:
     """A flipped bit in the key, the numbers or the checksum of a record; the file cut short; and rubbish beside it."""
-    images = write_pictures(tmp_path / "images", scenes(6, 0))
+    images = write_images(tmp_path / "images", scenes(6, 0))
     arguments = ("--images", images, "--reference", images, "--dinov2_path", dinov2, "--output_dir", tmp_path / "out")
     evaluate(*arguments)
     whole = report(tmp_path / "out")
@@ -130,8 +124,8 @@ def test_damaged_caches_are_noticed(tmp_path: Path, dinov2: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_command_goes_on(tmp_path: Path, dinov2: Path) -> None:
-    images = write_pictures(tmp_path / "images", scenes(600, 0))
+def test_a_killed_command_resumes(tmp_path: Path, dinov2: Path) -> None:
+    images = write_images(tmp_path / "images", scenes(600, 0))
     arguments = ["--images", images, "--reference", images, "--dinov2_path", dinov2, "--output_dir"]
     output = tmp_path / "out"
     command = [sys.executable, "-m", "muralist", "evaluate", *arguments, output]

@@ -13,39 +13,40 @@ import numpy as np
 import pytest
 import torch
 
-from muralist.errors import UserError
+from muralist.core.errors import UserError
 from muralist.evaluate import inception
 from muralist.evaluate.inception import (
     Convolution,
     Inception,
-    fold_norms,
-    fuse_where_the_same,
-    network_input,
-    resized,
+    find_weights,
+    fold_batch_norms,
+    fuse_if_bit_exact,
+    load_inception,
+    preprocess,
+    preprocess_batch,
 )
-from muralist.evaluate.inception_weights import find_weights, load_inception
 from tests.conftest import SHARED_DATA
 from tests.support.evaluating import inception_weights
 
 
-def test_features_are_those_of_the_reference(cifar10: Path) -> None:
+def test_features_equal_the_reference(cifar10: Path) -> None:
     expected = json.loads((SHARED_DATA / "fid_reference.json").read_text())[
         "feature_sum_of_first_5_of_train[1000:1500]"
     ]
     network = load_inception(inception_weights())
-    pictures = torch.from_numpy(np.load(cifar10)["train_x"][1000:1003])
+    images = torch.from_numpy(np.load(cifar10)["train_x"][1000:1003])
     with torch.inference_mode():
-        found = network(torch.stack([network_input(picture) for picture in pictures])).double().sum(1)
+        found = network(torch.stack([preprocess(image[None])[0] for image in images])).double().sum(1)
     assert found.tolist() == pytest.approx(expected[:3], abs=1e-2)
 
 
-def test_folded_norms_change_only_the_last_bits() -> None:
+def test_folded_batch_norms_change_only_rounding() -> None:
     network = load_inception(inception_weights())
-    pictures = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 40, 40, 3), dtype=np.uint8))
+    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 40, 40, 3), dtype=np.uint8))
     with torch.inference_mode():
-        inputs = torch.stack([network_input(picture) for picture in pictures])
+        inputs = torch.stack([preprocess(image[None])[0] for image in images])
         before = network(inputs)
-        folded = fold_norms(network)
+        folded = fold_batch_norms(network)
         after = folded(inputs)
     assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded.modules())
     assert before.std() > 0.1 and (before - after).abs().max() < 1e-5
@@ -75,30 +76,30 @@ def refuse(made: torch.Tensor) -> torch.Tensor:
     ("kernel", "taken"),
     [(one_kernel, True), (Faulty(lambda made: made + 0 * torch.nan), False), (Faulty(refuse), False)],
 )
-def test_one_kernel_for_three_steps_is_taken_if_it_gives_the_same_bits_every_time(
+def test_fused_kernels_are_used_only_if_bit_exact(
     kernel: Callable[..., torch.Tensor], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inception, "in_one_kernel", kernel)
-    network = fold_norms(Inception().eval())
+    monkeypatch.setattr(inception, "fused_conv_relu", kernel)
+    network = fold_batch_norms(Inception().eval())
     spoiled: list[bool] = []
     with torch.inference_mode():
-        fuse_where_the_same(network, network, torch.rand(1, 3, 299, 299), lambda: spoiled.append(True))
-    found = {module.in_one_kernel for module in network.modules() if isinstance(module, Convolution)}
+        fuse_if_bit_exact(network, network, torch.rand(1, 3, 299, 299), lambda: spoiled.append(True))
+    found = {module.fused for module in network.modules() if isinstance(module, Convolution)}
     assert found == {taken} and len(spoiled) == 2
 
 
-def test_pictures_of_any_size_are_resized_as_each_alone() -> None:
+def test_batches_of_mixed_sizes_are_resized_like_single_images() -> None:
     generator = np.random.default_rng(0)
     sizes = [(32, 32), (31, 40), (32, 32), (400, 300)]
-    pictures = [torch.from_numpy(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
-    batch = resized(pictures, torch.device("cpu"))
+    images = [torch.from_numpy(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+    batch = preprocess_batch(images, torch.device("cpu"))
     assert batch.shape == (4, 3, 299, 299)
-    assert all(torch.equal(row, network_input(picture)) for row, picture in zip(batch, pictures, strict=True))
-    scaled = torch.nn.functional.interpolate(pictures[1].permute(2, 0, 1)[None] / 255, size=(299, 299), mode="bilinear")
+    assert all(torch.equal(row, preprocess(image[None])[0]) for row, image in zip(batch, images, strict=True))
+    scaled = torch.nn.functional.interpolate(images[1].permute(2, 0, 1)[None] / 255, size=(299, 299), mode="bilinear")
     assert (2 * scaled[0] - 1 - batch[1]).abs().max() < 1e-6
 
 
-def test_weights_of_the_usual_names_are_read(tmp_path: Path) -> None:
+def test_pytorch_fid_weights_are_read(tmp_path: Path) -> None:
     network = Inception()
     tensors = {**network.state_dict(), "fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
     torch.save(tensors, tmp_path / "usual.pth")
@@ -135,7 +136,7 @@ def test_a_torchscript_file_runs_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_where_weights_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_order_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MURALIST_INCEPTION", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found, reason = find_weights(None)
@@ -153,7 +154,7 @@ def test_where_weights_are_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
     assert find_weights(None) == (cached, "")
     named = tmp_path / "named.pth"
     monkeypatch.setenv("MURALIST_INCEPTION", str(named))
-    with pytest.raises(UserError, match="named.pth, which MURALIST_INCEPTION names"):
+    with pytest.raises(UserError, match="named.pth, which MURALIST_INCEPTION names, does not exist"):
         find_weights(None)
     named.touch()
     assert find_weights(None) == (named, "")

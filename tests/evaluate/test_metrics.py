@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muralist.evaluate import metrics
-from muralist.evaluate.metrics import Moments, cmmd, frechet, inception_score, kid, mean_of, moments, neighbourhood
+from muralist.evaluate.metrics import (
+    Moments,
+    cmmd,
+    compute_moments,
+    frechet_distance,
+    inception_score,
+    kid,
+    mean_estimate,
+    neighbor_metrics,
+)
 
 
 def gaussian(count: int, width: int, seed: int, shift: float = 0.0, scale: float = 1.0) -> np.ndarray:
@@ -24,31 +33,31 @@ def test_frechet_of_gaussians_with_common_axes(axes: list[tuple[float, float, fl
     one = Moments(turn @ mean_1, turn @ np.diag(deviation_1**2) @ turn.T)
     two = Moments(turn @ mean_2, turn @ np.diag(deviation_2**2) @ turn.T)
     expected = ((mean_1 - mean_2) ** 2).sum() + ((deviation_1 - deviation_2) ** 2).sum()
-    assert frechet(one, two).value == pytest.approx(expected, abs=1e-5)
+    assert frechet_distance(one, two).value == pytest.approx(expected, abs=1e-5)
 
 
 @settings(max_examples=20)
 @given(st.integers(2, 12), st.integers(2, 12), st.integers(0, 999))
-def test_frechet_is_the_same_by_rows_and_by_covariances(fakes: int, reals: int, seed: int) -> None:
+def test_frechet_distance_by_rows_equals_that_by_covariances(fakes: int, reals: int, seed: int) -> None:
     """Few rows or many, singular covariances or not."""
     x, y = gaussian(fakes, 6, seed), gaussian(reals, 6, seed + 1, 0.5, 2.0)
-    by_rows = frechet(moments(x), moments(y), x, y)
-    assert by_rows.value == pytest.approx(frechet(moments(x), moments(y)).value, abs=1e-6)
-    assert frechet(moments(x), moments(x), x, x).value == pytest.approx(0, abs=1e-6)
+    by_rows = frechet_distance(compute_moments(x), compute_moments(y), x, y)
+    assert by_rows.value == pytest.approx(frechet_distance(compute_moments(x), compute_moments(y)).value, abs=1e-6)
+    assert frechet_distance(compute_moments(x), compute_moments(x), x, x).value == pytest.approx(0, abs=1e-6)
 
 
-def test_moments_are_those_of_numpy_beyond_one_chunk() -> None:
+def test_moments_equal_numpy() -> None:
     x = gaussian(5000, 7, 0, 3.0)
-    found = moments(x)
+    found = compute_moments(x)
     np.testing.assert_allclose(found.mean, x.astype(np.float64).mean(0), rtol=1e-12)
     np.testing.assert_allclose(found.covariance, np.cov(x.astype(np.float64), rowvar=False), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("count", [12, 300])
-def test_the_influence_is_the_derivative_of_frechet(count: int) -> None:
-    """One sample's weight is raised a little: the distance moves as its influence says; 12 rows of 20 numbers, and 300."""
+def test_the_influence_function_is_the_derivative(count: int) -> None:
+    """Finite differences in one sample's weight, with fewer rows than features and with more."""
     x, y = gaussian(count, 20, 1), gaussian(400, 20, 2, 0.3, 1.5)
-    influence = frechet(moments(x), moments(y), x, y).influences[0]
+    influence = frechet_distance(compute_moments(x), compute_moments(y), x, y).influence_functions[0]
     influence = influence - influence.mean()
     rows, step = x.astype(np.float64), 1e-5
     for index in range(3):
@@ -59,21 +68,21 @@ def test_the_influence_is_the_derivative_of_frechet(count: int) -> None:
             mean = weights @ rows
             centred = rows - mean
             covariance = (centred * weights[:, None]).T @ centred * count / (count - 1)
-            values.append(frechet(Moments(mean, covariance), moments(y)).value)
+            values.append(frechet_distance(Moments(mean, covariance), compute_moments(y)).value)
         assert (values[0] - values[1]) / (2 * step) == pytest.approx(influence[index], rel=0.02, abs=0.02)
 
 
-def _first(estimate: metrics.Estimate) -> metrics.Estimate:
+def _first(estimate: metrics.MetricEstimate) -> metrics.MetricEstimate:
     """Only what the first set adds to the scatter."""
-    return metrics.Estimate(estimate.value, estimate.influences[:1])
+    return metrics.MetricEstimate(estimate.value, estimate.influence_functions[:1])
 
 
-def test_intervals_are_as_wide_as_fresh_samples_scatter() -> None:
+def test_intervals_match_the_spread_of_new_samples() -> None:
     y = gaussian(300, 8, 99, 0.5)
     for measure in (
-        lambda x: frechet(moments(x), moments(y), x, None),
+        lambda x: frechet_distance(compute_moments(x), compute_moments(y), x, None),
         lambda x: _first(kid(x, y, 0)),
-        lambda x: mean_of(x[:, 0].astype(np.float64)),
+        lambda x: mean_estimate(x[:, 0].astype(np.float64)),
         lambda x: inception_score(x, gaussian(5, 8, 98)),
     ):
         drawn = [measure(gaussian(300, 8, seed)) for seed in range(40)]
@@ -94,18 +103,18 @@ def test_kid_by_hand_and_unbiased() -> None:
     assert kid(x, y, 3).value == kid(x, y, 3).value != kid(x, y, 4).value
 
 
-def test_neighbourhoods_on_a_line() -> None:
+def test_neighbor_metrics_on_a_line() -> None:
     real = np.arange(10, dtype=np.float32)[:, None]
     inside = real[2:8] + 0.1
-    found = neighbourhood(inside, real, 0)
+    found = neighbor_metrics(inside, real, 0)
     assert (found.precision.value, found.coverage.value) == (1.0, 1.0)
-    # 5th neighbours of 0..9 lie 5 4 3 3 3 3 3 3 4 5 away; of the fakes, balls of the reals hold these.
+    # 5th neighbors of 0..9 lie 5 4 3 3 3 3 3 3 4 5 away; of the fakes, balls of the reals hold these.
     radii = np.array([5, 4, 3, 3, 3, 3, 3, 3, 4, 5])
     balls = (np.abs(inside - real.T) <= radii).sum(1) / 5
     assert found.density.value == pytest.approx(balls.mean())
-    far = neighbourhood(real + 100, real, 0)
+    far = neighbor_metrics(real + 100, real, 0)
     assert [far.precision.value, far.recall.value, far.density.value, far.coverage.value] == [0, 0, 0, 0]
-    one_place = neighbourhood(np.full((10, 1), 4.0, np.float32), real, 0)
+    one_place = neighbor_metrics(np.full((10, 1), 4.0, np.float32), real, 0)
     assert (one_place.precision.value, one_place.recall.value) == (1.0, 0.1)  # one mode: good, but only one
 
 
@@ -146,5 +155,5 @@ def test_clip_scores_are_cosines_not_below_zero() -> None:
     images = np.array([[1.0, 0.0], [0.6, 0.8], [1.0, 0.0]], np.float32)
     texts = np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], np.float32)
     assert metrics.clip_scores(images, texts) == pytest.approx([100, 60, 0], abs=1e-4)
-    assert mean_of(np.zeros(3)).interval(0) == (0.0, 0.0)
-    assert frechet(moments(images), moments(texts)).interval(0) is None
+    assert mean_estimate(np.zeros(3)).interval(0) == (0.0, 0.0)
+    assert frechet_distance(compute_moments(images), compute_moments(texts)).interval(0) is None

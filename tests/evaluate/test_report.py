@@ -12,16 +12,16 @@ import pytest
 from PIL import Image
 
 from muralist.cli import main
-from muralist.errors import UserError
-from muralist.evaluate import report, thumbnails
-from muralist.evaluate.report import write_report
+from muralist.core.errors import UserError
+from muralist.evaluate import page
+from muralist.evaluate.page import write_report
 from tests.support.evaluations import HOSTILE, content, write_evaluation
 
 
 @pytest.fixture(autouse=True)
 def short_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the charts' program out where a test does not need it: it is 5 MB of the page."""
-    monkeypatch.setattr(report, "_plotly", lambda: "")
+    monkeypatch.setattr(page, "_plotly", lambda: "")
 
 
 class Page(HTMLParser):
@@ -60,20 +60,20 @@ class Page(HTMLParser):
         return " ".join(self.texts.get(name, "").split())
 
 
-def test_a_page_says_what_was_measured(tmp_path: Path) -> None:
+def test_the_page_shows_all_results(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "run")
     path = write_report([folder], tmp_path / "run" / "report")
     assert path == tmp_path / "run" / "report" / "index.html"
     page = Page(path)
-    assert page.all("section", "id") == ["scores", "extremes", "pictures", "failures", "speed", "settings"]
+    assert page.all("section", "id") == ["scores", "extremes", "images", "failures", "speed", "settings"]
     scores = page.section("scores")
     assert "FID lower is better Distance from the reference in Inception's features" in scores
     assert "20.00 19.50 – 20.50 few images" in scores and "0.5000 0.4000 – 0.6000" in scores
     assert (
         "Not measured CMMD, Recall : no weights were given" in scores and "FID of so few images says little." in scores
     )
-    assert "all 12 pictures" in page.section("pictures") and "A red car number 3" in page.section("pictures")
-    assert "1 prompt has no picture. " in page.section("failures")
+    assert "all 12 images" in page.section("images") and "A red car number 3" in page.section("images")
+    assert "1 prompt has no image. " in page.section("failures")
     assert "lost 7 <b>Nothing</b> out of memory 1" in page.section("failures")
     assert "1 image could not be read: half.png." in page.section("failures")
     assert page.section("speed") == "Speed 2.750 images per second on 2 GPUs"
@@ -82,12 +82,12 @@ def test_a_page_says_what_was_measured(tmp_path: Path) -> None:
     assert "12 images · against data/reference (5,000 images) · measured in 1 min 01 s" in page.section("")
 
 
-def test_every_picture_is_in_the_page_once_and_its_original_near(tmp_path: Path) -> None:
+def test_each_thumbnail_is_embedded_once_with_a_link_to_the_original(tmp_path: Path) -> None:
     page = Page(write_report([write_evaluation(tmp_path / "run", 30)], tmp_path / "run" / "report"))
     embedded = json.loads(page.scripts[0])
     assert len(embedded) == len(set(embedded)) == 30
     assert all(thumbnail.startswith("data:image/webp;base64,") for thumbnail in embedded)
-    shown = [int(number) for number in page.all("img", "data-picture")]
+    shown = [int(number) for number in page.all("img", "data-image")]
     assert len(shown) == 12 + 12 + 30 and set(shown) == set(range(30))
     first = page.all("img", "data-about")[0]
     assert first == "0029_seed71.png · CLIP score 27.90", "the best comes first"
@@ -95,7 +95,7 @@ def test_every_picture_is_in_the_page_once_and_its_original_near(tmp_path: Path)
     assert not page.all("img", "src"), "nothing is loaded from elsewhere"
 
 
-def test_hostile_texts_are_only_texts(tmp_path: Path) -> None:
+def test_hostile_texts_are_escaped(tmp_path: Path) -> None:
     name = '<img src=x onerror=alert(1)>"&'
     folder = write_evaluation(tmp_path / name, warnings=["</p><script>1</script>"], settings={name: name})
     report_file = folder / "report.json"
@@ -109,14 +109,14 @@ def test_hostile_texts_are_only_texts(tmp_path: Path) -> None:
     tags = [tag for tag, _ in page.elements]
     assert tags.count("script") == 4 and "svg" not in tags and "b" in tags
     assert not [found for _, found in page.elements if {"onerror", "onload"} & set(found)]
-    assert HOSTILE in page.section("pictures") and "half a character: ?" in page.section("pictures")
+    assert HOSTILE in page.section("images") and "half a character: ?" in page.section("images")
     assert "</p><script>1</script>" in page.section("scores") and name in page.section("settings")
     assert "</script>" in json.loads(page.scripts[1])[1]["data"][0]["x"][2].replace("&lt;", "<").replace("&gt;", ">")
     originals = page.all("img", "data-original")
     assert any(address.endswith("/images/%22%3E%3Csvg%20onload%3Dalert%281%29%3E.png") for address in originals)
 
 
-def test_a_page_stays_small_however_many_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # with the charts' program
     folder = write_evaluation(tmp_path / "run", 3)
     write_noise(folder / "images" / "noise.png", 48)
@@ -127,7 +127,7 @@ def test_a_page_stays_small_however_many_pictures(tmp_path: Path, monkeypatch: p
     path = write_report([folder], tmp_path / "report")
     assert 4_000_000 < path.stat().st_size < 10_000_000
     text = path.read_text()
-    assert "200 of 30,000 pictures, evenly chosen" in text
+    assert "200 of 30,000 images, evenly chosen" in text
     numbers = [int(number) for number in re.findall(r'<p class="prompt">A \w+ \w+(?: number)? (\d+)</p>', text)]
     assert len(numbers) == 200 and set(np.diff(numbers)) == {150}
 
@@ -137,25 +137,25 @@ def write_noise(path: Path, side: int) -> Path:
     return path
 
 
-def test_pictures_share_their_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert thumbnails._BYTES * 4 / 3 + 4_900_000 < 9_500_000, "room for pictures, and for the charts' program"
+def test_thumbnails_share_the_byte_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert page._MAX_BYTES * 4 / 3 + 4_900_000 < 9_500_000, "room for images, and for the charts' program"
     noise = write_noise(tmp_path / "noise.png", 448)  # nothing is harder to make small
-    monkeypatch.setattr(thumbnails, "_BYTES", 20_000)
+    monkeypatch.setattr(page, "_MAX_BYTES", 20_000)
     sizes = []
     for count in (1, 3):
-        found = [thumbnail or "" for thumbnail in thumbnails.encode([noise] * count)]
+        found = [thumbnail or "" for thumbnail in page.encode_thumbnails([noise] * count)]
         data = [base64.b64decode(text.partition(",")[2]) for text in found]
         assert sum(map(len, data)) <= 20_000
         sizes.append(Image.open(io.BytesIO(data[0])).size)
     assert sizes == [(192, 192), (128, 128)]
 
 
-def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
+def test_several_runs_side_by_side(tmp_path: Path) -> None:
     runs = [write_evaluation(tmp_path / name / "scores", 8, shift) for name, shift in (("old", 0.0), ("new", -3.0))]
     page = Page(write_report(runs, tmp_path / "report"))
     scores = page.section("scores")
     assert "old/scores new/scores FID" in scores
-    assert "20.00 19.50 – 20.50 few images 17.00 16.50 – 17.50 few images ★ best CLIP score" in scores
+    assert "20.00 19.50 – 20.50 few images 17.00 16.50 – 17.50 few images ★ best Precision" in scores
     assert "0.5000 0.4000 – 0.6000 ★ best, not clearly 0.4700" in scores
     assert scores.count("FID of so few images says little.") == 1 and "not measured in the same way" not in scores
     rows = [found for tag, found in page.elements if tag == "div" and found.get("class") == "row"]
@@ -171,7 +171,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert len(charts) == 3 + 2 and charts[-1]["data"][1]["y"] == [1.5, 1.25]
 
 
-def test_the_best_and_the_worst_clip_score_stand_in_the_chart_where_they_are(tmp_path: Path) -> None:
+def test_the_clip_histogram_includes_both_ends(tmp_path: Path) -> None:
     run = write_evaluation(tmp_path / "run", count=4)
     told = json.loads((run / "report.json").read_text())
     told["per_image"]["clip_score"] = [0.0, 0.0, 0.0, 3.0]
@@ -182,7 +182,7 @@ def test_the_best_and_the_worst_clip_score_stand_in_the_chart_where_they_are(tmp
     assert spread["y"][:2] == [0.0, 75.0] and spread["y"][-2:] == [25.0, 0.0] and sum(spread["y"]) == 100.0
 
 
-def test_runs_measured_differently_are_told_apart(tmp_path: Path) -> None:
+def test_differently_measured_runs_are_marked(tmp_path: Path) -> None:
     first = write_evaluation(tmp_path / "a", 4)
     second = write_evaluation(tmp_path / "b", 6, warnings=["only here"], missing=[])
     changed = content(second, 6)["per_image"] | {"prompt": [f"another {number}" for number in range(6)]}
@@ -200,7 +200,7 @@ def write_changed(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_little_is_enough_for_a_page(tmp_path: Path) -> None:
+def test_a_minimal_report_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "report.json").write_text('{"fid": 3.25, "scores": {"kid": null, "own": {"value": NaN}}}')
     page = Page(write_report([tmp_path / "bare"], tmp_path / "report"))
@@ -209,16 +209,16 @@ def test_little_is_enough_for_a_page(tmp_path: Path) -> None:
     assert page.all("section", "id") == ["scores", "failures", "settings"]
 
 
-def test_a_picture_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+def test_a_missing_image_is_marked(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "run", 4)
     (folder / "images" / "0002_seed44.png").unlink()
-    (folder / "images" / "0003_seed45.png").write_bytes(b"not a picture")
+    (folder / "images" / "0003_seed45.png").write_bytes(b"not an image")
     page = Page(write_report([folder], tmp_path / "report"))
-    assert page.section("pictures").count("This picture could not be read.") == 2
+    assert page.section("images").count("This image could not be read.") == 2
     assert len(json.loads(page.scripts[0])) == 2
 
 
-def test_a_folder_that_moved_with_its_pictures_is_read(tmp_path: Path) -> None:
+def test_a_moved_folder_is_read(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "run", 4, images={"folder": "images", "count": 4})
     page = Page(write_report([folder], folder / "report"))
     assert page.all("img", "data-original")[-1] == "../images/0003_seed45.png"
@@ -228,10 +228,10 @@ def test_a_folder_that_moved_with_its_pictures_is_read(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "report.json is damaged. It is not JSON"),
-        ("[1]", "no report of an evaluation"),
-        ('{"scores": [1]}', "scores is not as it should be"),
+        ("[1]", "not a report of an evaluation"),
+        ('{"scores": [1]}', "scores is invalid"),
         ('{"per_image": {"file": ["a"], "prompt": []}}', "1 files but 0 of prompt"),
-        ('{"speed": {"0": {"images_per_second": "fast"}}}', "speed.0.images_per_second is not as it should be"),
+        ('{"speed": {"0": {"images_per_second": "fast"}}}', "speed.0.images_per_second is invalid"),
     ],
 )
 def test_a_damaged_report_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -249,5 +249,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().out == "page/index.html: open it in a browser.\n"
     assert "3 runs side by side" in (tmp_path / "page" / "index.html").read_text()
     assert main(["report", "a"]) == 0 and (tmp_path / "report" / "index.html").is_file()
-    assert main(["report", "d"]) == 1 and "There is no report.json in d." in capsys.readouterr().err
+    assert main(["report", "d"]) == 1 and "d holds no report.json." in capsys.readouterr().err
     assert main(["report"]) == 1 and "Missing argument FOLDERS." in capsys.readouterr().err

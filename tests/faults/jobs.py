@@ -1,4 +1,4 @@
-"""The jobs that schedules disturb: their commands, when they are finished, what can be damaged, what must come out."""
+"""The jobs of fault schedules: their commands, when they are finished, which files can be damaged, expected results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from muralist.data.ledger_lines import read_lines
-from muralist.errors import UserError
+from muralist.core.errors import UserError
+from muralist.data.ledger_reader import read_lines
 from muralist.train import checkpoint
 from tests.faults.schedule import Evaluating, Generating, Training
-from tests.support.generating import makers, other_files, pictures
+from tests.support.fault_injection import PLAN, Plan
+from tests.support.fork_server import SMALLEST
+from tests.support.generating import makers, other_files, read_images
+from tests.support.recovery import Workshop
 from tests.support.runs import assert_same_state, last_checkpoint, metrics, only_run
-from tests.support.saboteur import PLAN, Plan
-from tests.support.workshop import Workshop
-from tests.support.zygote import SMALLEST
 
 LONGEST = 14
 """Steps of the undisturbed trainings, with a checkpoint at each: one serves all shorter ones."""
@@ -32,11 +32,11 @@ class Job(ABC):
     refusal: str
     """What a second command on the same folder is told."""
 
-    def __init__(self, shop: Workshop, place: Path, dice: Random) -> None:
-        self.shop, self.place, self.dice = shop, place, dice
+    def __init__(self, shop: Workshop, place: Path, random: Random) -> None:
+        self.shop, self.place, self.random = shop, place, random
 
     @abstractmethod
-    def words(self, start: int) -> list[object]:
+    def arguments(self, start: int) -> list[object]:
         """The command of a start; the first is number 1."""
 
     @abstractmethod
@@ -45,29 +45,29 @@ class Job(ABC):
 
     @abstractmethod
     def damage(self, what: str) -> list[str] | None:
-        """Harm files between two starts; returns what the next start must say, or None if there is nothing to harm yet."""
+        """Harm files between two starts; returns what the next start must say, or None if there is nothing to action yet."""
 
     @abstractmethod
     def compare(self) -> None:
         """What is there equals what an undisturbed job leaves, to the bit."""
 
     def environment(self, start: int) -> dict[str, str]:
-        """Surroundings of a start."""
+        """Return the environment of a start."""
         return {}
 
     def heard(self, start: int, told: str) -> None:  # noqa: B027
         """Take in what a start printed, where that matters."""
 
 
-def _flip(path: Path, dice: Random) -> None:
+def _flip(path: Path, random: Random) -> None:
     content = bytearray(path.read_bytes())
-    content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
     path.write_bytes(content)
 
 
-def _cut(path: Path, dice: Random) -> None:
+def _cut(path: Path, random: Random) -> None:
     content = path.read_bytes()
-    path.write_bytes(content[: dice.randrange(len(content))])
+    path.write_bytes(content[: random.randrange(len(content))])
 
 
 class TrainingJob(Job):
@@ -75,14 +75,14 @@ class TrainingJob(Job):
 
     refusal = "is being trained by process"
 
-    def __init__(self, shop: Workshop, place: Path, dice: Random, case: Training) -> None:
-        super().__init__(shop, place, dice)
+    def __init__(self, shop: Workshop, place: Path, random: Random, case: Training) -> None:
+        super().__init__(shop, place, random)
         self.case = case
         self.results = place / "results"
         self.line: list[tuple[int, int]] = []
         """Ranks and first step of every start of which something is left in the end."""
 
-    def words(self, start: int) -> list[object]:
+    def arguments(self, start: int) -> list[object]:
         return train_words(self.shop, self.case, self._ranks(start), self.results, self.case.steps, self.case.every)
 
     def _ranks(self, start: int) -> int:
@@ -107,7 +107,7 @@ class TrainingJob(Job):
         if not self._has_begun():
             return None
         folder = only_run(self.results) / "checkpoints"
-        there = checkpoint.all_in(folder)
+        there = checkpoint.list_checkpoints(folder)
         if len(there) < 2 or not (folder / "latest").is_file():
             return None
         if what == "latest nowhere":
@@ -115,34 +115,34 @@ class TrainingJob(Job):
             return ["step_0009999"]
         newest = there[-1]
         files = sorted(path for path in newest.rglob("*") if path.is_file())
-        harm: dict[str, Callable[[], object]] = {
-            "truncated": lambda: _cut(self.dice.choice(files), self.dice),
-            "zeroed": lambda: (file := self.dice.choice(files)).write_bytes(bytes(file.stat().st_size)),
-            "flipped": lambda: _flip(self.dice.choice(files), self.dice),
+        action: dict[str, Callable[[], object]] = {
+            "truncated": lambda: _cut(self.random.choice(files), self.random),
+            "zeroed": lambda: (file := self.random.choice(files)).write_bytes(bytes(file.stat().st_size)),
+            "flipped": lambda: _flip(self.random.choice(files), self.random),
             "no manifest": (newest / "manifest.json").unlink,
         }
-        harm[what]()
+        action[what]()
         self._refuse(newest)
-        return ["Falling back to the checkpoint before it."]
+        return ["Falling back to the previous checkpoint."]
 
     def _refuse(self, damaged: Path) -> None:
         """Asked for by name, a damaged checkpoint is an error."""
         try:
-            checkpoint.manifest_of(damaged)
+            checkpoint.read_manifest(damaged)
         except UserError:
             pass
         else:
             raise AssertionError(f"{damaged} is damaged and is not taken to be so")
         log = self.place.parent / "refused.log"
         with log.open("wb") as output:
-            process = self.shop.zygote.start([*self.words(1), "--resume", damaged], output)
+            process = self.shop.fork_server.start([*self.arguments(1), "--resume", damaged], output)
         assert process.poll(60) == 1 and str(damaged) in log.read_text(), log.read_text()
 
     def compare(self) -> None:
         run, last = only_run(self.results), checkpoint.folder_name(self.case.steps)
         reference = _Reference(self.shop, self.case, tuple(self.line))
         assert last_checkpoint(run).name == last
-        checkpoint.manifest_of(last_checkpoint(run))
+        checkpoint.read_manifest(last_checkpoint(run))
         assert_same_state(reference.checkpoint(self.case.steps), last_checkpoint(run))
         lines, expected = metrics(run), reference.metrics()
         assert [line["step"] for line in lines] == list(range(1, self.case.steps + 1)), "not every step once"
@@ -193,16 +193,16 @@ class _Reference:
 
 
 class GeneratingJob(Job):
-    """Ends with every row's picture, bit for bit, vouched for by the ledger."""
+    """Ends with the image of every row, bit for bit, and its line in the ledger."""
 
     refusal = "is being filled by process"
 
-    def __init__(self, shop: Workshop, place: Path, dice: Random, case: Generating) -> None:
-        super().__init__(shop, place, dice)
+    def __init__(self, shop: Workshop, place: Path, random: Random, case: Generating) -> None:
+        super().__init__(shop, place, random)
         self.case = case
-        self.output = place / "pictures"
+        self.output = place / "images"
 
-    def words(self, start: int) -> list[object]:
+    def arguments(self, start: int) -> list[object]:
         workers = self.case.workers[(start - 1) % len(self.case.workers)]
         return self._command(self.output, workers)
 
@@ -212,19 +212,19 @@ class GeneratingJob(Job):
                 "--gpu_ids", *range(workers), "--worker_timeout", 4]  # fmt: skip
 
     def is_finished(self) -> bool:
-        return len(pictures(self.output)) == self.case.rows and not (self.output / ".ledger").exists()
+        return len(read_images(self.output)) == self.case.rows and not (self.output / ".ledger").exists()
 
     def damage(self, what: str) -> list[str] | None:
         there = sorted(self.output.glob("*.png"))
         ledger = self.output / "ledger.jsonl"
         if len(there) < 2 or not ledger.is_file():
             return None
-        victim = self.dice.choice(there)
-        if what == "cut picture":
-            _cut(victim, self.dice)
-        elif what == "flipped picture":
-            _flip(victim, self.dice)
-        elif what == "lost picture":
+        victim = self.random.choice(there)
+        if what == "cut image":
+            _cut(victim, self.random)
+        elif what == "flipped image":
+            _flip(victim, self.random)
+        elif what == "lost image":
             victim.unlink()
         elif what == "half a file":
             (self.output / f".{victim.name}.1.tmp").write_bytes(victim.read_bytes()[:40])
@@ -234,10 +234,10 @@ class GeneratingJob(Job):
         return []
 
     def compare(self) -> None:
-        made, expected = pictures(self.output), pictures(self._reference())
+        made, expected = read_images(self.output), read_images(self._reference())
         assert made.keys() == expected.keys()
         different = [name for name, data in made.items() if data != expected[name]]
-        assert not different, f"{len(different)} pictures differ, e.g. {different[:3]}"
+        assert not different, f"{len(different)} images differ, e.g. {different[:3]}"
         # The last line about a row counts: one at which two workers were killed is given up until the next start.
         last = {line["index"]: line for line in read_lines(self.output / "ledger.jsonl")}
         assert set(last) == set(range(self.case.rows))
@@ -249,12 +249,12 @@ class GeneratingJob(Job):
         assert all(re.fullmatch(r"failed_prompts_gpu\d\.txt", name) and not text for name, text in rest.items()), rest
 
     def _reference(self) -> Path:
-        output = self.shop.references / f"pictures_{self.case.rows}_{self.case.batch}"
+        output = self.shop.references / f"images_{self.case.rows}_{self.case.batch}"
         if not output.is_dir():
-            aside = output.with_name("pictures.new")
+            aside = output.with_name("images.new")
             shutil.rmtree(aside, ignore_errors=True)
             self.shop.references.mkdir(exist_ok=True)
-            self.shop.run(self._command(aside, 1), self.shop.root / "pictures.log")
+            self.shop.run(self._command(aside, 1), self.shop.root / "images.log")
             assert set(makers(aside)) == set(range(self.case.rows))
             aside.rename(output)
         return output
@@ -265,12 +265,12 @@ class EvaluatingJob(Job):
 
     refusal = ""
 
-    def __init__(self, shop: Workshop, place: Path, dice: Random, case: Evaluating) -> None:
-        super().__init__(shop, place, dice)
+    def __init__(self, shop: Workshop, place: Path, random: Random, case: Evaluating) -> None:
+        super().__init__(shop, place, random)
         self.case = case
         self.output = place / "scores"
 
-    def words(self, start: int) -> list[object]:
+    def arguments(self, start: int) -> list[object]:
         return self._command(self.output)
 
     def _command(self, output: Path) -> list[object]:
@@ -287,7 +287,7 @@ class EvaluatingJob(Job):
         files = [path for path in self.output.glob("features/*/*.bin") if path.stat().st_size]
         if not files:
             return None
-        {"cut features": _cut, "flipped features": _flip}[what](self.dice.choice(files), self.dice)
+        {"cut features": _cut, "flipped features": _flip}[what](self.random.choice(files), self.random)
         return []
 
     def compare(self) -> None:
@@ -306,12 +306,12 @@ def _digits(output: Path) -> dict[str, Any]:
     return report
 
 
-def job_of(shop: Workshop, place: Path, dice: Random, case: Training | Generating | Evaluating) -> Job:
+def job_of(shop: Workshop, place: Path, random: Random, case: Training | Generating | Evaluating) -> Job:
     """The job of a case."""
     match case:
         case Training():
-            return TrainingJob(shop, place, dice, case)
+            return TrainingJob(shop, place, random, case)
         case Generating():
-            return GeneratingJob(shop, place, dice, case)
+            return GeneratingJob(shop, place, random, case)
         case Evaluating():
-            return EvaluatingJob(shop, place, dice, case)
+            return EvaluatingJob(shop, place, random, case)

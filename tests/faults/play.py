@@ -18,8 +18,8 @@ from random import Random
 from tests.faults.jobs import Job, job_of
 from tests.faults.schedule import LIVING_ON, Schedule
 from tests.support.disks import small_disk
-from tests.support.saboteur import PLAN, Fault, Plan
-from tests.support.workshop import Workshop
+from tests.support.fault_injection import PLAN, Fault, Plan
+from tests.support.recovery import Workshop
 
 MOST_STARTS = 12
 LONGEST_START = 120.0
@@ -56,7 +56,7 @@ def play(shop: Workshop, schedule: Schedule, folder: Path) -> Outcome:
     except Exception:
         outcome.error = traceback.format_exc()
     finally:
-        shop.zygote.kill_all()
+        shop.fork_server.kill_all()
     outcome.seconds = time.monotonic() - begun
     if not outcome.error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -93,8 +93,8 @@ class _Play:
                 subprocess.run(["umount", "--lazy", str(self.place)], check=True)
         (self.place / "filler").unlink(missing_ok=True)
         deleted = any(fault.what == "deleted" and fault in self.attended for fault in self.schedule.faults)
-        if deleted and not (self.place / "pictures" / "ledger.jsonl").exists():
-            shutil.rmtree(self.place / "pictures", ignore_errors=True)  # as one does who finds that it was not empty
+        if deleted and not (self.place / "images" / "ledger.jsonl").exists():
+            shutil.rmtree(self.place / "images", ignore_errors=True)  # as one does who finds that it was not empty
         expected = []
         for fault in self.schedule.faults:
             if fault.who == "disk" and fault not in self.attended and start >= fault.at:
@@ -107,10 +107,10 @@ class _Play:
 
     def _start(self, start: int) -> tuple[int, str]:
         log = self.folder / f"start_{start}.log"
-        surroundings = {PLAN: str(self.folder / "plan.json"), **self.job.environment(start)}
+        environment = {PLAN: str(self.folder / "plan.json"), **self.job.environment(start)}
         begun, deadline = time.time(), time.monotonic() + LONGEST_START
         with log.open("wb") as output:
-            process = self.shop.zygote.start(self.job.words(start), output, **surroundings)
+            process = self.shop.fork_server.start(self.job.arguments(start), output, **environment)
         while (status := process.poll(0.01)) is None:
             assert time.monotonic() < deadline, f"start {start} hangs:\n{_end_of(log)}"
             self._attend(start)
@@ -142,7 +142,7 @@ class _Play:
     def _try_beside(self, start: int, asked: float) -> None:
         log = self.folder / "second.log"
         with log.open("wb") as output:
-            second = self.shop.zygote.start(self.job.words(start), output, **self.job.environment(start))
+            second = self.shop.fork_server.start(self.job.arguments(start), output, **self.job.environment(start))
         status = second.poll(LONGEST_START)
         told = log.read_text(errors="replace")
         if any(fault.what == "deleted" and self.plan.mark(fault).exists() for fault in self.schedule.faults):

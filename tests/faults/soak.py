@@ -21,10 +21,10 @@ from random import Random
 from tests.faults.jobs import train_words
 from tests.faults.play import workshop
 from tests.faults.schedule import SEED, Training
-from tests.support.generating import pictures
+from tests.support.fork_server import Started
+from tests.support.generating import read_images
+from tests.support.recovery import Workshop
 from tests.support.runs import assert_same_state, last_checkpoint, metrics
-from tests.support.workshop import Workshop
-from tests.support.zygote import Started
 
 _SETTLING = 15  # seconds in which a process may still grow
 _MOST_GROWTH = 16  # MB from then on
@@ -85,27 +85,27 @@ def _disturbed(
     shop: Workshop, words: list[object], log: Path, seconds: float, every: float, watch: Watch
 ) -> tuple[Started, int, int]:
     """Run a command for some time with kills, starting it again when it ends; returns it, kills and starts."""
-    dice, kills, starts = Random(SEED), 0, 1
+    random, kills, starts = Random(SEED), 0, 1
     end = time.monotonic() + seconds
     strike = time.monotonic() + every
     last_strike = end - every / 2  # so that what is asked to stop is not dying already
     with log.open("ab") as output:
-        command = shop.zygote.start(words, output)
+        command = shop.fork_server.start(words, output)
         while time.monotonic() < end:
             time.sleep(1)
             others = [process for process in _forked(shop) if process != command.pid]
             watch.look([*others, command.pid])
             if command.poll() is not None:
-                command, starts = shop.zygote.start(words, output), starts + 1
+                command, starts = shop.fork_server.start(words, output), starts + 1
             elif time.monotonic() > strike and others and strike < last_strike:
-                os.kill(dice.choice(others), signal.SIGKILL)
+                os.kill(random.choice(others), signal.SIGKILL)
                 strike, kills = strike + every, kills + 1
     return command, kills, starts
 
 
 def _forked(shop: Workshop) -> list[int]:
-    zygote = shop.zygote.process.pid
-    return [int(word) for word in Path(f"/proc/{zygote}/task/{zygote}/children").read_text().split()]
+    fork_server = shop.fork_server.process.pid
+    return [int(word) for word in Path(f"/proc/{fork_server}/task/{fork_server}/children").read_text().split()]
 
 
 def _stop(shop: Workshop, command: Started) -> None:
@@ -117,17 +117,17 @@ def _soak_training(shop: Workshop, folder: Path, seconds: float, every: float) -
     case = Training(ranks=(2,), strategy="ddp", steps=_ENDLESS, every=200, samples=0, loaders=1)
     watch = Watch()
 
-    def words(results: Path, steps: int) -> list[object]:
+    def arguments(results: Path, steps: int) -> list[object]:
         return [*train_words(shop, case, 2, results, steps, case.every), "--epochs", _ENDLESS, "--log_every", 100]
 
     command, kills, starts = _disturbed(
-        shop, words(folder / "disturbed", _ENDLESS), folder / "training.log", seconds, every, watch
+        shop, arguments(folder / "disturbed", _ENDLESS), folder / "training.log", seconds, every, watch
     )
     _stop(shop, command)
     disturbed = last_checkpoint(folder / "disturbed" / "run")
     steps = int(disturbed.name.removeprefix("step_"))
     with (folder / "undisturbed.log").open("wb") as output:
-        assert shop.zygote.start(words(folder / "undisturbed", steps), output).poll(3 * seconds + 120) == 0
+        assert shop.fork_server.start(arguments(folder / "undisturbed", steps), output).poll(3 * seconds + 120) == 0
     undisturbed = last_checkpoint(folder / "undisturbed" / "run")
     assert_same_state(undisturbed, disturbed)
     lines = [metrics(run.parent.parent) for run in (undisturbed, disturbed)]
@@ -139,22 +139,22 @@ def _soak_training(shop: Workshop, folder: Path, seconds: float, every: float) -
 def _soak_generation(shop: Workshop, folder: Path, seconds: float, every: float) -> str:
     watch = Watch()
 
-    def words(output: Path, rows: int) -> list[object]:
+    def arguments(output: Path, rows: int) -> list[object]:
         return ["generate", "--prompts_csv", shop.table(_rows(seconds)), "--model_path", shop.model / "run",
                 "--output_dir", output, "--num_inference_steps", 8, "--dtype", "fp32", "--batch_size", 3,
                 "--gpu_ids", 0, 1, "--num_samples", rows]  # fmt: skip
 
-    output, rows = folder / "pictures", _rows(seconds)
-    command, kills, starts = _disturbed(shop, words(output, rows), folder / "generation.log", seconds, every, watch)
+    output, rows = folder / "images", _rows(seconds)
+    command, kills, starts = _disturbed(shop, arguments(output, rows), folder / "generation.log", seconds, every, watch)
     _stop(shop, command)
-    made = pictures(output)
+    made = read_images(output)
     last = max(int(name.partition("_")[0]) for name in made)
-    reference = folder / "pictures_undisturbed"
+    reference = folder / "images_undisturbed"
     with (folder / "generation_undisturbed.log").open("wb") as log:
-        assert shop.zygote.start(words(reference, last + 1), log).poll(3 * seconds + 120) == 0
-    expected = pictures(reference)
-    assert made and made.items() <= expected.items(), "pictures differ"
-    return watch.check(f"generation: {len(made):,} pictures, {kills} kills, {starts} starts, exact")
+        assert shop.fork_server.start(arguments(reference, last + 1), log).poll(3 * seconds + 120) == 0
+    expected = read_images(reference)
+    assert made and made.items() <= expected.items(), "images differ"
+    return watch.check(f"generation: {len(made):,} images, {kills} kills, {starts} starts, exact")
 
 
 def _rows(seconds: float) -> int:

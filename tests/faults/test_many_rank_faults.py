@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from muralist.data.stream import Stream
+from muralist.data.sampler import ShuffledOrder
 from muralist.train import checkpoint
 from tests.support.runs import TINY, finish, last_checkpoint, losses, start
 
@@ -18,25 +18,25 @@ TOTAL, IMAGES, STEP = 4, 16, 2
 
 
 @pytest.fixture
-def pictures_with_a_broken_one(tmp_path: Path) -> tuple[Path, str]:
-    """Pictures of which the one that rank 1 of two reads at step 2 is cut short."""
-    folder = tmp_path / "pictures"
+def images_with_a_broken_one(tmp_path: Path) -> tuple[Path, str]:
+    """Return a folder of images; the one that rank 1 of two reads at step 2 is truncated."""
+    folder = tmp_path / "images"
     folder.mkdir()
     generator = np.random.default_rng(0)
     for index in range(IMAGES):
         pixels = generator.integers(0, 256, (24, 24, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{index:02d}.png")
     number = STEP * TOTAL + TOTAL - 1
-    broken = folder / f"{int(Stream(0, IMAGES).positions(np.array([number]))[0]):02d}.png"
+    broken = folder / f"{int(ShuffledOrder(0, IMAGES).positions(np.array([number]))[0]):02d}.png"
     broken.write_bytes(broken.read_bytes()[:200])
     return folder, broken.name
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_nobody_leaves_before_a_slow_save_is_done(
-    pictures_with_a_broken_one: tuple[Path, str], tmp_path: Path, strategy: str
+def test_no_rank_leaves_before_a_slow_save_is_done(
+    images_with_a_broken_one: tuple[Path, str], tmp_path: Path, strategy: str
 ) -> None:
-    folder, name = pictures_with_a_broken_one
+    folder, name = images_with_a_broken_one
     words = ["train", *TINY, "--data_path", folder, "--global_batch_size", TOTAL, "--val_fraction", "0", "--epochs", "9",
              "--samples_per_gpu", "0", "--results_dir", tmp_path / "results", "--run_name", "run",
              "--strategy", strategy]  # fmt: skip
@@ -49,14 +49,14 @@ def test_nobody_leaves_before_a_slow_save_is_done(
         f"sys.exit(main({[str(word) for word in words]!r}))\n"
     )
     impatient = (
-        "import sys\nfrom muralist import launch\nlaunch._GRACE = 2.0\n"
+        "import sys\nfrom muralist.tools import launch\nlaunch._GRACE_SECONDS = 2.0\n"
         f"sys.exit(launch.launch([{sys.executable!r}, '-c', {slow_save!r}], 2))\n"
     )
     output = finish(start("python", "-c", impatient), expect=1, timeout=120)
     assert name in output and "Traceback" not in output
     run = tmp_path / "results" / "run"
     assert last_checkpoint(run).name == f"step_{STEP:07d}"
-    checkpoint.manifest_of(last_checkpoint(run))
+    checkpoint.read_manifest(last_checkpoint(run))
     assert len(losses(run)) == STEP
 
 
@@ -71,5 +71,5 @@ def test_processes_that_see_different_checkpoints_do_not_train(photo_folder: Pat
     ]
     for step, rank in zip((3, 0), ranks, strict=True):
         output = finish(rank, expect=1, timeout=120)
-        assert "do not see the same checkpoint and data" in output and f"from step {step} " in output
+        assert "do not see the same checkpoint and data" in output and f"at step {step} " in output
     assert len(losses(tmp_path / "shared" / "run")) == 3

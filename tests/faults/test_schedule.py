@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from tests.faults.schedule import DAMAGE, FEATURE_DAMAGE, PICTURE_DAMAGE, schedule
+from tests.faults.schedule import DAMAGE, FEATURE_DAMAGE, IMAGE_DAMAGE, schedule
 
 MANY = 200
 
 
-def test_a_number_means_the_same_schedule_every_time() -> None:
+def test_schedule_is_a_function_of_its_number() -> None:
     assert [schedule(number) for number in range(20)] == [schedule(number) for number in range(20)]
     assert str(schedule(3)) == str(schedule(3)) and "\n" not in str(schedule(3))
     assert schedule(3) != schedule(3, seed=11)
 
 
-def test_every_fault_of_every_job_comes_up() -> None:
+def test_every_fault_of_every_job_occurs() -> None:
     seen = {
         (played.job, fault.what, fault.when if played.job == "train" else "")
         for played in map(schedule, range(MANY))
@@ -26,14 +26,14 @@ def test_every_fault_of_every_job_comes_up() -> None:
     expected |= {("train", what, "file") for what in ("kill", "term")}
     expected |= {("train", what, "start") for what in DAMAGE}
     working = ("kill", "freeze", "torn", "memory", "full", "deleted", "second", "clock", "int", "term")
-    expected |= {("generate", what, "") for what in (*working, *PICTURE_DAMAGE)}
+    expected |= {("generate", what, "") for what in (*working, *IMAGE_DAMAGE)}
     expected |= {("evaluate", what, "") for what in ("kill", "int", "term", "pause", *FEATURE_DAMAGE)}
     assert not expected - seen
     ranks = {count for played in map(schedule, range(MANY)) for count in getattr(played.case, "ranks", ())}
     assert ranks == {1, 2, 3}
 
 
-def test_no_fault_waits_for_somebody_who_is_never_there() -> None:
+def test_no_fault_waits_for_a_process_that_never_exists() -> None:
     for played in map(schedule, range(MANY)):
         least = min(getattr(played.case, "ranks", None) or getattr(played.case, "workers", ()))
         for fault in played.faults:

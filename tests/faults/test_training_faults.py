@@ -47,7 +47,7 @@ def assert_ends_alike(undisturbed: Path, results: Path) -> None:
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
-def test_a_polite_signal_saves_and_leaves(
+def test_signal_saves_and_ends_the_run(
     photo_folder: Path, tmp_path: Path, undisturbed: Path, which: signal.Signals
 ) -> None:
     process = start(*command(photo_folder, tmp_path))
@@ -62,7 +62,7 @@ def test_a_polite_signal_saves_and_leaves(
     assert_ends_alike(undisturbed, tmp_path)
 
 
-def test_killed_without_warning(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
+def test_killed_by_sigkill(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
     for checkpoint in ("step_0000020", "step_0000040"):
         process = start(*command(photo_folder, tmp_path))
         wait_until(lambda name=checkpoint: bool(list(tmp_path.glob(f"*/checkpoints/{name}"))))  # type: ignore[misc]
@@ -87,7 +87,7 @@ def test_killed_while_checkpoints_are_written(photo_folder: Path, tmp_path: Path
     assert not list(tmp_path.glob("*/checkpoints/.*"))
 
 
-def test_touching_save_saves(photo_folder: Path, tmp_path: Path) -> None:
+def test_save_file_requests_a_checkpoint(photo_folder: Path, tmp_path: Path) -> None:
     words = command(photo_folder, tmp_path)
     words[words.index("--max_steps") + 1] = 100_000
     words[words.index("--ckpt_every") + 1] = 50_000
@@ -101,7 +101,7 @@ def test_touching_save_saves(photo_folder: Path, tmp_path: Path) -> None:
     finish(process)
 
 
-def test_two_trainers_on_one_run(photo_folder: Path, tmp_path: Path) -> None:
+def test_second_trainer_on_one_run_is_refused(photo_folder: Path, tmp_path: Path) -> None:
     words = command(photo_folder, tmp_path)
     words[words.index("--max_steps") + 1] = 100_000
     first = start(*words, "--epochs", "100000")
@@ -116,7 +116,7 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_dead_loader_process_ends_the_run_with_a_sentence_and_loses_nothing(
+def test_dead_loader_process_is_reported_and_the_run_is_saved(
     photo_folder: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     words = [*command(photo_folder, tmp_path), "--num_workers", "2"]
@@ -125,13 +125,13 @@ def test_a_dead_loader_process_ends_the_run_with_a_sentence_and_loses_nothing(
     for child in children_of(process.pid):
         os.kill(child, signal.SIGKILL)
     output = finish(process, expect=1)
-    assert "A loader process died" in output and "Traceback" not in output
+    assert "A DataLoader worker died" in output and "Traceback" not in output
     assert len(metrics(only_run(tmp_path))) == int(last_checkpoint(only_run(tmp_path)).name.removeprefix("step_"))
     finish(start(*words))
     assert_ends_alike(undisturbed, tmp_path)
 
 
-def test_a_signal_to_the_whole_job_saves_too(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
+def test_signal_to_the_process_group_saves_too(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
     words = [*command(photo_folder, tmp_path), "--num_workers", "2"]
     process = start(*words, new_session=True)
     wait_until(lambda: steps_written(tmp_path) > 3)

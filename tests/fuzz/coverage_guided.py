@@ -15,15 +15,15 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["muralist", "yaml", "csv", "json"]):
-    from muralist.config import from_yaml, load, to_yaml
-    from muralist.data.hydit_index import open_index
-    from muralist.data.ledger_lines import parsed
-    from muralist.data.manifest import EncodedManifest, Manifest
-    from muralist.data.prompts import open_table
-    from muralist.errors import UserError
+    from muralist.core.errors import UserError
+    from muralist.core.slurm import first_host
+    from muralist.data.ledger_reader import parse_line
+    from muralist.data.packed import EncodedManifest, Manifest
+    from muralist.data.prompts import open_prompt_table
+    from muralist.data.sources.hydit_index import open_index
     from muralist.generate.ledger import Header
-    from muralist.scale.slurm import first_host
     from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
+    from muralist.settings.load import load, read_yaml, to_yaml
 
 PLACE = Path(tempfile.mkdtemp(prefix="muralist-fuzz-"))
 SEEDS: dict[str, list[bytes]] = {
@@ -59,7 +59,7 @@ def _written(name: str, data: bytes) -> Path:
 def table(data: bytes) -> None:
     """Prompt tables: what is taken can be read again in any order."""
     kind = ("csv", "tsv", "jsonl", "txt", "json")[data[0] % 5 if data else 0]
-    found = open_table(str(_written(f"table.{kind}", data[1:])))
+    found = open_prompt_table(str(_written(f"table.{kind}", data[1:])))
     rows = found.rows(range(len(found)))
     assert found.rows(range(len(found))[::-1]) == rows[::-1]
     assert not any({"/", "\0", "\\"} & set(row.id) or row.id.startswith(".") for row in rows)
@@ -67,7 +67,7 @@ def table(data: bytes) -> None:
 
 def ledger(data: bytes) -> None:
     """Lines of a ledger, and its first."""
-    if line := parsed(data):
+    if line := parse_line(data):
         assert isinstance(line["index"], int) and "/" not in line["gpu"]
     with suppress(ValueError, RecursionError):  # what `Header.read` takes for damage
         Header.parse(data.decode(errors="replace"))
@@ -79,7 +79,7 @@ def config(data: bytes) -> None:
         settings = load(TrainSettings, data.decode(errors="replace").split("\0"), TRAIN_FLAT_NAMES)
     else:
         settings = load(TrainSettings, ["--config", str(_written("config.yaml", data))], TRAIN_FLAT_NAMES)
-    assert from_yaml(TrainSettings, _written("again.yaml", to_yaml(settings).encode())) == settings
+    assert read_yaml(TrainSettings, _written("again.yaml", to_yaml(settings).encode())) == settings
 
 
 def index(data: bytes) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from muralist.errors import UserError
+from muralist.core.errors import UserError
 
 T = TypeVar("T")
 MANY = os.environ.get("HYPOTHESIS_PROFILE") == "fuzz"

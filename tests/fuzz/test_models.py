@@ -1,4 +1,4 @@
-"""Weights, checkpoints and model folders, damaged or telling nonsense: read as they are, or refused in words."""
+"""Weights, checkpoints and model folders, damaged or malformed: read, or refused with a message."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from muralist.errors import UserError
-from muralist.evaluate.inception_weights import load_inception
-from muralist.generate.adapters import check_adapters
-from muralist.generate.models import check_model
+from muralist.core.errors import UserError
+from muralist.evaluate.inception import load_inception
+from muralist.generate.loras import check_adapters
+from muralist.generate.model_info import inspect_model
 from muralist.models import weights
+from muralist.models.export import infer_jit_config, read_jit_folder, write_jit_folder
 from muralist.models.jit import JiT
 from muralist.settings import GenerateSettings
 from muralist.train import checkpoint
@@ -37,7 +38,7 @@ MODEL = {
 
 def _network() -> dict[str, torch.Tensor]:
     network = JiT(12, 4, **SIZES, in_context_start=0)
-    network.initialise(0)
+    network.init_weights(0)
     return {name: value.contiguous() for name, value in network.state_dict().items()}
 
 
@@ -48,7 +49,7 @@ def state() -> dict[str, torch.Tensor]:
 
 def _generate(path: Path) -> Any:
     settings = GenerateSettings(prompts_csv="", output_dir="", model_path=str(path))
-    return refused_or(lambda: check_model(settings))
+    return refused_or(lambda: inspect_model(settings))
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "pth"])
@@ -58,12 +59,12 @@ def test_damaged_weights_are_read_or_refused(kind: str, data: st.DataObject, tmp
     path = tmp_path_factory.getbasetemp() / f"weights.{kind}"
     tensors = {"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
     if kind == "safetensors":
-        whole = save(tensors)
+        intact = save(tensors)
     else:
         torch.save({"model_ema1": tensors, "epoch": 3}, path)
-        whole = path.read_bytes()
+        intact = path.read_bytes()
     path.unlink(missing_ok=True)
-    path.write_bytes(data.draw(damaged(whole)))
+    path.write_bytes(data.draw(damaged(intact)))
     found = refused_or(lambda: weights.read_weights(path))
     assert isinstance(found, UserError) or all(isinstance(value, torch.Tensor) for value in found.values())
     refused_or(lambda: load_inception(path))
@@ -99,19 +100,19 @@ def test_safetensors_with_a_lying_header(header: Any, length: int | None, tmp_pa
 
 @examples(33)
 @given(data=st.data())
-def test_tensors_of_other_shapes_make_no_network(data: st.DataObject, state: dict[str, torch.Tensor]) -> None:
+def test_tensors_of_other_shapes_are_refused(data: st.DataObject, state: dict[str, torch.Tensor]) -> None:
     names = ["x_embedder.proj1.weight", "blocks.0.attn.q_norm.weight", "pos_embed", "y_embedder.embedding_table.weight"]
     name = data.draw(st.sampled_from(names))
     shape = data.draw(st.lists(st.sampled_from([0, 1, 2, 5, 1000]), max_size=5))
     changed = state | {name: torch.empty(shape, device="meta") if shape else torch.empty(())}
-    refused_or(lambda: weights.infer_jit_config(changed, in_context_start=0))
+    refused_or(lambda: infer_jit_config(changed, in_context_start=0))
 
 
 @pytest.fixture(scope="module")
 def export(state: dict[str, torch.Tensor], tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp("export") / "jit"
-    config = weights.infer_jit_config(state, in_context_start=0)
-    weights.write_jit_folder(folder, state, config | {"label_names": ["a", "b", "c"], "objective": MODEL["objective"]})
+    config = infer_jit_config(state, in_context_start=0)
+    write_jit_folder(folder, state, config | {"label_names": ["a", "b", "c"], "objective": MODEL["objective"]})
     assert not isinstance(_generate(folder), UserError)
     return folder
 
@@ -125,7 +126,7 @@ def test_damaged_exports_are_read_or_refused(export: Path, data: st.DataObject) 
     (copy / "config.json").write_bytes(data.draw(damaged_json(json.loads((export / "config.json").read_text()))))
     with untouched(export.parent):
         _generate(copy)
-        refused_or(lambda: weights.read_jit_folder(copy))
+        refused_or(lambda: read_jit_folder(copy))
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +148,8 @@ def _copied(run: Path) -> Path:
 def _use(run: Path) -> None:
     folder = run / "checkpoints" / "step_0000003"
     with untouched(run):
-        refused_or(lambda: checkpoint.manifest_of(folder))
-        refused_or(lambda: checkpoint.newest_whole(run / "checkpoints"))
+        refused_or(lambda: checkpoint.read_manifest(folder))
+        refused_or(lambda: checkpoint.newest_intact(run / "checkpoints"))
         refused_or(lambda: weights.read_weights(run))
         _generate(run)
 
@@ -164,13 +165,13 @@ def test_damaged_checkpoint_manifests_are_read_or_refused(run: Path, data: st.Da
 
 @examples(44)
 @given(data=st.data())
-def test_sealed_manifests_of_nonsense_are_read_or_refused(run: Path, data: st.DataObject) -> None:
-    """The seal tells damage, not malice: anybody can compute one."""
+def test_malformed_manifests_with_a_valid_checksum_are_read_or_refused(run: Path, data: st.DataObject) -> None:
+    """The checksum detects damage, not malice: anybody can compute one."""
     copy = _copied(run)
     path = copy / "checkpoints" / "step_0000003" / "manifest.json"
-    whole = json.loads(path.read_text())
-    del whole["sha256"]
-    manifest = data.draw(nonsense(whole))
+    intact = json.loads(path.read_text())
+    del intact["sha256"]
+    manifest = data.draw(nonsense(intact))
     if isinstance(manifest, dict):
         manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     path.write_bytes(json_bytes(manifest))
@@ -196,7 +197,7 @@ def test_a_damaged_state_is_read_or_refused(run: Path, data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("content", [None, 5, {}, "text", OSError, {"a": torch.float32}, b"x" * 100])
-def test_tables_of_contents_of_nonsense_are_refused(content: Any, run: Path) -> None:
+def test_malformed_tables_of_contents_are_refused(content: Any, run: Path) -> None:
     copy = _copied(run) / "checkpoints" / "step_0000003"
     (copy / "state" / ".metadata").write_bytes(pickle.dumps(content))
     with pytest.raises(UserError, match="cannot be read"):
@@ -204,7 +205,8 @@ def test_tables_of_contents_of_nonsense_are_refused(content: Any, run: Path) -> 
 
 
 INDEX = {
-    "_class_name": "StableDiffusionPipeline", "_diffusers_version": "0.42.1", "unet": ["diffusers", "UNet2DConditionModel"],
+    "_class_name": "StableDiffusionPipeline", "_diffusers_version": "0.42.1",
+    "unet": ["diffusers", "UNet2DConditionModel"],
     "vae": ["diffusers", "AutoencoderKL"], "feature_extractor": [None, None], "requires_safety_checker": False,
 }  # fmt: skip
 
@@ -229,7 +231,7 @@ def test_damaged_pipelines_are_read_or_refused(file: str, data: st.DataObject, t
 
 
 @pytest.mark.parametrize("text", ["", ":", ":1", "a:nan", "a:inf", "x" * 5000, "a:1:2", "a\0b", "/:", "..:0.5"])
-def test_adapters_of_nonsense_are_refused(text: str) -> None:
+def test_malformed_adapters_are_refused(text: str) -> None:
     found = refused_or(lambda: check_adapters([text]))
     assert isinstance(found, UserError) or found[0].path.exists()
 
@@ -245,6 +247,6 @@ def test_damaged_adapters_are_read_or_refused(data: bytes, tmp_path_factory: Any
 
 
 @pytest.mark.parametrize("data", BAD_JSON)
-def test_configs_that_are_no_json_are_refused(data: bytes, tmp_path: Path) -> None:
+def test_configs_that_are_not_json_are_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(data)
     assert isinstance(_generate(tmp_path), UserError)

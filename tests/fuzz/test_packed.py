@@ -14,21 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muralist.data.encoded import CAPTION_FILES, EncodedSource
-from muralist.data.encoded_batch import read_empty_caption, read_encoded
-from muralist.data.manifest import EncodedManifest, is_packed
-from muralist.data.packed import pack
-from muralist.data.packed_rows import RowWriter
-from muralist.data.sources import open_held_out, open_source, read_batch
-from muralist.errors import UserError
+from muralist.core.errors import UserError
+from muralist.data.latents import CAPTION_FILES, LatentSource
+from muralist.data.packed import EncodedManifest, RowWriter, is_packed
+from muralist.data.source import read_batch
+from muralist.data.sources.registry import open_held_out, open_source
+from muralist.tools.pack import pack
 from tests.fuzz.damage import damaged, damaged_json, examples, refused_or, untouched
-from tests.support.pictures import pictures, write_csv
+from tests.support.images import encoded_samples, write_csv
 
 SIZE = 8
 
 
 def _packed(folder: Path) -> Path:
-    pack(str(write_csv(folder / "set.csv", pictures(3))), str(folder / "packed"), SIZE, workers=1)
+    pack(str(write_csv(folder / "set.csv", encoded_samples(3))), str(folder / "packed"), SIZE, workers=1)
     return folder / "packed"
 
 
@@ -76,9 +75,9 @@ def read_all(folder: Path) -> int | UserError:
         source = open_source(str(folder), SIZE)
         source.fingerprint()
         numbers = np.arange(min(len(source), 9))
-        if isinstance(source, EncodedSource):
-            batch, labels, captions = read_encoded(source, numbers)
-            read_empty_caption(source)
+        if isinstance(source, LatentSource):
+            batch, labels, captions = source.read_latents(numbers)
+            source.read_empty_caption()
             assert len(batch.latents) == len(labels) == len(captions) == len(numbers)
         else:
             images, labels, captions = read_batch(source, numbers)

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from muralist.data.prompts import PromptTable, open_table
-from muralist.errors import UserError
+from muralist.core.errors import UserError
+from muralist.data.prompts import PromptTable, open_prompt_table
 from tests.fuzz.damage import BAD_JSON, NONSENSE, damaged, damaged_json, examples, nonsense, refused_or, untouched
 
 ROWS: list[dict[str, Any]] = [
@@ -55,7 +55,7 @@ def _read(folder: Path, kind: str, data: bytes) -> PromptTable | UserError:
     path = folder / f"table.{kind}"
     path.write_bytes(data)
     with untouched(folder):
-        table = refused_or(lambda: open_table(str(path)))
+        table = refused_or(lambda: open_prompt_table(str(path)))
         if isinstance(table, PromptTable):
             _check(table)
     return table
@@ -108,7 +108,7 @@ def test_captions_of_nonsense_are_read_or_refused(data: bytes, tmp_path_factory:
 @pytest.mark.parametrize(
     "data", [*BAD_JSON, VALID["csv"].split(b"\n")[0], b"prompt\n", b"prompt", b'prompt\n"', b"\r" * 9]
 )
-def test_files_that_are_no_table_are_read_or_refused(kind: str, data: bytes, tmp_path: Path) -> None:
+def test_files_that_are_not_tables_are_read_or_refused(kind: str, data: bytes, tmp_path: Path) -> None:
     found = _read(tmp_path, kind, data)
     if kind in ("json", "parquet"):
         assert isinstance(found, UserError)
@@ -123,7 +123,7 @@ _text = st.text(st.characters(codec="utf-8"), max_size=30)
 @given(rows=st.lists(st.tuples(_text, _text.filter(str.strip), st.integers(0, 2**62 - 1)), min_size=1, max_size=6))
 @example(rows=[('"', '""', 0), ("\r", "\n\r", 1), ("\u2028", "\x85\x1c", 2)])
 @example(rows=[("", "\ufeff", 0)])
-def test_what_was_written_is_what_is_read(kind: str, encoding: str, rows: Any, tmp_path_factory: Any) -> None:
+def test_table_round_trip(kind: str, encoding: str, rows: Any, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.mktemp("table") / f"table.{kind}"
     documents = [{"id": id, "prompt": prompt, "seed": seed} for id, prompt, seed in rows]
     if kind == "jsonl":
@@ -137,7 +137,7 @@ def test_what_was_written_is_what_is_read(kind: str, encoding: str, rows: Any, t
             )
             writer.writeheader()
             writer.writerows(documents)
-    table = open_table(str(path))
+    table = open_prompt_table(str(path))
     _check(table)
     assert [(row.prompt, row.seed) for row in table.rows(range(len(table)))] == [
         (p.strip(), seed) for _, p, seed in rows
@@ -151,7 +151,7 @@ def test_every_kind_of_nonsense_in_every_field(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [b"image_id", b"prompt", b"seed"])
-def test_a_parquet_file_with_a_name_that_is_no_text_is_refused(name: bytes, tmp_path: Path) -> None:
+def test_a_parquet_column_name_that_is_not_text_is_refused(name: bytes, tmp_path: Path) -> None:
     """A bit turned in a column's name, in each of the places that it stands in; found by `make fuzz`."""
     pieces = VALID["parquet"].split(name)
     for place in range(1, len(pieces)):

@@ -13,19 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muralist.data.ledger_lines import parsed
-from muralist.data.prompts import open_table
-from muralist.errors import UserError
+from muralist.core import liveness
+from muralist.core.errors import UserError
+from muralist.core.lock import FileLock
+from muralist.data.ledger_reader import parse_line
+from muralist.data.prompts import open_prompt_table
 from muralist.evaluate import inputs
 from muralist.evaluate.inception import FEATURES
-from muralist.evaluate.report import write_report
-from muralist.evaluate.results import read_runs
+from muralist.evaluate.page import write_report
+from muralist.evaluate.report import read_runs
 from muralist.generate import ledger
-from muralist.generate.folder import Lock, OutputFolder, write_failures
 from muralist.generate.ledger import Header, Shard
+from muralist.generate.output_dir import OutputDir, write_failures
 from muralist.generate.plan import Plan
-from muralist.train import heartbeat
-from muralist.train.data import _recall
+from muralist.train import watchdog
+from muralist.train.dataset import _read_shapes
 from tests.fuzz.damage import NONSENSE, damaged, damaged_json, examples, json_bytes, listing, nonsense, refused_or
 
 SETTINGS = {"model": "tiny", "fingerprint": "x", "height": 8}
@@ -43,12 +45,12 @@ FAILED = {name: value for name, value in DONE.items() if name not in ("bytes", "
 def plan(tmp_path_factory: Any) -> Plan:
     table = tmp_path_factory.mktemp("plan") / "table.csv"
     table.write_text("id,prompt,seed\na,a car,5\nb,a dog,6\n")
-    return Plan(open_table(str(table)), 1, 0, "", (8, 8), "png")
+    return Plan(open_prompt_table(str(table)), 1, 0, "", (8, 8), "png")
 
 
 def _use(root: Path, plan: Plan, lines: bytes, header: bytes | None = None) -> None:
     """Everything that commands do with a ledger that somebody gave them; nothing outside its folder may change."""
-    folder = OutputFolder(root / "output")
+    folder = OutputDir(root / "output")
     folder.create()
     (root / "bystander.txt").write_text("keep me")
     folder.ledger.write_bytes((header or Header(SETTINGS, 1).line().encode()) + lines)
@@ -57,8 +59,8 @@ def _use(root: Path, plan: Plan, lines: bytes, header: bytes | None = None) -> N
     if isinstance(found, Header):
         refused_or(lambda: folder.check_settings(SETTINGS, found))
         refused_or(lambda: f"{found.batch_size + 1} {found.digest} {found.made_with.items()} {found.one_at_a_time}")
-    folder.has_pictures()
-    folder.sweep()
+    folder.has_images()
+    folder.recover()
     refused_or(lambda: folder.finished(plan))
     refused_or(lambda: write_failures(folder, ["0"]))
     refused_or(lambda: inputs.read_ledger(folder.root))
@@ -76,7 +78,7 @@ def test_damaged_ledgers_are_used_or_refused(plan: Plan, data: st.DataObject, tm
 
 @examples(66)
 @given(lines=nonsense([DONE, FAILED, DONE]))
-def test_ledger_lines_of_nonsense_are_used_or_passed_over(plan: Plan, lines: Any, tmp_path_factory: Any) -> None:
+def test_random_ledger_lines_are_used_or_ignored(plan: Plan, lines: Any, tmp_path_factory: Any) -> None:
     lines = lines if isinstance(lines, list) else [lines]
     _use(tmp_path_factory.mktemp("ledger"), plan, b"".join(json_bytes(line) + b"\n" for line in lines))
 
@@ -97,22 +99,20 @@ _facts = st.text(st.characters(codec="utf-8"), max_size=20)
 
 @examples(16)
 @given(prompt=_facts, reason=_facts, seed=st.integers(0, 2**62))
-def test_what_a_worker_wrote_is_what_is_read(
-    plan: Plan, prompt: str, reason: str, seed: int, tmp_path_factory: Any
-) -> None:
+def test_ledger_round_trip(plan: Plan, prompt: str, reason: str, seed: int, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("shard")
     sample = plan.sample(0)._replace(prompt=prompt, seed=seed)
-    picture = folder / "a.png"
-    picture.write_bytes(b"abc")
+    image = folder / "a.png"
+    image.write_bytes(b"abc")
     shard = Shard(folder / "work" / "gpu0.jsonl", "x")
-    shard.done(sample, picture, "sha", "0", 0.5, None)
+    shard.done(sample, image, "sha", "0", 0.5, None)
     shard.failed(sample, reason, "0", 0.5)
     shard.close()
     ledger.start(folder / "ledger.jsonl", Header(SETTINGS, 1))
     ledger.merge(folder / "ledger.jsonl", folder / "work")
     done, failed = ledger.read_lines(folder / "ledger.jsonl")
     assert (done["prompt"], done["seed"], done["key"]) == (prompt, seed, sample.key)
-    assert failed["error"] == reason and ledger.is_whole(picture, done)
+    assert failed["error"] == reason and ledger.is_intact(image, done)
 
 
 @examples(16)
@@ -121,11 +121,9 @@ def test_damaged_locks_still_name_an_owner(data: bytes, tmp_path_factory: Any) -
     path = tmp_path_factory.getbasetemp() / "lock"
     path.write_bytes(data)
     with path.open("a+", errors="replace") as file:
-        lock = Lock(file, path, "")
-        assert "is being filled by" in str(lock._refusal())
-        assert not (owner := lock._owner()) or f"{owner['pid']:d} {owner['host']}" in str(lock._refusal()).replace(
-            " on", ""
-        )
+        lock = FileLock(file, path, UserError)
+        owner = lock._owner()
+        assert lock.owner_name() == (f"process {owner['pid']:d} on {owner['host']}" if owner else "another process")
 
 
 RECORD = {
@@ -136,16 +134,16 @@ RECORD = {
 
 @examples(33)
 @given(data=damaged_json(RECORD))
-def test_damaged_signs_of_life_are_read_or_passed_over(data: bytes, tmp_path_factory: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: None)
+def test_damaged_heartbeats_are_read_or_ignored(data: bytes, tmp_path_factory: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(liveness.time, "sleep", lambda seconds: None)
     path = tmp_path_factory.getbasetemp() / "rank_1.json"
     path.write_bytes(data)
-    record = heartbeat._read(path)
+    record = watchdog.read_heartbeat(path)
     assert record is None or {type(value) for value in asdict(record).values()} <= {int, str, type(None)}
-    peer = heartbeat._Peer(1, path, "//", "s")
-    peer.before = None
-    peer.look(1.0, True)
-    assert peer.obituary()
+    peer = watchdog.Peer(1, path, "//", 1.0)
+    peer.found_at_start = None
+    peer.update(all_started=True)
+    assert peer.exit_report()
 
 
 def _statistics() -> bytes:
@@ -226,15 +224,15 @@ def test_pages_of_nonsense_are_written_or_refused(document: Any, tmp_path_factor
 
 @examples(22)
 @given(data=st.data())
-def test_remembered_shapes_that_are_damaged_are_forgotten(data: st.DataObject, tmp_path_factory: Any) -> None:
+def test_damaged_cached_shapes_are_ignored(data: st.DataObject, tmp_path_factory: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "shapes.npz"
     buffer = io.BytesIO()
     np.savez_compressed(buffer, shapes=np.ones((2, 2), np.int32), fingerprint="x")
     path.write_bytes(data.draw(damaged(buffer.getvalue())))
-    found = _recall(path, 2, "x")
+    found = _read_shapes(path, 2, "x")
     assert found is None or (found.shape == (2, 2) and np.issubdtype(found.dtype, np.integer))
 
 
 @pytest.mark.parametrize("raw", [b"", b"[]", b"5", b"[" * 100_000, b'{"status": []}', b"\xff", b'{"status": "done"}'])
-def test_what_is_no_line_is_passed_over(raw: bytes) -> None:
-    assert parsed(raw) is None
+def test_invalid_lines_are_ignored(raw: bytes) -> None:
+    assert parse_line(raw) is None

@@ -10,10 +10,8 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from muralist.config import from_yaml, load, run_name, to_yaml
-from muralist.errors import UserError
-from muralist.hydit import train_words
-from muralist.scale.slurm import first_host
+from muralist.core.errors import UserError
+from muralist.core.slurm import first_host
 from muralist.settings import (
     TRAIN_FLAT_NAMES,
     EvaluateSettings,
@@ -22,7 +20,9 @@ from muralist.settings import (
     PackSettings,
     TrainSettings,
 )
-from muralist.train.contract import check
+from muralist.settings.load import load, read_yaml, run_name, to_yaml
+from muralist.tools.hydit import translate_flags
+from muralist.train.preflight import check_settings
 from tests.conftest import REPOSITORY
 from tests.fuzz.damage import NONSENSE, damaged, examples, nonsense, refused_or
 
@@ -34,13 +34,13 @@ def _settle(path: Path) -> TrainSettings | UserError:
     def settle() -> TrainSettings:
         settings = load(TrainSettings, ["--config", str(path)], TRAIN_FLAT_NAMES)
         run_name(settings, str(path))
-        refused_or(lambda: check(settings))
+        refused_or(lambda: check_settings(settings))
         return settings
 
     settings = refused_or(settle)
     if not isinstance(settings, UserError):
         path.write_text(to_yaml(settings), encoding="utf-8")
-        assert from_yaml(TrainSettings, path) == settings
+        assert read_yaml(TrainSettings, path) == settings
     return settings
 
 
@@ -143,7 +143,7 @@ def test_flags_of_nonsense_are_taken_or_refused(model: Any, data: st.DataObject)
     )
 )
 def test_official_flags_of_nonsense_are_taken_or_refused(words: list[str]) -> None:
-    refused_or(lambda: train_words(words))
+    refused_or(lambda: translate_flags(words))
 
 
 @examples(110)

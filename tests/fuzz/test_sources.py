@@ -1,4 +1,4 @@
-"""Data sets of every kind, damaged: a reader gives pictures of the size asked for, or refuses in words."""
+"""Data sets of every kind, damaged: a reader gives images of the size asked for, or refuses in words."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muralist.data.sources import open_held_out, open_source
-from muralist.data.tars import expand_ranges
-from muralist.errors import UserError
+from muralist.core.errors import UserError
+from muralist.data.sources.registry import open_held_out, open_source
+from muralist.data.sources.webdataset import expand_ranges
 from tests.data.driving_files import write_arrow, write_captioned_folder, write_index, write_waymo
 from tests.fuzz.damage import BAD_JSON, damaged, damaged_json, examples, nonsense, refused_or, untouched
-from tests.support.pictures import pictures, write_csv, write_jsonl, write_parquet, write_tar
+from tests.support.images import encoded_samples, write_csv, write_jsonl, write_parquet, write_tar
 
 SIZE = 8
-CHOSEN = pictures(3)
+CHOSEN = encoded_samples(3)
 
 
 def read_all(path: Path) -> int | UserError:
-    """Open a data set and look at everything in it; how many pictures it has, or the refusal."""
+    """Open a data set and look at everything in it; how many images it has, or the refusal."""
 
     def look() -> int:
         source = open_source(str(path), SIZE)
         source.fingerprint()
         for index in range(len(source)):
-            picture = refused_or(lambda: source.read(index))  # noqa: B023  (one bad picture is its own error)
-            if not isinstance(picture, UserError):
-                assert picture.image.shape == (SIZE, SIZE, 3) and picture.image.dtype == np.uint8
-                picture.caption.encode()
+            image = refused_or(lambda: source.read(index))  # noqa: B023  (one bad image is its own error)
+            if not isinstance(image, UserError):
+                assert image.image.shape == (SIZE, SIZE, 3) and image.image.dtype == np.uint8
+                image.caption.encode()
             if hasattr(source, "shape"):
                 refused_or(lambda: source.shape(index))  # type: ignore[attr-defined]  # noqa: B023
         open_held_out(str(path), SIZE)
@@ -199,7 +199,7 @@ def test_damaged_captions_of_folders(table: str, data: st.DataObject, tmp_path_f
 
 @examples(16)
 @given(data=st.data())
-def test_damaged_text_files_beside_pictures(data: st.DataObject, tmp_path_factory: Any) -> None:
+def test_damaged_text_files_beside_images(data: st.DataObject, tmp_path_factory: Any) -> None:
     folder = write_captioned_folder(tmp_path_factory.mktemp("set") / "train", CHOSEN, metadata=False)
     text = next(folder.rglob("*.txt"))
     text.write_bytes(data.draw(damaged(text.read_bytes())))
@@ -247,7 +247,7 @@ def test_tar_members_of_nonsense(member: bytes, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "pattern", ["{0..99999999999}.tar", "{5..1}.tar", f"{{0..{'9' * 5000}}}.tar", "{0..9}" * 30, "{1..2}.tar"]
 )
-def test_ranges_that_no_disk_holds_are_refused(pattern: str) -> None:
+def test_ranges_of_too_many_files_are_refused(pattern: str) -> None:
     found = refused_or(lambda: expand_ranges(pattern))
     assert isinstance(found, UserError) or len(found) <= 2
 

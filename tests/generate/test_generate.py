@@ -1,12 +1,11 @@
-"""The whole command, with real models; its workers are threads here and processes in tests/faults."""
+"""The complete command with real models; its workers are threads here and processes in tests/faults."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,15 @@ import pytest
 from PIL import Image
 
 from muralist.cli import main
-from muralist.data import ledger_lines
-from muralist.errors import UserError
-from muralist.generate import job, ledger
-from muralist.generate.messages import Measure, Task
-from muralist.machine import choose_devices
-from muralist.scale.checks.check import Circumstances
-from tests.support.crews import ModelCrew
+from muralist.core.errors import UserError
+from muralist.data import ledger_reader
+from muralist.generate import command, ledger
+from muralist.generate.messages import GenerateBatch, MeasureBatchSize
+from muralist.generate.model_info import ModelInfo
+from muralist.settings import GenerateSettings
 from tests.support.pipelines import build_pipeline
 from tests.support.runs import only_run, train
+from tests.support.worker_pools import ModelThreadPool
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +42,7 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "LocalCrew", ModelCrew)
+    monkeypatch.setattr(command, "open_pool", ModelThreadPool)
     for name in ("", "muralist"):  # as in a process of its own: another command may have set up its log here
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
@@ -56,9 +55,9 @@ def table(folder: Path, text: str) -> Path:
 
 
 def generate(folder: Path, model: Path, *more: object, expect: int = 0) -> Path:
-    words = ["--prompts_csv", folder / "prompts.csv", "--output_dir", folder / "images", "--model_path", model,
+    arguments = ["--prompts_csv", folder / "prompts.csv", "--output_dir", folder / "images", "--model_path", model,
              "--num_inference_steps", 2, "--dtype", "fp32", *more]  # fmt: skip
-    assert main(["generate", *map(str, words)]) == expect
+    assert main(["generate", *map(str, arguments)]) == expect
     return folder / "images"
 
 
@@ -69,21 +68,21 @@ def files(images: Path) -> dict[str, bytes]:
 
 
 def lines(images: Path) -> list[dict[str, Any]]:
-    return list(ledger_lines.read_lines(images / "ledger.jsonl"))
+    return list(ledger_reader.read_lines(images / "ledger.jsonl"))
 
 
-def test_classes_as_prompts_several_pictures_each(
+def test_class_names_as_prompts_with_several_images_each(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table(tmp_path, "prompt\nmeadow\nsunrise\nmoon\nmeadow\n")
     images = generate(tmp_path, run, "--images_per_prompt", 2, "--gpu_ids", 2, 3, expect=1)
     names = {f"00000{row}_seed{seed}.png" for row, seed in ((1, 42), (2, 43), (4, 45)) for seed in (seed, seed + 10**6)}
-    pictures = files(images)
-    assert set(pictures) == names and len(set(pictures.values())) == 6
-    said = capsys.readouterr().err
-    assert "1 of 4 rows will fail. The first: The prompt 'moon' names no class of this model." in said
-    assert "8 pictures, 16 x 16, from" in said and "on 2 CPU processes: 2 3" in said
-    assert "6 of 8 pictures are in" in said and "2 missing: failed_prompts_gpu*.txt say why" in said
+    made = files(images)
+    assert set(made) == names and len(set(made.values())) == 6
+    output = capsys.readouterr().err
+    assert "1 of 4 rows will fail. The first: The prompt 'moon' does not name a class of this model." in output
+    assert "8 images, 16 x 16, from" in output and "on 2 CPU processes: 2 3" in output
+    assert "6 of 8 images are in" in output and "2 missing: failed_prompts_gpu*.txt give the reasons" in output
     assert (images / "failed_prompts_gpu2.txt").read_text().startswith("000003\t44\tmoon\t")
     assert (images / "failed_prompts_gpu3.txt").read_text().startswith("000003\t1000044\tmoon\t")
     assert [line["gpu"] for line in sorted(lines(images), key=lambda line: (line["index"], line["copy"]))] == [
@@ -95,60 +94,41 @@ def test_classes_as_prompts_several_pictures_each(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_a_worker_is_on_its_way_before_the_devices_are_known(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+def test_preflight_runs_before_devices_are_looked_for(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    happened: list[str] = []
+    def refuse(settings: GenerateSettings, model: ModelInfo, images: int) -> None:
+        assert settings.height == 16 and model.jit is not None and images == 2
+        raise UserError("No.")
 
-    @contextmanager
-    def early() -> Iterator[list[Any]]:
-        happened.append("on its way")
-        try:
-            yield []
-        finally:
-            happened.append("ended")
-
-    def devices(ids: Sequence[int]) -> dict[str, str]:
-        happened.append("devices")
-        return choose_devices(ids)
-
-    def trouble(around: Circumstances) -> None:
-        happened.append("checks")
-        assert "gpus" in vars(around)  # asked while torch was imported
-        if refused:
-            raise UserError("No.")
-
-    monkeypatch.setattr(ModelCrew, "early", staticmethod(early))
-    monkeypatch.setattr(job, "choose_devices", devices)
-    monkeypatch.setattr(job, "refuse_trouble", trouble)
+    monkeypatch.setattr("muralist.tools.doctor.command.check_generation", refuse)
+    monkeypatch.setattr(command, "select_devices", lambda ids: pytest.fail("devices were looked for"))
     table(tmp_path, "prompt\nmeadow\n")
-    generate(tmp_path, run, expect=int(refused))
-    assert happened == ["on its way", "checks", *([] if refused else ["devices"]), "ended"]
+    generate(tmp_path, run, "--images_per_prompt", 2, expect=1)
 
 
-def test_the_batch_that_was_found_is_kept(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_measured_batch_size_is_kept(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table(tmp_path, "prompt\n" + "meadow\n" * 5)
     images = generate(tmp_path, run, "--num_samples", 2)
-    assert [type(order) for _, order in ModelCrew.last.sent].count(Measure) == 1
+    assert [type(message) for _, message in ModelThreadPool.last.sent].count(MeasureBatchSize) == 1
     header = ledger.Header.read(images / "ledger.jsonl")
     assert header is not None and header.batch_size == 1 and header.settings["num_inference_steps"] == 2
     generate(tmp_path, run, "--num_samples", 3)  # the ledger knows
-    assert not any(isinstance(order, Measure) for _, order in ModelCrew.last.sent)
+    assert not any(isinstance(message, MeasureBatchSize) for _, message in ModelThreadPool.last.sent)
     before = files(images)
     generate(tmp_path, run, "--batch_size", 2, expect=1)
-    assert "were made 1 at once, not 2." in capsys.readouterr().err and files(images) == before
+    assert "were made with batch size 1, not 2." in capsys.readouterr().err and files(images) == before
     generate(tmp_path, run, "--batch_size", 2, "--allow_batch_change")
     assert {line["index"]: line.get("batch_size") for line in lines(images)} == {0: None, 1: None, 2: None, 3: 2, 4: 2}
     assert before.items() <= files(images).items()
     generate(tmp_path, run)
-    assert "Nothing to do: 5 of 5 pictures" in capsys.readouterr().err
-    said = [json.loads(line) for line in (images / "ledger.jsonl").read_text().splitlines()]
-    planned = [line["planned"] for line in said if "planned" in line]
+    assert "Nothing to do: 5 of 5 images" in capsys.readouterr().err
+    output = [json.loads(line) for line in (images / "ledger.jsonl").read_text().splitlines()]
+    planned = [line["planned"] for line in output if "planned" in line]
     assert planned == [2, 3, 5], "by each command that had something to do, for those who watch"
 
 
-def test_weights_and_interval_are_kept_with_the_pictures(
+def test_weights_and_guidance_interval_are_recorded(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table(tmp_path, "prompt\nmeadow\n")
@@ -163,22 +143,22 @@ def test_weights_and_interval_are_kept_with_the_pictures(
     assert "Changed: guidance_interval [0.0, 0.5] -> default." in capsys.readouterr().err
 
 
-def test_a_model_that_paints_one_at_a_time_goes_on_with_the_same_command(
+def test_a_model_without_batching_resumes_with_the_same_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     zimage = build_pipeline("zimage", tmp_path)
     table(tmp_path, "prompt\ncar\ntree\n")
     asked = ["--height", 32, "--width", 32, "--batch_size", 5]
     generate(tmp_path, zimage, *asked, "--num_samples", 1)
-    assert "one is made at a time" in capsys.readouterr().err
+    assert "the batch size is 1" in capsys.readouterr().err
     images = generate(tmp_path, zimage, *asked)
-    assert {order.shape for _, order in ModelCrew.last.sent if isinstance(order, Task)} == {1}
+    assert {message.batch_size for _, message in ModelThreadPool.last.sent if isinstance(message, GenerateBatch)} == {1}
     assert [line.get("batch_size") for line in lines(images)] == [None, None]
     generate(tmp_path, zimage, *asked)
-    assert "Nothing to do: 2 of 2 pictures" in capsys.readouterr().err
+    assert "Nothing to do: 2 of 2 images" in capsys.readouterr().err
 
 
-def test_a_changed_setting_is_refused_unless_told_to_overwrite(
+def test_a_changed_setting_is_refused_without_overwrite(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table(tmp_path, "prompt\nmeadow\nsunrise\n")
@@ -203,7 +183,7 @@ def test_a_changed_setting_is_refused_unless_told_to_overwrite(
     assert len(lines(images)) == 2
 
 
-def test_settings_that_made_no_picture_can_be_put_right_in_the_same_folder(
+def test_settings_that_made_no_image_can_be_corrected_in_the_same_folder(
     wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--height", 32, "--width", 32]
@@ -212,13 +192,13 @@ def test_settings_that_made_no_picture_can_be_put_right_in_the_same_folder(
     assert files(images) == {} and [line["status"] for line in lines(images)] == ["failed"]
     table(tmp_path, "prompt\ncar\n")
     generate(tmp_path, wan, *small, "--seed_start", 7)
-    assert "1 picture, 32 x 32, from" in capsys.readouterr().err
+    assert "1 image, 32 x 32, from" in capsys.readouterr().err
     assert list(files(images)) == ["000001_seed7.png"] and [line["status"] for line in lines(images)] == ["done"]
     generate(tmp_path, wan, *small, "--seed_start", 8, expect=1)
     assert "Changed: seed_start 7 -> 8." in capsys.readouterr().err
 
 
-def test_pictures_do_not_depend_on_workers_or_interruptions(wan: Path, tmp_path: Path) -> None:
+def test_images_do_not_depend_on_workers_or_interruptions(wan: Path, tmp_path: Path) -> None:
     rows = "".join(f"a red car {number}{' in the rain' * (number % 4)}\n" for number in range(7))
     small = ["--height", 32, "--width", 32, "--batch_size", 3]
     made = []
@@ -233,29 +213,29 @@ def test_pictures_do_not_depend_on_workers_or_interruptions(wan: Path, tmp_path:
     assert made[0] == made[1] == made[2] == made[3]
 
 
-def test_prompts_that_are_cut_short_are_counted(
+def test_prompts_that_are_too_long_are_counted(
     tiny_pipeline: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = "many " * 120
     table(tmp_path, f"prompt\na car\n{long}one\n{long}two\na car\n{long}one\n")
     words = ["--height", "64", "--width", "64", "--guidance_scale", "3", "--batch_size", "2"]
     images = generate(tmp_path, tiny_pipeline("sdxl"), *words)
-    cut = {line["index"]: line.get(ledger.CUT) for line in lines(images)}
+    cut = {line["index"]: line.get(ledger.PROMPT_TRUNCATED) for line in lines(images)}
     assert cut == {0: None, 1: True, 2: True, 3: None, 4: True}
-    said = capsys.readouterr()
-    assert said.err.count("3 prompts are longer than a text encoder of this model reads") == 1
-    assert "truncated" not in said.out + said.err  # nobody wants to read it for every prompt
+    output = capsys.readouterr()
+    assert output.err.count("3 prompts are longer than a text encoder of this model reads") == 1
+    assert "truncated" not in output.out + output.err  # nobody wants to read it for every prompt
     generate(tmp_path, tiny_pipeline("sdxl"), *words)
     assert "longer than" not in capsys.readouterr().err  # nothing was made
 
 
-def test_rows_of_their_own_size_and_one_that_cannot_be(wan: Path, tmp_path: Path) -> None:
+def test_rows_with_their_own_size_and_an_impossible_one(wan: Path, tmp_path: Path) -> None:
     table(tmp_path, "prompt,height,width\ncar,,\ntree,48,32\nhouse,33,32\nbike,48,32\nboat,,\n")
     images = generate(tmp_path, wan, "--height", 32, "--width", 32, "--batch_size", 2, expect=1)
     sizes = {path.name[:6]: Image.open(path).size for path in images.glob("*.png")}
     assert sizes == {"000001": (32, 32), "000002": (32, 48), "000004": (32, 48), "000005": (32, 32)}
     reason = (images / "failed_prompts_gpu0.txt").read_text()
-    assert reason.startswith("000003\t44\thouse\tWanPipeline cannot make pictures of 33 x 32 pixels")
+    assert reason.startswith("000003\t44\thouse\tWanPipeline cannot generate images of 33 x 32 pixels")
     before = files(images)
     table(tmp_path, "prompt,height,width\ncar,,\ntree,48,32\nhouse,32,32\nbike,48,32\nboat,,\n")
     generate(tmp_path, wan, "--height", 32, "--width", 32, "--batch_size", 2)  # a failed row may be put right
@@ -263,16 +243,16 @@ def test_rows_of_their_own_size_and_one_that_cannot_be(wan: Path, tmp_path: Path
     assert (images / "failed_prompts_gpu0.txt").read_text() == ""
 
 
-def test_the_first_sentence_tells_the_sizes_that_rows_have(
+def test_the_first_line_names_the_sizes_of_the_rows(
     wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--height", 32, "--width", 32]
     table(tmp_path, "prompt,height,width\ncar,48,32\n")
     generate(tmp_path, wan, *small)
-    assert "1 picture, 48 x 32, from" in capsys.readouterr().err
+    assert "1 image, 48 x 32, from" in capsys.readouterr().err
     table(tmp_path, "prompt,height,width\ncar,48,32\ntree,,\nhouse,32,48\n")
     generate(tmp_path, wan, *small)
-    assert "2 pictures, of 2 sizes, from" in capsys.readouterr().err
+    assert "2 images, of 2 sizes, from" in capsys.readouterr().err
 
 
 def test_a_table_without_a_known_class_is_refused_before_anything_is_made(
@@ -281,8 +261,8 @@ def test_a_table_without_a_known_class_is_refused_before_anything_is_made(
     table(tmp_path, "prompt\nmedow\nmoon\n")
     images = generate(tmp_path, run, expect=1)
     assert not images.exists()
-    said = capsys.readouterr().err
-    assert "None of the 2 prompts names a class of this model." in said and "Did you mean meadow?" in said
+    output = capsys.readouterr().err
+    assert "None of the 2 prompts names a class of this model." in output and "Did you mean meadow?" in output
 
 
 def test_a_row_of_another_size_than_that_of_the_jit_fails_alone(run: Path, tmp_path: Path) -> None:
@@ -338,13 +318,13 @@ def test_rows_that_fail_alike_do_not_keep_later_rows_from_being_made(
     table(tmp_path, bad)
     small = ["--height", 32, "--width", 32, "--batch_size", 2]
     images = generate(tmp_path, wan, *small, expect=1)
-    assert "The first 16 pictures all failed alike." in capsys.readouterr().err and files(images) == {}
+    assert "The first 16 images all failed for the same reason." in capsys.readouterr().err and files(images) == {}
     table(tmp_path, "prompt,height,width\ncar,,\n" + bad.partition("\n")[2])
     generate(tmp_path, wan, *small, "--num_samples", 1)
     table(tmp_path, "prompt,height,width\ncar,,\n" + bad.partition("\n")[2] + "tree,,\n")
     generate(tmp_path, wan, *small, expect=1)
     assert list(files(images)) == ["000001_seed42.png", "000019_seed60.png"]
-    assert "2 of 19 pictures are in" in capsys.readouterr().err
+    assert "2 of 19 images are in" in capsys.readouterr().err
 
 
 def test_fast_mode_tells_how_far_it_is_from_exact_mode(
@@ -355,16 +335,16 @@ def test_fast_mode_tells_how_far_it_is_from_exact_mode(
     for folder in ("fast", "exact"):
         table(tmp_path / folder, prompts)
     fast = generate(tmp_path / "fast", wan, "--preset", "fast", "--batch_size", 2, *steps)
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     exact = generate(tmp_path / "exact", wan, "--batch_size", 2, *steps)
     compared = {file.name: file for file in (fast / ".exact").glob("*.png")}
     assert sorted(compared) == [f"{row + 1:06d}_seed{row + 42}.png" for row in range(8)]
     for name, file in compared.items():
         assert np.array_equal(np.asarray(Image.open(file)), np.asarray(Image.open(exact / name)))
-    distances = [line.get("psnr_to_exact") for line in ledger_lines.read_lines(fast / "ledger.jsonl")]
+    distances = [line.get("psnr_to_exact") for line in ledger_reader.read_lines(fast / "ledger.jsonl")]
     distances = [distance for distance in distances if distance is not None]
     assert len(distances) == 8 and all(5 < distance < 99 for distance in distances)
-    assert f"Fast mode is {np.mean(distances):.1f} dB (worst {min(distances):.1f} dB) from exact mode on 8" in said
+    assert f"Fast mode: PSNR {np.mean(distances):.1f} dB (worst {min(distances):.1f} dB) to exact mode on 8" in output
     header = ledger.Header.read(fast / "ledger.jsonl")
     assert header and header.settings["preset"] == "fast: guidance in 4 and the network in 5 of 8 steps, fp8"
     assert "preset" not in ledger.Header.read(exact / "ledger.jsonl").settings  # type: ignore[union-attr]
@@ -379,21 +359,21 @@ def test_fast_mode_is_refused_where_there_is_none(
 ) -> None:
     table(tmp_path, "prompt\n0\n")
     generate(tmp_path, run, "--preset", "fast", expect=1)
-    assert "--preset fast is for pipelines of diffusers, and this is a JiT model." in capsys.readouterr().err
+    assert "--preset fast is for diffusers pipelines, and this is a JiT model." in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the worker's, told by the command
-def test_a_folder_deleted_while_the_model_loads_is_told_at_once_and_not_made_anew(
+def test_a_folder_deleted_while_the_model_loads_is_reported_and_not_recreated(
     wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table(tmp_path, "prompt\ncar\ntree\n")
-    contract = job._Command._contract
+    describe = command.describe_job
 
-    def delete(command: Any, *arguments: Any) -> str:
+    def delete(*arguments: Any) -> str:
         shutil.rmtree(tmp_path / "images")
-        return contract(command, *arguments)
+        return describe(*arguments)
 
-    monkeypatch.setattr(job._Command, "_contract", delete)  # just before a model is loaded
+    monkeypatch.setattr(command, "describe_job", delete)  # just before the model is loaded
     images = generate(tmp_path, wan, "--height", 32, "--width", 32, expect=1)
     assert "was deleted while the model was being loaded. " in " ".join(capsys.readouterr().err.split("\n"))
     assert not images.exists()

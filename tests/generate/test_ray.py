@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from muralist.errors import UserError
-from muralist.generate.ray_crew import ray_labels
+from muralist.core.errors import UserError
+from muralist.generate.workers import ray_devices
 from tests.slurm.cluster import wait_until
-from tests.support.generating import SCRIPT, made_by, makers, other_files, pictures, words, write_table
+from tests.support.generating import SCRIPT, generate_arguments, made_by, makers, other_files, read_images, write_table
 from tests.support.runs import finish, start
 
 ROWS, STEPS = 48, 40  # seconds of work for each node, or one is through before it is lost
@@ -35,22 +35,22 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_a_lost_nodes_rows_are_redone_with_the_same_pictures(
+def test_a_lost_nodes_rows_are_redone_with_the_same_images(
     cluster: Any, tmp_path: Path, tiny_pipeline: Callable[[str], Path]
 ) -> None:
     table, model = write_table(tmp_path, ROWS), tiny_pipeline("wan21")
     alone, together = tmp_path / "alone", tmp_path / "together"
-    finish(start("python", SCRIPT, *words(table, model, alone, steps=STEPS)))
+    finish(start("python", SCRIPT, *generate_arguments(table, model, alone, steps=STEPS)))
     second = cluster.add_node(num_cpus=1)
     lost = sorted(node.node_id for node in cluster.list_all_nodes()).index(second.node_id)  # its worker's label
-    told = words(table, model, together, "--engine", "ray", steps=STEPS)
-    process = start("python", SCRIPT, *told, RAY_ADDRESS=cluster.address)
+    command = generate_arguments(table, model, together, "--engine", "ray", steps=STEPS)
+    process = start("python", SCRIPT, *command, RAY_ADDRESS=cluster.address)
     wait_until(lambda: made_by(together, lost) > 0 or process.poll() is not None, 120)
     cluster.remove_node(second, allow_graceful=False)
-    said = finish(process)
-    assert f"GPU {lost}: its process cannot be reached any more" in said
-    assert pictures(together) == pictures(alone)
-    assert len(pictures(alone)) == ROWS
+    output = finish(process)
+    assert f"GPU {lost}: its process cannot be reached any more" in output
+    assert read_images(together) == read_images(alone)
+    assert len(read_images(alone)) == ROWS
     made = makers(together)
     left = str(1 - lost)
     assert all(made[row] == left for row in range(ROWS) if row % 2 == 1 - lost)
@@ -71,30 +71,32 @@ def test_one_worker_for_each_gpu_that_is_free(cluster: Any, monkeypatch: pytest.
 
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     try:
-        assert ray_labels([]) == {"0": "cpu"}
-        assert ray_labels([3, 5]) == {"3": "cpu", "5": "cpu"}
+        assert ray_devices([]) == {"0": "cpu"}
+        assert ray_devices([3, 5]) == {"3": "cpu", "5": "cpu"}
         cluster.add_node(num_cpus=1, num_gpus=3)  # pretended
         holder = ray.remote(num_gpus=1)(Holder).remote()
         assert ray.get(holder.sees.remote()) in ("0", "1", "2")
         wait_until(lambda: ray.available_resources().get("GPU") == 2, 20)
-        assert ray_labels([]) == {"0": "cuda:0", "1": "cuda:0"}
-        assert ray_labels([7]) == {"7": "cuda:0"}
+        assert ray_devices([]) == {"0": "cuda:0", "1": "cuda:0"}
+        assert ray_devices([7]) == {"7": "cuda:0"}
         with pytest.raises(UserError, match="3 GPUs, of which 2 are free; 3 wanted"):
-            ray_labels([0, 1, 2])
+            ray_devices([0, 1, 2])
     finally:
         ray.shutdown()
 
 
 @pytest.mark.slow
 def test_no_cluster_is_told_with_the_way_to_start_one(tmp_path: Path, tiny_pipeline: Callable[[str], Path]) -> None:
-    told = words(write_table(tmp_path, 1), tiny_pipeline("wan21"), tmp_path / "output", "--engine", "ray")
-    said = finish(start("python", SCRIPT, *told, RAY_ADDRESS="127.0.0.1:1"), expect=1)
-    assert "There is no Ray cluster to run on." in said
-    assert "`ray start --head`" in said
+    command = generate_arguments(
+        write_table(tmp_path, 1), tiny_pipeline("wan21"), tmp_path / "output", "--engine", "ray"
+    )
+    output = finish(start("python", SCRIPT, *command, RAY_ADDRESS="127.0.0.1:1"), expect=1)
+    assert "There is no Ray cluster to run on." in output
+    assert "`ray start --head`" in output
     assert not (tmp_path / "output").exists()
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"muralist\[ray\]"):
-        ray_labels([])
+        ray_devices([])

@@ -1,4 +1,4 @@
-"""One worker with a real tiny model: memory that runs out, files that cannot be, disks that are full."""
+"""One worker with a real tiny model: memory that runs out, files that cannot be written, full disks."""
 
 from __future__ import annotations
 
@@ -17,281 +17,289 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from muralist.errors import UserError
+from muralist.core.errors import UserError
 from muralist.generate import ledger, messages, worker
-from muralist.generate.messages import Stop, Task
-from muralist.generate.painter import CannotPaint, Order, Way
+from muralist.generate.messages import GenerateBatch, StopWorker
+from muralist.generate.pipeline import GenerationMode, PipelineError, SampleRequest
 from muralist.generate.worker import Worker
-from tests.support.crews import CPU, Atelier, Watched
 from tests.support.disks import leave_free, small_disk
+from tests.support.worker_pools import CPU, ThreadedRun, WatchedPipeline
 
 PROMPTS = ["car", "tree", "house", "car", "tree", "house", "car", "tree"]
-Before = Callable[[str, Sequence[Order]], None]
+Before = Callable[[str, Sequence[SampleRequest]], None]
 
 
 def serve(
-    atelier: Atelier, before: Before, shape: int, groups: Sequence[Sequence[int]], painter: Watched | None = None
+    threaded: ThreadedRun,
+    before: Before,
+    batch_size: int,
+    groups: Sequence[Sequence[int]],
+    pipeline: WatchedPipeline | None = None,
 ) -> list[messages.Report]:
-    """What a worker says of some tasks."""
-    inbox: queue.Queue[messages.Order] = queue.Queue()
+    """Return what a worker reports about some batches."""
+    inbox: queue.Queue[messages.Request] = queue.Queue()
     for rows in groups:
-        inbox.put(Task(tuple(atelier.plan.sample(row) for row in rows), shape, shape))
-    said: list[messages.Report] = []
+        inbox.put(GenerateBatch(tuple(threaded.plan.sample(row) for row in rows), batch_size, batch_size))
+    reports: list[messages.Report] = []
 
-    def hear(report: messages.Report) -> None:
-        said.append(report)
-        if sum(isinstance(report, messages.Done | messages.Failed) for report in said) == sum(map(len, groups)):
-            inbox.put(Stop())
+    def receive(report: messages.Report) -> None:
+        reports.append(report)
+        if sum(isinstance(report, messages.SampleDone | messages.SampleFailed) for report in reports) == sum(
+            map(len, groups)
+        ):
+            inbox.put(StopWorker())
 
     try:
-        Worker(atelier.job, "0", CPU, painter or Watched("0", before), hear).serve(inbox)
+        Worker(threaded.job, "0", CPU, pipeline or WatchedPipeline("0", before), receive).serve(inbox)
     finally:
-        ledger.merge(atelier.folder.ledger, atelier.folder.work)
-    return said
+        ledger.merge(threaded.output.ledger, threaded.output.work)
+    return reports
 
 
-def short_of_memory_above(most: int, sizes: list[int], times: int = 10**9) -> Before:
-    """The words of torch's own error, for batches above some size; real allocations fail in tests/faults."""
+def out_of_memory_above(most: int, sizes: list[int], times: int = 10**9) -> Before:
+    """Raise torch's error for batches above some size; real allocations fail in tests/faults."""
 
-    def before(label: str, orders: Sequence[Order]) -> None:
-        sizes.append(len(orders))
-        if len(orders) > most and sum(size > most for size in sizes) <= times:
+    def before(label: str, requests: Sequence[SampleRequest]) -> None:
+        sizes.append(len(requests))
+        if len(requests) > most and sum(size > most for size in sizes) <= times:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
 
     return before
 
 
-def done(said: list[messages.Report]) -> set[int]:
-    return {report.number for report in said if isinstance(report, messages.Done)}
+def done(reports: list[messages.Report]) -> set[int]:
+    return {report.sample_index for report in reports if isinstance(report, messages.SampleDone)}
 
 
-def test_memory_that_runs_out_once_is_tried_again_in_the_same_shape(tmp_path: Path) -> None:
+def test_out_of_memory_is_tried_again_at_the_same_batch_size(tmp_path: Path) -> None:
     sizes: list[int] = []
-    atelier = Atelier(tmp_path, PROMPTS)
-    said = serve(atelier, short_of_memory_above(2, sizes, times=1), 4, [range(4)])
-    assert (sizes, done(said)) == ([4, 4], {0, 1, 2, 3})
-    assert not any("batch_size" in line for line in atelier.lines().values())
+    threaded = ThreadedRun(tmp_path, PROMPTS)
+    reports = serve(threaded, out_of_memory_above(2, sizes, times=1), 4, [range(4)])
+    assert (sizes, done(reports)) == ([4, 4], {0, 1, 2, 3})
+    assert not any("batch_size" in line for line in threaded.lines().values())
 
 
-def test_memory_that_runs_out_twice_stops_with_a_sentence(tmp_path: Path) -> None:
+def test_out_of_memory_twice_stops_with_an_error(tmp_path: Path) -> None:
     sizes: list[int] = []
-    atelier = Atelier(tmp_path, PROMPTS)
-    with pytest.raises(CannotPaint, match="GPU 0 ran out of memory with 4 pictures at once.*--allow_batch_change"):
-        serve(atelier, short_of_memory_above(2, sizes), 4, [range(4)])
+    threaded = ThreadedRun(tmp_path, PROMPTS)
+    with pytest.raises(PipelineError, match="GPU 0 ran out of memory at batch size 4.*--allow_batch_change"):
+        serve(threaded, out_of_memory_above(2, sizes), 4, [range(4)])
     assert sizes == [4, 4]
-    assert atelier.lines() == {}  # no row is to blame
+    assert threaded.lines() == {}  # no row is to blame
 
 
-def test_memory_that_does_not_hold_one_picture_names_it_and_gives_advice_that_can_help(tmp_path: Path) -> None:
+def test_out_of_memory_with_one_image_names_it_and_gives_helpful_advice(tmp_path: Path) -> None:
     for allowed in (False, True):
-        atelier = Atelier(tmp_path / str(allowed), PROMPTS, allow_batch_change=allowed)
-        with pytest.raises(CannotPaint) as refused:
-            serve(atelier, short_of_memory_above(0, []), 1, [[0]])
-        assert refused.value.what.startswith("GPU 0 ran out of memory with one picture, 000001_seed42.png: ")
-        assert refused.value.fix.startswith("Make it smaller or leave its row out")
-        assert "--allow_batch_change" not in str(refused.value)  # fewer than one cannot be made
+        threaded = ThreadedRun(tmp_path / str(allowed), PROMPTS, allow_batch_change=allowed)
+        with pytest.raises(PipelineError) as refused:
+            serve(threaded, out_of_memory_above(0, []), 1, [[0]])
+        assert refused.value.what.startswith("GPU 0 ran out of memory with one image, 000001_seed42.png: ")
+        assert refused.value.fix.startswith("Make it smaller or remove its row")
+        assert "--allow_batch_change" not in str(refused.value)
 
 
-def test_with_allow_batch_change_rows_are_made_in_halves_and_marked(tmp_path: Path) -> None:
+def test_allow_batch_change_halves_the_batch_and_marks_the_rows(tmp_path: Path) -> None:
     sizes: list[int] = []
-    atelier = Atelier(tmp_path, PROMPTS, allow_batch_change=True)
-    said = serve(atelier, short_of_memory_above(2, sizes), 8, [range(8)])
-    assert done(said) == set(range(8))
+    threaded = ThreadedRun(tmp_path, PROMPTS, allow_batch_change=True)
+    reports = serve(threaded, out_of_memory_above(2, sizes), 8, [range(8)])
+    assert done(reports) == set(range(8))
     assert sizes[:6] == [8, 8, 4, 4, 2, 2] and set(sizes[6:]) == {4, 2}
-    assert {line["batch_size"] for line in atelier.lines().values()} == {2}
-    assert [report.text for report in said if isinstance(report, messages.Remark)][:2] == [
-        "GPU 0 is out of memory: 4 at once instead of 8.",
-        "GPU 0 is out of memory: 2 at once instead of 4.",
+    assert {line["batch_size"] for line in threaded.lines().values()} == {2}
+    assert [report.text for report in reports if isinstance(report, messages.WorkerNote)][:2] == [
+        "GPU 0 is out of memory: batch size 4 instead of 8.",
+        "GPU 0 is out of memory: batch size 2 instead of 4.",
     ]
-    other = Atelier(tmp_path / "other", PROMPTS)
+    other = ThreadedRun(tmp_path / "other", PROMPTS)
     serve(other, lambda *_: None, 2, [[row] for row in range(8)])
-    assert atelier.bytes() == other.bytes()  # right pictures under the right names
+    assert threaded.images() == other.images()
 
 
-def test_only_the_rows_made_when_memory_was_short_are_marked(tmp_path: Path) -> None:
+def test_only_rows_of_a_smaller_batch_are_marked(tmp_path: Path) -> None:
     sizes: list[int] = []
-    atelier = Atelier(tmp_path, PROMPTS, allow_batch_change=True)
-    serve(atelier, short_of_memory_above(3, sizes, times=2), 4, [range(4), range(4, 8)])
-    assert [atelier.lines()[row].get("batch_size") for row in range(8)] == [2] * 4 + [None] * 4
+    threaded = ThreadedRun(tmp_path, PROMPTS, allow_batch_change=True)
+    serve(threaded, out_of_memory_above(3, sizes, times=2), 4, [range(4), range(4, 8)])
+    assert [threaded.lines()[row].get("batch_size") for row in range(8)] == [2] * 4 + [None] * 4
 
 
-def test_a_text_that_no_file_can_carry_fails_its_row_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from muralist.generate import store
+def test_a_sample_that_cannot_be_encoded_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from muralist.generate import image_files
 
-    encode = store.encode
+    encode = image_files.encode
 
     def choke(pixels, sample, facts, video_format):  # type: ignore[no-untyped-def]
         if sample.row == 1:
             raise ValueError("x" * 1_000_000)
         return encode(pixels, sample, facts, video_format)
 
-    monkeypatch.setattr(store, "encode", choke)
-    atelier = Atelier(tmp_path, PROMPTS)
-    said = serve(atelier, lambda *_: None, 2, [[0, 1], [2, 3]])
-    assert done(said) == {0, 2, 3}
-    (failed,) = [report for report in said if isinstance(report, messages.Failed)]
-    assert failed.number == 1 and failed.reason.startswith("ValueError: xxx") and len(failed.reason) < 400
-    assert atelier.lines()[1]["error"] == failed.reason
+    monkeypatch.setattr(image_files, "encode", choke)
+    threaded = ThreadedRun(tmp_path, PROMPTS)
+    reports = serve(threaded, lambda *_: None, 2, [[0, 1], [2, 3]])
+    assert done(reports) == {0, 2, 3}
+    (failed,) = [report for report in reports if isinstance(report, messages.SampleFailed)]
+    assert failed.sample_index == 1 and failed.reason.startswith("ValueError: xxx") and len(failed.reason) < 400
+    assert threaded.lines()[1]["error"] == failed.reason
 
 
 def test_prompts_of_every_kind_reach_the_file_and_the_ledger_unchanged(tmp_path: Path) -> None:
     prompts = ["\u0000\u0001 \u001b[31mred", "日本語 🎨", "a\nb\tc", "half \ud83d of a pair", "x" * 300_000]
-    atelier = Atelier(tmp_path, PROMPTS)
-    samples = [atelier.plan.sample(row)._replace(prompt=prompt) for row, prompt in enumerate(prompts)]
-    inbox: queue.Queue[messages.Order] = queue.Queue()
-    said: list[messages.Report] = []
+    threaded = ThreadedRun(tmp_path, PROMPTS)
+    samples = [threaded.plan.sample(row)._replace(prompt=prompt) for row, prompt in enumerate(prompts)]
+    inbox: queue.Queue[messages.Request] = queue.Queue()
+    reports: list[messages.Report] = []
 
-    class Anything(Watched):
-        """Paints a car whatever is asked for."""
+    class Anything(WatchedPipeline):
+        """Generates a car whatever the prompt."""
 
-        def begin(self, orders, size, beat, way=Way.USUAL):  # type: ignore[no-untyped-def]
+        def generate_async(self, requests, size, on_step, mode=GenerationMode.DEFAULT):  # type: ignore[no-untyped-def]
             if inbox.empty():
-                inbox.put(Stop())
-            return super().begin([order._replace(prompt="car") for order in orders], size, beat, way)
+                inbox.put(StopWorker())
+            return super().generate_async([request._replace(prompt="car") for request in requests], size, on_step, mode)
 
-    inbox.put(Task(tuple(samples), 5, 5))
-    Worker(atelier.job, "0", CPU, Anything("0", lambda *_: None), said.append).serve(inbox)
-    ledger.merge(atelier.folder.ledger, atelier.folder.work)
-    lines = atelier.lines()
+    inbox.put(GenerateBatch(tuple(samples), 5, 5))
+    Worker(threaded.job, "0", CPU, Anything("0", lambda *_: None), reports.append).serve(inbox)
+    ledger.merge(threaded.output.ledger, threaded.output.work)
+    lines = threaded.lines()
     assert [lines[row]["prompt"] for row in range(5)] == prompts
-    failed = {report.number for report in said if isinstance(report, messages.Failed)}
-    assert failed <= {3}, "only half a character may be more than a PNG can say"
+    failed = {report.sample_index for report in reports if isinstance(report, messages.SampleFailed)}
+    assert failed <= {3}, "only a lone surrogate may be more than a PNG can hold"
     for row in set(range(5)) - failed:
-        with Image.open(atelier.folder.root / samples[row].file) as picture:
-            picture.load()
-            assert picture.text["prompt"] == prompts[row]
-            assert picture.text["seed"] == str(42 + row)
-            assert picture.text["model"] == "tiny"
+        with Image.open(threaded.output.root / samples[row].file) as image:
+            image.load()
+            assert image.text["prompt"] == prompts[row]
+            assert image.text["seed"] == str(42 + row)
+            assert image.text["model"] == "tiny"
 
 
-def test_a_full_disk_stops_with_a_sentence_and_resumes(tmp_path: Path) -> None:
+def test_a_full_disk_stops_with_an_error_and_resumes(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        atelier = Atelier(disk, PROMPTS)
+        threaded = ThreadedRun(disk, PROMPTS)
         leave_free(disk, 3 * 4096)
         with pytest.raises(UserError, match="No space left on the disk that holds .*run the same command again"):
-            serve(atelier, lambda *_: None, 2, [[0, 1], [2, 3], [4, 5], [6, 7]])
+            serve(threaded, lambda *_: None, 2, [[0, 1], [2, 3], [4, 5], [6, 7]])
         (disk / "filler").unlink()
-        ledger.merge(atelier.folder.ledger, atelier.folder.work)
-        whole = atelier.folder.finished(atelier.plan)
-        assert 0 < whole.sum() < 8
-        assert not list(atelier.folder.root.glob(".*.tmp"))
-        serve(atelier, lambda *_: None, 2, [[row] for row in range(8) if not whole[row]])
-        assert atelier.folder.finished(atelier.plan).all()
+        ledger.merge(threaded.output.ledger, threaded.output.work)
+        intact = threaded.output.finished(threaded.plan)
+        assert 0 < intact.sum() < 8
+        assert not list(threaded.output.root.glob(".*.tmp"))
+        serve(threaded, lambda *_: None, 2, [[row] for row in range(8) if not intact[row]])
+        assert threaded.output.finished(threaded.plan).all()
 
 
-def test_a_folder_deleted_under_a_worker_is_told_and_nothing_is_left_in_its_place(tmp_path: Path) -> None:
-    atelier = Atelier(tmp_path, PROMPTS)
+def test_a_folder_deleted_under_a_worker_is_reported_and_not_recreated(tmp_path: Path) -> None:
+    threaded = ThreadedRun(tmp_path, PROMPTS)
     batches: list[int] = []
 
-    def delete(label: str, orders: Sequence[Order]) -> None:
-        batches.append(len(orders))
+    def delete(label: str, requests: Sequence[SampleRequest]) -> None:
+        batches.append(len(requests))
         if len(batches) == 3:
-            while atelier.folder.shard("0").read_text().count('"done"') < 4:  # nobody writes while it is deleted
+            while threaded.output.shard("0").read_text().count('"done"') < 4:  # nobody writes while it is deleted
                 time.sleep(0.01)
-            shutil.rmtree(atelier.folder.root)
+            shutil.rmtree(threaded.output.root)
 
-    with pytest.raises(UserError, match="Cannot write .*images: it was deleted while pictures were being made"):
-        serve(atelier, delete, 2, [[0, 1], [2, 3], [4, 5], [6, 7]])
-    assert not list(atelier.folder.root.glob("**/*"))  # a picture without a ledger would stop the next command
+    with pytest.raises(UserError, match="Cannot write .*images: it was deleted while images were being generated"):
+        serve(threaded, delete, 2, [[0, 1], [2, 3], [4, 5], [6, 7]])
+    assert not list(threaded.output.root.glob("**/*"))  # an image without a ledger would stop the next command
 
 
-def test_a_last_picture_that_cannot_be_written_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_image_that_cannot_be_written_is_reported_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(path: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(worker, "write_atomically", full)
-    atelier = Atelier(tmp_path, PROMPTS)
-    told: queue.Queue[Exception] = queue.Queue()
+    monkeypatch.setattr(worker, "atomic_write", full)
+    threaded = ThreadedRun(tmp_path, PROMPTS)
+    errors: queue.Queue[Exception] = queue.Queue()
 
     def run() -> None:
         try:
-            serve(atelier, lambda *_: None, 2, [[0, 1]])  # nothing comes after them, not even a word to stop
+            serve(threaded, lambda *_: None, 2, [[0, 1]])  # nothing comes after them, not even a message to stop
         except UserError as error:
-            told.put(error)
+            errors.put(error)
 
     threading.Thread(target=run, daemon=True).start()
-    assert "No space left on the disk" in str(told.get(timeout=10))
+    assert "No space left on the disk" in str(errors.get(timeout=10))
 
 
-def test_a_picture_carries_how_it_was_made(tmp_path: Path) -> None:
-    atelier = Atelier(tmp_path, PROMPTS)
-    serve(atelier, lambda *_: None, 2, [[0, 1]])
-    data = (atelier.folder.root / "000002_seed43.png").read_bytes()
-    with Image.open(io.BytesIO(data)) as picture:
-        assert picture.size == (16, 16)
-        assert {key: picture.text[key] for key in ("prompt", "seed", "model")} == {
+def test_an_image_carries_its_metadata(tmp_path: Path) -> None:
+    threaded = ThreadedRun(tmp_path, PROMPTS)
+    serve(threaded, lambda *_: None, 2, [[0, 1]])
+    data = (threaded.output.root / "000002_seed43.png").read_bytes()
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.size == (16, 16)
+        assert {key: image.text[key] for key in ("prompt", "seed", "model")} == {
             "prompt": "tree",
             "seed": "43",
             "model": "tiny",
         }
-    line = atelier.lines()[1]
+    line = threaded.lines()[1]
     assert line["bytes"] == len(data) and line["file"] == "000002_seed43.png" and line["gpu"] == "0"
     assert line["seconds"] > 0 and json.loads(json.dumps(line)) == line
 
 
-class Slow(Watched):
-    """A painter whose pictures are on their way until they are waited for; tells the order of events."""
+class Slow(WatchedPipeline):
+    """A pipeline whose images are pending until they are waited for; records the order of events."""
 
     def __init__(self, events: list[str], broken: set[str] | None = None) -> None:
         super().__init__("0", lambda *_: None)
         self.events, self.broken = events, broken or set()
 
-    def begin(self, orders, size, beat, way=Way.USUAL):  # type: ignore[no-untyped-def]
-        name = ",".join(str(order.seed) for order in orders)
-        self.events.append(f"begin {name}")
-        pictures = super().begin(orders, size, beat, way).wait()
+    def generate_async(self, requests, size, on_step, mode=GenerationMode.DEFAULT):  # type: ignore[no-untyped-def]
+        name = ",".join(str(request.seed) for request in requests)
+        self.events.append(f"start {name}")
+        images = super().generate_async(requests, size, on_step, mode).wait()
 
         def wait() -> list[np.ndarray]:
             self.events.append(f"wait {name}")
-            if self.broken & {str(order.seed) for order in orders}:
-                raise UserError("Its numbers overflowed.")
-            return pictures
+            if self.broken & {str(request.seed) for request in requests}:
+                raise UserError("Its values overflowed.")
+            return images
 
-        return SimpleNamespace(wait=wait, there=False, gpu_busy=0.75)
+        return SimpleNamespace(wait=wait, ready=False, gpu_busy=0.75)
 
 
-def test_the_next_batch_is_begun_before_the_last_is_waited_for(tmp_path: Path) -> None:
-    atelier, events = Atelier(tmp_path, PROMPTS), list[str]()
-    said = serve(atelier, lambda *_: None, 1, [[0], [1], [2]], Slow(events))
-    assert events == ["begin 42", "begin 43", "wait 42", "begin 44", "wait 43", "wait 44"]
-    # Were the worker to die now, either of two might be why.
-    assert [report.numbers for report in said if isinstance(report, messages.Began)] == [(0,), (0, 1), (1, 2)]
-    assert [line["gpu_busy"] for line in atelier.lines().values()] == [0.75] * 3
-    at_once = Atelier(tmp_path / "at once", PROMPTS)
+def test_the_next_batch_is_started_before_the_last_is_waited_for(tmp_path: Path) -> None:
+    threaded, events = ThreadedRun(tmp_path, PROMPTS), list[str]()
+    reports = serve(threaded, lambda *_: None, 1, [[0], [1], [2]], Slow(events))
+    assert events == ["start 42", "start 43", "wait 42", "start 44", "wait 43", "wait 44"]
+    # If the worker died now, either of two batches could be the cause.
+    assert [report.indices for report in reports if isinstance(report, messages.BatchStarted)] == [(0,), (0, 1), (1, 2)]
+    assert [line["gpu_busy"] for line in threaded.lines().values()] == [0.75] * 3
+    at_once = ThreadedRun(tmp_path / "at once", PROMPTS)
     serve(at_once, lambda *_: None, 1, [[0], [1], [2]])
     assert {row: line["sha256"] for row, line in at_once.lines().items()} == {
-        row: line["sha256"] for row, line in atelier.lines().items()
+        row: line["sha256"] for row, line in threaded.lines().items()
     }
     assert not any("gpu_busy" in line for line in at_once.lines().values())
 
 
-def test_a_picture_found_broken_on_its_way_is_tried_alone_and_recorded(tmp_path: Path) -> None:
-    atelier, events = Atelier(tmp_path, PROMPTS), list[str]()
-    said = serve(atelier, lambda *_: None, 1, [[0], [1], [2]], Slow(events, {"43"}))
-    assert done(said) == {0, 2}
-    assert [(report.number, report.reason) for report in said if isinstance(report, messages.Failed)] == [
-        (1, "Its numbers overflowed.")
-    ]
+def test_a_pending_image_that_fails_is_tried_alone_and_recorded(tmp_path: Path) -> None:
+    threaded, events = ThreadedRun(tmp_path, PROMPTS), list[str]()
+    reports = serve(threaded, lambda *_: None, 1, [[0], [1], [2]], Slow(events, {"43"}))
+    assert done(reports) == {0, 2}
+    assert [
+        (report.sample_index, report.reason) for report in reports if isinstance(report, messages.SampleFailed)
+    ] == [(1, "Its values overflowed.")]
     assert events.count("wait 43") == 2
 
 
-def test_what_follows_is_prepared_before_a_task_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    atelier = Atelier(tmp_path, PROMPTS)
-    tasks = [Task(tuple(map(atelier.plan.sample, rows)), 2, 2) for rows in ((0, 1), (2, 3), (4, 5), (6, 7))]
-    inbox: queue.Queue[messages.Order] = queue.Queue()
-    ahead: list[list[int]] = []  # for every task: seeds that were prepared when it was begun
+def test_prompts_are_encoded_ahead_of_their_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threaded = ThreadedRun(tmp_path, PROMPTS)
+    batches = [GenerateBatch(tuple(map(threaded.plan.sample, rows)), 2, 2) for rows in ((0, 1), (2, 3), (4, 5), (6, 7))]
+    inbox: queue.Queue[messages.Request] = queue.Queue()
+    ahead: list[list[int]] = []  # for every batch: seeds that were prepared when it was started
     prepared: list[int] = []
 
-    def prepare(_: Watched, orders: Sequence[Order]) -> None:
-        prepared[:] = sorted(order.seed for order in orders)
+    def prepare(_: WatchedPipeline, requests: Sequence[SampleRequest]) -> None:
+        prepared[:] = sorted(request.seed for request in requests)
 
-    def before(label: str, orders: Sequence[Order]) -> None:
+    def before(label: str, requests: Sequence[SampleRequest]) -> None:
         ahead.append(list(prepared))
-        inbox.put(tasks[len(ahead) + 1] if len(ahead) + 1 < len(tasks) else Stop())  # one is always waiting
+        inbox.put(batches[len(ahead) + 1] if len(ahead) + 1 < len(batches) else StopWorker())  # one is always waiting
 
-    monkeypatch.setattr(Watched, "prepare", prepare)
-    inbox.put(tasks[0])
-    inbox.put(tasks[1])
-    Worker(atelier.job, "0", CPU, Watched("0", before), lambda _: None).serve(inbox)
-    seeds = [[sample.seed for sample in task.samples] for task in tasks]
+    monkeypatch.setattr(WatchedPipeline, "prepare", prepare)
+    inbox.put(batches[0])
+    inbox.put(batches[1])
+    Worker(threaded.job, "0", CPU, WatchedPipeline("0", before), lambda _: None).serve(inbox)
+    seeds = [[sample.seed for sample in batch.samples] for batch in batches]
     assert ahead == [seeds[0] + seeds[1], seeds[1] + seeds[2], seeds[2] + seeds[3]]

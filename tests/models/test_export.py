@@ -1,4 +1,4 @@
-"""`muralist export`: a run or an official file becomes a folder that gives the same weights and the same pictures."""
+"""`muralist export`: the exported folder of a run or an official checkpoint has equal weights and generates equal images."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from muralist.cli import main
-from muralist.diffusion import solvers
-from muralist.errors import UserError
+from muralist.core.errors import UserError
+from muralist.diffusion import samplers
 from muralist.models import jit
+from muralist.models.export import infer_jit_config, jit_arguments, read_jit_folder, write_jit_folder
 from muralist.models.jit import JiT
-from muralist.models.weights import infer_jit_config, jit_arguments, read_jit_folder, write_jit_folder
 from tests.support.disks import small_disk
 from tests.support.runs import last_checkpoint, only_run, train
 
 
-def picture(network: nn.Module, null_label: int) -> Tensor:
+def image(network: nn.Module, null_label: int) -> Tensor:
     noise = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    settings = solvers.SolverSettings(steps=3, guidance=2.0)
-    return solvers.sample(network.eval(), noise, torch.tensor([0, 1]), null_label, settings)
+    settings = samplers.SamplerSettings(steps=3, guidance=2.0)
+    return samplers.sample(network.eval(), noise, torch.tensor([0, 1]), null_label, settings)
 
 
 def exported(folder: Path) -> tuple[dict, dict[str, Tensor], JiT]:
@@ -50,7 +50,7 @@ def run(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("which", ["model", "ema1", "ema2"])
-def test_a_run_comes_back_bit_equal_with_the_same_picture(run: Path, tmp_path: Path, which: str) -> None:
+def test_exported_run_has_equal_weights_and_generates_the_same_image(run: Path, tmp_path: Path, which: str) -> None:
     assert main(["export", str(run), str(tmp_path / "out"), "--weights", which]) == 0
     expected = load_file(last_checkpoint(run) / f"{which}.safetensors")
     config, state, network = exported(tmp_path / "out")
@@ -60,11 +60,11 @@ def test_a_run_comes_back_bit_equal_with_the_same_picture(run: Path, tmp_path: P
     assert (config["input_size"], config["patch_size"], config["num_classes"]) == (16, 8, 2)
     original = jit.build("JiT-T/8", 16, 2)
     original.load_state_dict(expected)
-    assert torch.equal(picture(network, 2), picture(original, 2))
-    assert picture(network, 2).std() > 0
+    assert torch.equal(image(network, 2), image(original, 2))
+    assert image(network, 2).std() > 0
 
 
-def test_the_average_is_the_default_and_a_checkpoint_will_do(
+def test_ema_is_the_default_and_a_checkpoint_folder_is_accepted(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(last_checkpoint(run)), str(tmp_path / "out")]) == 0
@@ -74,9 +74,9 @@ def test_the_average_is_the_default_and_a_checkpoint_will_do(
     assert config["label_names"] == ["meadow", "sunrise"]
 
 
-def test_an_official_file_comes_back_bit_equal_with_the_same_picture(tmp_path: Path) -> None:
+def test_official_checkpoint_exports_equal_weights_and_generates_the_same_image(tmp_path: Path) -> None:
     network = jit.build("JiT-T/8", 16, 5)
-    network.initialise(1)
+    network.init_weights(1)
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.01 * torch.sin(torch.arange(parameter.numel())).view_as(parameter))
@@ -95,8 +95,8 @@ def test_an_official_file_comes_back_bit_equal_with_the_same_picture(tmp_path: P
     assert_same(read, network.state_dict())
     assert "label_names" not in config
     assert config["num_classes"] == 5
-    assert torch.equal(picture(loaded, 5), picture(network, 5))
-    assert picture(loaded, 5).std() > 0
+    assert torch.equal(image(loaded, 5), image(network, 5))
+    assert image(loaded, 5).std() > 0
 
     assert main(["export", str(tmp_path), str(tmp_path / "average")]) == 0  # the folder that holds it, ema1
     assert_same(exported(tmp_path / "average")[1], {name: value * 2 for name, value in network.state_dict().items()})
@@ -112,7 +112,7 @@ def test_an_exported_run_can_be_fine_tuned(run: Path, photo_folder: Path, tmp_pa
         assert torch.equal(value, expected[name]) or name.startswith("y_embedder"), name
 
 
-def test_mistakes_are_one_sentence(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_errors_have_no_traceback(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     (tmp_path / "broken").mkdir()
@@ -135,9 +135,9 @@ def test_mistakes_are_one_sentence(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+def test_full_disk_is_a_user_error_and_leaves_nothing(tmp_path: Path) -> None:
     network = jit.build("JiT-T/8", 16, 2)
-    network.initialise(0)
+    network.init_weights(0)
     state = network.state_dict()
     with small_disk(tmp_path / "disk") as disk:  # a megabyte, for weights of eight
         with pytest.raises(UserError, match="No space left on the disk"):
@@ -157,8 +157,8 @@ def test_a_damaged_checkpoint_is_not_exported(
     data[-1] ^= 1  # of the last weight: the file is as readable as before
     weights.write_bytes(data)
     assert main(["export", str(source), str(tmp_path / "out")]) == 1
-    assert "is damaged: ema1.safetensors is not what was written" in capsys.readouterr().err
+    assert "is damaged: ema1.safetensors does not match its hash" in capsys.readouterr().err
     (checkpoint / "manifest.json").unlink()
     assert main(["export", str(source), str(tmp_path / "out")]) == 1
-    assert "is not a whole checkpoint" in capsys.readouterr().err
+    assert "is not a complete checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

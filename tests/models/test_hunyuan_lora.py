@@ -1,4 +1,4 @@
-"""LoRA on HunyuanDiT: starts as the base does, trains and stores nothing else, leaves as a pipeline and as PEFT files."""
+"""LoRA on HunyuanDiT: starts as the base model, trains and saves nothing else, exports to diffusers and PEFT."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from muralist import keyed_random
 from muralist.cli import main
-from muralist.config import identity, load
-from muralist.errors import UserError
-from muralist.hydit import translate
-from muralist.keyed_random import Purpose, SampleKeys
-from muralist.models.hunyuan_family import HunyuanFamily
+from muralist.core import rng
+from muralist.core.errors import UserError
+from muralist.core.rng import Purpose, SampleKeys
+from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
+from muralist.models.hunyuan_dit import HunyuanDiTSpec
 from muralist.models.lora import Lora
-from muralist.models.small_hunyuan import build_small_hunyuan
 from muralist.models.weights import read_weights
 from muralist.settings import TRAIN_FLAT_NAMES, OptimSettings, SampleSettings, TrainSettings
+from muralist.settings.load import identity, load
+from muralist.tools.hydit import translate
 from muralist.train import checkpoint
-from muralist.train.stepper import build_optimizer
+from muralist.train.optim import build_optimizer
 from tests.support.hunyuan import SMALL, scenes
 from tests.support.runs import assert_same_state, finish, last_checkpoint, losses, start, tensors
 
@@ -44,7 +44,7 @@ PROMPTS = ["A highway scene with clear lane markings and distant cars", "A parki
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_small_hunyuan(tmp_path_factory.mktemp("model") / "small")
+    return build_small_hunyuan_dit(tmp_path_factory.mktemp("model") / "small")
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +63,13 @@ def train(model: Path, results: Path, name: str, steps: int, *more: object, expe
     assert main(["train", *map(str, words)]) == expect
 
 
-def family_of(model: Path, lora: Lora | None = LORA, seed: int = 0) -> HunyuanFamily:
-    return HunyuanFamily.load(model, SIZE, lora=lora, seed=seed)
+def family_of(model: Path, lora: Lora | None = LORA, seed: int = 0) -> HunyuanDiTSpec:
+    return HunyuanDiTSpec.load(model, SIZE, lora=lora, seed=seed)
 
 
-def loss_of(family: HunyuanFamily, network: nn.Module, first: int = 0) -> Tensor:
+def loss_of(family: HunyuanDiTSpec, network: nn.Module, first: int = 0) -> Tensor:
     batch = scenes(64, 3, first)
-    keys = SampleKeys(0, batch.numbers)
+    keys = SampleKeys(0, batch.sample_indices)
     return family.loss(network, family.encode(batch, keys), keys)
 
 
@@ -77,10 +77,10 @@ def adapters(network: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in network.named_parameters() if ".lora_" in name}
 
 
-def test_a_fresh_one_changes_nothing_and_is_keyed(model: Path) -> None:
-    whole, family = family_of(model, None), family_of(model)
+def test_fresh_lora_changes_nothing_and_depends_on_the_seed_alone(model: Path) -> None:
+    full, family = family_of(model, None), family_of(model)
     network = family.network()
-    assert torch.equal(loss_of(family, network), loss_of(whole, whole.network()))
+    assert torch.equal(loss_of(family, network), loss_of(full, full.network()))
     torch.manual_seed(17)
     fresh, again, other = adapters(network), adapters(family.network()), adapters(family_of(model, seed=1).network())
     assert len(fresh) == 2 * 6 * 8, "a pair at each of eight projections in six blocks"
@@ -91,10 +91,10 @@ def test_a_fresh_one_changes_nothing_and_is_keyed(model: Path) -> None:
             assert 0.9 < float(value.abs().max()) * value.shape[1] ** 0.5 < 1 and not torch.equal(value, other[name])
         else:
             assert not value.any()
-    assert len({fresh[name].sum().item() for name in inner}) == len(inner), "each is drawn apart"
+    assert len({fresh[name].sum().item() for name in inner}) == len(inner), "each has its own random values"
 
 
-def test_training_changes_all_of_it_and_nothing_else(model: Path) -> None:
+def test_training_changes_every_lora_weight_and_nothing_else(model: Path) -> None:
     family = family_of(model)
     network = family.network()
     before = {name: value.clone() for name, value in network.state_dict().items()}
@@ -106,7 +106,7 @@ def test_training_changes_all_of_it_and_nothing_else(model: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     for name, value in network.state_dict().items():
-        assert torch.equal(value, before[name]) is not family.stores(name), name
+        assert torch.equal(value, before[name]) is not family.is_saved(name), name
 
 
 def test_a_checkpoint_holds_lora_alone(model: Path, run: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_checkpoint_holds_lora_alone(model: Path, run: Path) -> None:
     network.load_state_dict(sets[1], strict=False)
     prompt = (run / "samples" / "step_0000004" / "gpu_0_prompt.txt").read_text().strip()
     expected = family.sample(network, [prompt], [0], SampleSettings(steps=2))[0].permute(1, 2, 0)
-    assert np.abs(mine - ((expected.numpy() + 1) * 127.5).round()).max() <= 1, "drawn with the averaged weights"
+    assert np.abs(mine - ((expected.numpy() + 1) * 127.5).round()).max() <= 1, "sampled with the EMA weights"
 
 
 def test_a_resumed_run_ends_the_same_to_the_bit(model: Path, run: Path, results: Path) -> None:
@@ -146,19 +146,19 @@ def test_a_checkpoint_with_more_or_less_than_lora_is_refused(model: Path, run: P
     for wrong in ({**weights, "proj_out.bias": torch.zeros(1)}, {n: v for n, v in weights.items() if n != first}):
         save_file(wrong, tmp_path / "ema1.safetensors")
         with pytest.raises(UserError, match="1 are missing or unknown"):
-            checkpoint.read_stored(tmp_path, "ema1", network, family)
+            checkpoint.read_saved_weights(tmp_path, "ema1", network, family)
 
 
-def draw(family: HunyuanFamily, network: nn.Module) -> Tensor:
+def generate(family: HunyuanDiTSpec, network: nn.Module) -> Tensor:
     return family.sample(network.eval(), PROMPTS, [3, 8], SampleSettings(steps=4))
 
 
-def test_an_export_is_a_pipeline_with_it_added_and_beside_it_what_peft_reads(
+def test_export_merges_lora_into_a_pipeline_and_writes_it_for_peft(
     model: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert main(["export", str(run), str(out)]) == 0
-    assert "its LoRA alone, for PEFT, in lora/" in capsys.readouterr().out
+    assert "the LoRA alone, for PEFT, in lora/" in capsys.readouterr().out
     files = [file.stat() for file in out.rglob("*") if file.is_file()]
     assert {stat.st_mode & 0o444 for stat in files} == {(out.stat().st_mode & 0o444)}, (
         "for others too, as the folder is"
@@ -167,16 +167,16 @@ def test_an_export_is_a_pipeline_with_it_added_and_beside_it_what_peft_reads(
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    family, whole = family_of(model), family_of(model, None)
+    family, full = family_of(model), family_of(model, None)
     network = family.network()
     network.load_state_dict(load_file(last_checkpoint(run) / "ema1.safetensors"), strict=False)
-    mine, untrained = draw(family, network), draw(whole, whole.network())
+    mine, untrained = generate(family, network), generate(full, full.network())
     assert float((mine - untrained).abs().max()) > 0.02, "or the comparisons below would say nothing"
 
     pipeline = HunyuanDiTPipeline.from_pretrained(out, safety_checker=None, requires_safety_checker=False)
     pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
-    noise = keyed_random.normal(0, Purpose.SAMPLE_NOISE, torch.tensor([3, 8]), (4, 8, 8))
+    noise = rng.normal(0, Purpose.SAMPLE_NOISE, torch.tensor([3, 8]), (4, 8, 8))
     theirs = pipeline(
         PROMPTS, height=64, width=64, num_inference_steps=4, guidance_scale=5.0, latents=noise,
         use_resolution_binning=False, output_type="pt",
@@ -184,7 +184,7 @@ def test_an_export_is_a_pipeline_with_it_added_and_beside_it_what_peft_reads(
     torch.testing.assert_close(mine, theirs * 2 - 1, rtol=0, atol=1e-4)
 
     base = HunyuanDiT2DModel.from_pretrained(model, subfolder="transformer")
-    torch.testing.assert_close(draw(whole, PeftModel.from_pretrained(base, out / "lora")), mine, rtol=0, atol=1e-4)
+    torch.testing.assert_close(generate(full, PeftModel.from_pretrained(base, out / "lora")), mine, rtol=0, atol=1e-4)
     base = HunyuanDiT2DModel.from_pretrained(model, subfolder="transformer")
     inject_adapter_in_model(LoraConfig.from_pretrained(out / "lora"), base)
     stored = load_file(out / "lora" / "adapter_model.safetensors")
@@ -192,7 +192,7 @@ def test_an_export_is_a_pipeline_with_it_added_and_beside_it_what_peft_reads(
         base, {name.removeprefix("base_model.model."): value for name, value in stored.items()}
     )
     assert not loaded.unexpected_keys
-    torch.testing.assert_close(draw(whole, base), mine, rtol=0, atol=1e-4)
+    torch.testing.assert_close(generate(full, base), mine, rtol=0, atol=1e-4)
 
     # What was exported can be trained on, by LoRA again, and exported again.
     train(out, tmp_path, "further", 1, *QUIET)
@@ -200,9 +200,7 @@ def test_an_export_is_a_pipeline_with_it_added_and_beside_it_what_peft_reads(
     assert (tmp_path / "again" / "lora" / "adapter_model.safetensors").is_file()
 
 
-def test_the_base_must_be_the_one_it_was_trained_on(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_base_model_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = shutil.copytree(model, tmp_path / "mine")
     train(mine, tmp_path, "run", 1, *QUIET)
     file = mine / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -214,7 +212,7 @@ def test_the_base_must_be_the_one_it_was_trained_on(
     assert not (tmp_path / "out").exists()
 
 
-def test_other_runs_to_start_from(model: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_from_other_runs(model: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(model, tmp_path, "further", 1, "--init_from", run, "--learning_rate", "1e-9", *QUIET)
     mine, theirs = (load_file(last_checkpoint(one) / "model.safetensors") for one in (tmp_path / "further", run))
     expected = load_file(last_checkpoint(run) / "ema1.safetensors")
@@ -224,13 +222,13 @@ def test_other_runs_to_start_from(model: Path, run: Path, tmp_path: Path, capsys
     capsys.readouterr()
     train(model, tmp_path, "wider", 1, "--init_from", run, "--lora_rank", "8", expect=1)
     assert "Give the same --lora_rank and --lora_targets." in capsys.readouterr().err
-    train(model, tmp_path, "whole", 1, "--init_from", run, "--training_parts", "all", expect=1)
+    train(model, tmp_path, "full", 1, "--init_from", run, "--training_parts", "all", expect=1)
     said = capsys.readouterr().err
-    assert "here the whole network is trained, and they are LoRA alone" in said and "muralist export" in said
+    assert "this run trains the full network, and they are LoRA weights" in said and "muralist export" in said
     weights = family_of(model, None).network().state_dict()
-    save_file(weights, tmp_path / "whole.safetensors")
-    train(model, tmp_path, "narrow", 1, "--init_from", tmp_path / "whole.safetensors", expect=1)
-    assert "here LoRA is trained, and they are a whole network" in capsys.readouterr().err
+    save_file(weights, tmp_path / "full.safetensors")
+    train(model, tmp_path, "narrow", 1, "--init_from", tmp_path / "full.safetensors", expect=1)
+    assert "this run trains LoRA, and they are a full network" in capsys.readouterr().err
 
 
 def official_adapter(weights: dict[str, Tensor], folder: Path, alpha: int) -> dict[str, Tensor]:
@@ -254,7 +252,7 @@ def official_adapter(weights: dict[str, Tensor], folder: Path, alpha: int) -> di
     return added
 
 
-def test_lora_of_others_to_start_from(model: Path, run: Path, tmp_path: Path) -> None:
+def test_init_from_peft_and_official_lora(model: Path, run: Path, tmp_path: Path) -> None:
     """A folder that PEFT wrote, and one of the official script, whose layers are fused."""
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     mine = load_file(last_checkpoint(run) / "ema1.safetensors")
@@ -275,7 +273,7 @@ def test_lora_of_others_to_start_from(model: Path, run: Path, tmp_path: Path) ->
         torch.testing.assert_close(stored[name], value, rtol=0, atol=1e-7)
 
     (tmp_path / "official" / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 4, "use_dora": True}))
-    with pytest.raises(UserError, match="of a kind that is not read"):
+    with pytest.raises(UserError, match="is not supported"):
         read_weights(tmp_path / "official")
     (tmp_path / "official" / "adapter_config.json").unlink()
     with pytest.raises(UserError, match="cannot be read"):
@@ -287,8 +285,8 @@ def test_settings_make_another_run() -> None:
         return identity(load(TrainSettings, ["--model", "HunyuanDiT", *words], TRAIN_FLAT_NAMES))
 
     lora = ["--training_parts", "lora"]
-    whole, narrow, wide = shaping(), shaping(*lora), shaping(*lora, "--lora_rank", "128")
-    assert len({json.dumps(one, sort_keys=True) for one in (whole, narrow, wide)}) == 3
+    full, narrow, wide = shaping(), shaping(*lora), shaping(*lora, "--lora_rank", "128")
+    assert len({json.dumps(one, sort_keys=True) for one in (full, narrow, wide)}) == 3
     assert shaping(*lora, "--lora_rank", "64", "--lora_targets", *TARGETS) == narrow
 
 
@@ -309,22 +307,22 @@ def test_flags_of_the_official_script() -> None:
     assert settings.model.lora_targets == ["attn2.to_q", "to_out.0"]
 
 
-def test_layers_are_chosen_by_the_ends_of_their_names(model: Path) -> None:
+def test_targets_are_suffixes_of_layer_names(model: Path) -> None:
     chosen = adapters(family_of(model, Lora(2, ("attn2.to_q", "ff.net.0.proj"))).network())
     assert len(chosen) == 2 * 6 * 2 and all(".attn2.to_q." in name or ".ff.net.0.proj." in name for name in chosen)
     for wrong in ("to_w", "q_proj", "attn1", "proj_out"):  # unknown, of the text pooler, no linear layer, in no block
-        with pytest.raises(UserError, match=f"LoRA cannot be trained on '{wrong}'"):
+        with pytest.raises(UserError, match=f"matches the LoRA target '{wrong}'"):
             family_of(model, Lora(2, ("to_q", wrong))).network()
 
 
-def test_what_cannot_be_is_said_before_anything_is_loaded(
+def test_invalid_lora_settings_are_refused_before_loading(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tmp_path / "no model", tmp_path, "run", 1, "--model", "JiT-T/8", expect=1)
     assert "JiT-T/8 cannot be trained by LoRA" in capsys.readouterr().err
     (tmp_path / "none.yaml").write_text("model: {lora_targets: []}")
     train(tmp_path / "no model", tmp_path, "run", 1, "--config", tmp_path / "none.yaml", expect=1)
-    assert "Name some with --lora_targets" in capsys.readouterr().err
+    assert "--lora_targets is empty" in capsys.readouterr().err
     (tmp_path / "none.yaml").unlink()
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "peft" else find(name, *more))
@@ -337,7 +335,7 @@ def test_what_cannot_be_is_said_before_anything_is_loaded(
 @pytest.mark.parametrize(
     "strategies", [("fsdp2", "fsdp2"), pytest.param(("zero2", "zero3"), marks=needs_deepspeed)], ids="-".join
 )
-def test_in_parts_it_trains_the_same_and_goes_on_elsewhere(
+def test_sharded_training_equals_single_process_and_resumes_elsewhere(
     model: Path, tmp_path: Path, strategies: tuple[str, str]
 ) -> None:
     more = ["--global_batch_size", "4", "--max_grad_norm", "1"]

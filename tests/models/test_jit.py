@@ -1,4 +1,4 @@
-"""The network against the official code's numbers, and what we promise beyond them."""
+"""JiT against the official code, and our own guarantees."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from muralist import keyed_random
-from muralist.diffusion import flow, solvers
-from muralist.errors import UserError
-from muralist.keyed_random import Purpose, SampleKeys
-from muralist.models import jit, jit_ops
+from muralist.core import rng
+from muralist.core.errors import UserError
+from muralist.core.rng import Purpose, SampleKeys
+from muralist.diffusion import flow, samplers
+from muralist.kernels import ops
+from muralist.models import jit
+from muralist.models.configs import JIT_CONFIGS
 from muralist.models.jit import JiT
-from muralist.models.variants import VARIANTS
 
 GOLDEN = Path(__file__).parent / "golden_jit.safetensors"
 SMALL = {"hidden_size": 48, "depth": 4, "num_heads": 3, "num_classes": 5, "bottleneck_dim": 8}
@@ -29,7 +30,7 @@ def weights_by_formula(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     state = {}
     for name, shape in shapes.items():
         number = torch.tensor([zlib.crc32(name.encode())])
-        spread = 2 * keyed_random.uniform(0, Purpose.INIT, number, shape)[0] - 1
+        spread = 2 * rng.uniform(0, Purpose.INIT, number, shape)[0] - 1
         scale = 0.2 if len(shape) == 1 else 1 / math.sqrt(math.prod(shape[1:]))
         state[name] = spread * scale + (1 if "norm" in name else 0)
     return state
@@ -89,28 +90,28 @@ def test_official_gradient(official):
 def test_official_samples(official):
     net, golden, facts = official
     for name, run in facts["samples"].items():
-        settings = solvers.SolverSettings(
+        settings = samplers.SamplerSettings(
             run["solver"], run["steps"], run["guidance"], tuple(run["interval"]), official_last_step=True
         )
-        pictures = solvers.sample(net, golden["e"], golden["y"], net.num_classes, settings)
-        torch.testing.assert_close(pictures, golden[name], atol=1e-5, rtol=1e-5)
+        images = samplers.sample(net, golden["e"], golden["y"], net.num_classes, settings)
+        torch.testing.assert_close(images, golden[name], atol=1e-5, rtol=1e-5)
 
 
-def test_position_table_by_definition():
-    table = jit.position_table(3, 8)[0].unflatten(0, (3, 3))
+def test_position_embedding_by_definition():
+    table = jit.sincos_position_embedding(3, 8)[0].unflatten(0, (3, 3))
     for row in range(3):
         for column in range(3):
             expected = [f(a * w) for a in (column, row) for f in (math.sin, math.cos) for w in (1.0, 0.01)]
             assert table[row, column].tolist() == pytest.approx(expected, abs=1e-7)
 
 
-def test_rotation_keeps_lengths_and_depends_on_the_offset_only():
+def test_rope_keeps_norms_and_depends_on_relative_positions_only():
     q, k = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
-    cos, sin = jit.rotation_table(6, 16, 2, torch.device("cpu"))
-    turned_q, turned_k = (jit_ops.rotate(v.expand(1, 1, 38, 16), (cos, sin))[0, 0] for v in (q, k))
-    torch.testing.assert_close(turned_q.norm(dim=-1), q.norm().expand(38))
-    assert torch.equal(turned_q[:2], q.expand(2, 16))
-    grid_q, grid_k = turned_q[2:].unflatten(0, (6, 6)), turned_k[2:].unflatten(0, (6, 6))
+    cos, sin = jit.rope_table(6, 16, 2, torch.device("cpu"))
+    rotated_q, rotated_k = (ops.apply_rope(v.expand(1, 1, 38, 16), (cos, sin))[0, 0] for v in (q, k))
+    torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm().expand(38))
+    assert torch.equal(rotated_q[:2], q.expand(2, 16))
+    grid_q, grid_k = rotated_q[2:].unflatten(0, (6, 6)), rotated_k[2:].unflatten(0, (6, 6))
     offset = (grid_q[1:, :-2] * grid_k[:-1, 2:]).sum(-1)
     torch.testing.assert_close(offset, offset[0, 0].expand_as(offset))
     assert not torch.allclose(offset[0, 0], (grid_q[1, 1] * grid_k[0, 0]).sum())
@@ -118,7 +119,7 @@ def test_rotation_keeps_lengths_and_depends_on_the_offset_only():
 
 def test_initial_weights_have_the_official_distributions():
     net = jit.build("JiT-T/4", 16, 10)
-    net.initialise(7)
+    net.init_weights(7)
     state = net.state_dict()
     for name, value in state.items():
         zero = "adaLN" in name or name.startswith("final_layer.linear") or name.endswith("bias")
@@ -132,7 +133,7 @@ def test_initial_weights_have_the_official_distributions():
             bound = math.sqrt(6 / (value.shape[0] + value[0].numel()))
             assert 0.99 * bound < value.abs().max() <= bound, name
             assert value.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.05), name
-    torch.testing.assert_close(state["pos_embed"], jit.position_table(4, 128))
+    torch.testing.assert_close(state["pos_embed"], jit.sincos_position_embedding(4, 128))
     assert not torch.equal(state["blocks.0.attn.qkv.weight"], state["blocks.1.attn.qkv.weight"])
     assert (net(*batch(net)) == 0).all()
 
@@ -140,15 +141,15 @@ def test_initial_weights_have_the_official_distributions():
 def test_initial_weights_depend_on_the_seed_alone():
     torch.manual_seed(1)
     one = jit.build("JiT-T/4", 16, 10)
-    one.initialise(7)
+    one.init_weights(7)
     torch.manual_seed(2)
     with torch.device("meta"):
         two = jit.build("JiT-T/4", 16, 10)
     with pytest.raises(ValueError, match="to_empty"):
-        two.initialise(7)
-    two.to_empty(device="cpu").initialise(7)
+        two.init_weights(7)
+    two.to_empty(device="cpu").init_weights(7)
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
-    two.initialise(8)
+    two.init_weights(8)
     assert not torch.equal(one.x_embedder.proj1.weight, two.x_embedder.proj1.weight)
 
 
@@ -163,10 +164,10 @@ def test_meta_network_loads_and_computes(assign):
     assert torch.equal(loaded.eval()(*batch(source)), source(*batch(source)))
 
 
-@pytest.mark.parametrize(("drop", "recomputed"), [(0.0, False), (0.3, True)])
-def test_compiles_to_one_graph(drop, recomputed):
+@pytest.mark.parametrize(("drop", "gradient_checkpointing"), [(0.0, False), (0.3, True)])
+def test_compiles_to_one_graph(drop, gradient_checkpointing):
     arguments = SMALL | {"in_context_len": 3, "in_context_start": 2, "attn_drop": drop, "proj_drop": drop}
-    net = with_formula_weights(JiT(8, 4, **arguments, recomputed=recomputed)).train()
+    net = with_formula_weights(JiT(8, 4, **arguments, gradient_checkpointing=gradient_checkpointing)).train()
     inputs, keys = batch(net), SampleKeys(3, torch.tensor([5, 6]))
     torch._dynamo.reset()
     compiled = torch.compile(net, fullgraph=True, backend="eager")
@@ -188,7 +189,7 @@ def test_autocast_is_near_and_keeps_bfloat16_throughout():
     net = with_formula_weights(JiT(16, 4, **SMALL, in_context_len=3, in_context_start=1))
     types = []
     for block in net.blocks:
-        block.register_forward_hook(lambda _, __, output: types.append(output.settled().dtype))
+        block.register_forward_hook(lambda _, __, output: types.append(output.add_branch().dtype))
     with torch.autocast("cpu", torch.bfloat16):
         half = net(*batch(net))
     assert types == [torch.bfloat16] * 4
@@ -233,18 +234,18 @@ class TestDropout:
 
     def test_keeps_the_expectation(self):
         ones = torch.ones(50, 1000)
-        dropped = jit._drop(ones, 0.2, SampleKeys(0, torch.arange(50)), 4)
+        dropped = jit._dropout(ones, 0.2, SampleKeys(0, torch.arange(50)), 4)
         assert set(dropped.unique().tolist()) == {0.0, 1.25}
         assert dropped.mean().item() == pytest.approx(1.0, abs=0.01)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_recomputed_activations_change_nothing(bf16):
+def test_gradient_checkpointing_gives_equal_gradients(bf16):
     # With dropout in attention and MLP, and context tokens entering on the way.
     arguments = SMALL | {"in_context_len": 3, "in_context_start": 2, "attn_drop": 0.3, "proj_drop": 0.2}
     gradients = []
-    for recomputed in (False, True):
-        net = with_formula_weights(JiT(8, 4, **arguments, recomputed=recomputed)).train()
+    for gradient_checkpointing in (False, True):
+        net = with_formula_weights(JiT(8, 4, **arguments, gradient_checkpointing=gradient_checkpointing)).train()
         x, t, y = batch(net, 3)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = net(x, t, y, SampleKeys(0, torch.arange(3))).float().square().sum()
@@ -263,12 +264,12 @@ def test_explicit_attention_equals_the_fused_one():
 
 def test_build_by_name():
     net = jit.build("JiT-T/8", 32, 10, attn_drop=0.1)
-    variant = VARIANTS["T"]
+    variant = JIT_CONFIGS["T"]
     assert net.pos_embed.shape == (1, 16, variant.hidden_size)
     assert net.x_embedder.proj1.weight.shape == (variant.bottleneck_dim, 3, 8, 8)
     assert net.in_context_posemb.shape == (1, 4, variant.hidden_size)
     assert (len(net.blocks), net.in_context_start, net.head_dim, net.has_dropout) == (6, 2, 32, True)
-    with pytest.raises(UserError, match="30 pixels cannot be cut into patches of 8"):
+    with pytest.raises(UserError, match="30 pixels cannot be divided into patches of 8"):
         jit.build("JiT-T/8", 30, 10)
 
 
@@ -289,7 +290,7 @@ class TestOnTheGpu:
             there = jit.build("JiT-T/4", 16, 10)
         here = jit.build("JiT-T/4", 16, 10)
         for net in (here, there):
-            net.initialise(7)
+            net.init_weights(7)
         for name, value in here.state_dict().items():
             assert torch.equal(value, there.state_dict()[name].cpu()), name
 

@@ -1,4 +1,4 @@
-"""Weights come back bit for bit from every place they may lie in, and a file that cannot be trusted is named and refused."""
+"""Reading weights of every kind bit for bit, and refusing files that are damaged or run code."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from muralist.errors import UserError
-from muralist.generate.jit_painter import read_family
-from muralist.models import jit, weights
+from muralist.core import run_dir
+from muralist.core.errors import UserError
+from muralist.generate.jit_pipeline import read_jit_spec
+from muralist.models import export, jit, weights
 from muralist.models.jit import JiT
 
 SIZES = {"hidden_size": 24, "depth": 2, "num_heads": 2, "num_classes": 3, "bottleneck_dim": 5, "in_context_len": 2}
@@ -26,13 +27,13 @@ State = dict[str, Tensor]
 @pytest.fixture(scope="module")
 def net() -> JiT:
     network = JiT(12, 4, **SIZES, in_context_start=1)
-    network.initialise(0)
+    network.init_weights(0)
     return network
 
 
 @pytest.fixture(scope="module")
 def config(net) -> dict:
-    return weights.infer_jit_config(net.state_dict(), in_context_start=1)
+    return export.infer_jit_config(net.state_dict(), in_context_start=1)
 
 
 def scaled(net: nn.Module, factor: float) -> State:
@@ -44,7 +45,7 @@ def equal(one: State, two: State) -> bool:
 
 
 def official_checkpoint(net: nn.Module, **more: object) -> dict:
-    """What the official code saves: wrapped names, averages as parameters, the optimizer and the flags."""
+    """A checkpoint as the official code saves it: wrapped names, EMAs as parameters, the optimizer and the flags."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
     sets = {"model": scaled(net, 1), "model_ema1": scaled(net, 2), "model_ema2": scaled(net, 3)}
     wrapped = {
@@ -69,7 +70,7 @@ def test_official_checkpoint(net, official_file, which, factor):
         assert not any(isinstance(value, nn.Parameter) for value in state.values())
 
 
-def test_default_is_the_first_average(net, official_file):
+def test_default_is_the_first_ema(net, official_file):
     assert equal(weights.read_weights(official_file), scaled(net, 2))
 
 
@@ -97,16 +98,16 @@ def test_checkpoint_folder_and_run(net, tmp_path, which, factor):
 def test_export_comes_back_bit_equal(net, config, tmp_path):
     folder = tmp_path / "new" / "export"
     more = {"label_names": ["car", "tree", "Straße"], "objective": {"prediction": "x", "noise_scale": 0.25}}
-    weights.write_jit_folder(folder, net.state_dict(), config | more)
+    export.write_jit_folder(folder, net.state_dict(), config | more)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
     assert [path.name for path in folder.parent.iterdir()] == ["export"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
-    read, state = weights.read_jit_folder(folder)
+    read, state = export.read_jit_folder(folder)
     assert {name: read[name] for name in more} == more
     assert read["_class_name"] == "JiTTransformer2DModel"
     assert equal(state, net.state_dict())
     assert equal(weights.read_weights(folder, "ema2"), net.state_dict())
-    loaded = JiT(**weights.jit_arguments(read))
+    loaded = JiT(**export.jit_arguments(read))
     loaded.load_state_dict(state, strict=True)
     x, t, y = torch.ones(1, 3, 12, 12), torch.ones(1), torch.tensor([2])
     assert torch.equal(loaded(x, t, y), net(x, t, y))
@@ -116,8 +117,8 @@ def test_export_keeps_bfloat16_and_takes_transposed_tensors(net, config, tmp_pat
     state = {name: value.bfloat16() for name, value in net.state_dict().items()}
     square = state["t_embedder.mlp.2.weight"]
     state["t_embedder.mlp.2.weight"] = square.t().contiguous().t()
-    weights.write_jit_folder(tmp_path / "export", state, config)
-    read = weights.read_jit_folder(tmp_path / "export")[1]
+    export.write_jit_folder(tmp_path / "export", state, config)
+    read = export.read_jit_folder(tmp_path / "export")[1]
     assert equal(read, state)
     assert read["t_embedder.mlp.2.weight"].dtype == torch.bfloat16
 
@@ -126,34 +127,36 @@ def test_export_replaces_an_export_and_nothing_else(net, config, tmp_path):
     folder = tmp_path / "export"
     folder.mkdir()
     for factor in (1, 2):
-        weights.write_jit_folder(folder, scaled(net, factor), config)
+        export.write_jit_folder(folder, scaled(net, factor), config)
     assert equal(weights.read_weights(folder), scaled(net, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
     precious = tmp_path / "photos"
     precious.mkdir()
     (precious / "holiday.png").write_bytes(b"sun")
     with pytest.raises(UserError, match="photos exists and is not an export"):
-        weights.write_jit_folder(precious, net.state_dict(), config)
+        export.write_jit_folder(precious, net.state_dict(), config)
     assert (precious / "holiday.png").read_bytes() == b"sun"
 
 
-@pytest.mark.parametrize("step", ["save_file", "write_json", "flush_folder"])
-def test_failed_export_leaves_the_old_one(net, config, tmp_path, monkeypatch, step):
-    weights.write_jit_folder(tmp_path / "export", net.state_dict(), config)
+@pytest.mark.parametrize(
+    ("module", "step"), [(export, "save_file"), (export, "atomic_write_json"), (run_dir, "fsync_dir")]
+)
+def test_failed_export_leaves_the_old_one(net, config, tmp_path, monkeypatch, module, step):
+    export.write_jit_folder(tmp_path / "export", net.state_dict(), config)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights, step, full)
+        patch.setattr(module, step, full)
         with pytest.raises(UserError, match="No space left"):
-            weights.write_jit_folder(tmp_path / "export", scaled(net, 2), config)
+            export.write_jit_folder(tmp_path / "export", scaled(net, 2), config)
     assert equal(weights.read_weights(tmp_path / "export"), net.state_dict())
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
 def test_failed_rename_puts_the_old_export_back(net, config, tmp_path, monkeypatch):
-    weights.write_jit_folder(tmp_path / "export", net.state_dict(), config)
+    export.write_jit_folder(tmp_path / "export", net.state_dict(), config)
     rename = Path.replace
 
     def refuse(self: Path, target: Path) -> Path:
@@ -164,7 +167,7 @@ def test_failed_rename_puts_the_old_export_back(net, config, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", refuse)
         with pytest.raises(UserError, match="Cannot write"):
-            weights.write_jit_folder(tmp_path / "export", scaled(net, 2), config)
+            export.write_jit_folder(tmp_path / "export", scaled(net, 2), config)
     assert equal(weights.read_weights(tmp_path / "export"), net.state_dict())
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
@@ -178,17 +181,17 @@ def test_failed_rename_puts_the_old_export_back(net, config, tmp_path, monkeypat
         (lambda folder: (folder / "config.json").write_text('{"_class_name": "UNet"}'), "does not describe a JiT"),
         (lambda folder: change_config(folder, depth=3), r"blocks\.2\."),
         (lambda folder: change_config(folder, depth=None), "lacks depth"),
-        (lambda folder: change_config(folder, depth="many"), "No network has the sizes that .*depth is 'many'"),
+        (lambda folder: change_config(folder, depth="many"), "No network has the sizes in .*depth is 'many'"),
         (lambda folder: change_config(folder, num_heads=0), "No network has these sizes"),
         (lambda folder: (folder / weights.WEIGHTS_FILE).unlink(), weights.WEIGHTS_FILE),
         (lambda folder: os.truncate(folder / weights.WEIGHTS_FILE, 9000), f"{weights.WEIGHTS_FILE} cannot be read"),
     ],
 )
 def test_damaged_exports_are_refused(net, config, tmp_path, damage: Callable[[Path], None], message):
-    weights.write_jit_folder(tmp_path / "export", net.state_dict(), config)
+    export.write_jit_folder(tmp_path / "export", net.state_dict(), config)
     damage(tmp_path / "export")
     with pytest.raises(UserError, match=message):
-        weights.read_jit_folder(tmp_path / "export")
+        export.read_jit_folder(tmp_path / "export")
 
 
 def change_config(folder: Path, **changes: object) -> None:
@@ -197,17 +200,17 @@ def change_config(folder: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("classes", ["null", "1.5", "true", '"3"', "[3]", "-1"])
-def test_a_config_that_names_no_sizes_is_refused_before_weights_are_read(classes: str, config, tmp_path):
+def test_config_with_invalid_sizes_is_refused_before_weights_are_read(classes: str, config, tmp_path):
     """As `generate` reads it; found by `make fuzz`."""
-    written = json.dumps({"_class_name": weights.CLASS_NAME, **config, "num_classes": "here"})
+    written = json.dumps({"_class_name": export.JIT_CLASS_NAME, **config, "num_classes": "here"})
     (tmp_path / "config.json").write_text(written.replace('"here"', classes))
-    with pytest.raises(UserError, match=r"No network has the sizes that .*num_classes is"):
-        read_family(tmp_path, {}, "ema1")
+    with pytest.raises(UserError, match=r"No network has the sizes in .*num_classes is"):
+        read_jit_spec(tmp_path, {}, "ema1")
 
 
 def test_export_of_weights_that_do_not_fit_is_refused(net, config, tmp_path):
     with pytest.raises(UserError, match="pos_embed"):
-        weights.write_jit_folder(tmp_path / "export", net.state_dict(), config | {"input_size": 16})
+        export.write_jit_folder(tmp_path / "export", net.state_dict(), config | {"input_size": 16})
     assert not any(tmp_path.iterdir())
 
 
@@ -232,7 +235,7 @@ def test_foreign_code_is_named_and_not_run(net, tmp_path, place):
 
 
 @pytest.mark.parametrize("kept", [0, 1, 1000, 0.5, 0.999])
-def test_cut_files_are_named(net, official_file, tmp_path, kept):
+def test_truncated_files_are_named(net, official_file, tmp_path, kept):
     safetensors = tmp_path / "model.safetensors"
     save_file(net.state_dict(), safetensors)
     for file in (official_file, safetensors):
@@ -262,7 +265,7 @@ def test_one_changed_byte_is_noticed_in_a_pth(official_file):
     [
         ("missing.pth", None, r"no weights at .*missing\.pth"),
         ("missing.safetensors", None, r"no weights at .*missing\.safetensors"),
-        ("picture.png", b"png", "not a weights file"),
+        ("image.png", b"png", "not a weights file"),
         ("text.pth", b"hello" * 100, r"text\.pth cannot be read"),
         ("text.safetensors", b"hello" * 100, r"text\.safetensors cannot be read"),
     ],
@@ -299,7 +302,7 @@ def test_folder_without_weights_is_named(tmp_path):
 def test_config_is_inferred_from_shapes(name, size, classes):
     with torch.device("meta"):
         source = jit.build(name, size, classes)
-        inferred = JiT(**weights.infer_jit_config(source.state_dict()))
+        inferred = JiT(**export.infer_jit_config(source.state_dict()))
     shapes = [{n: v.shape for n, v in network.state_dict().items()} for network in (source, inferred)]
     assert shapes[0] == shapes[1]
     assert (inferred.in_context_start, inferred.grid, inferred.head_dim, inferred.num_classes) == (
@@ -310,19 +313,19 @@ def test_config_is_inferred_from_shapes(name, size, classes):
     )
 
 
-def test_unknown_sizes_need_the_block_of_the_context_tokens(net):
+def test_unknown_sizes_need_in_context_start(net):
     with pytest.raises(UserError, match="24 channels and 2 blocks"):
-        weights.infer_jit_config(net.state_dict())
-    assert weights.infer_jit_config(net.state_dict(), in_context_start=1)["in_context_start"] == 1
+        export.infer_jit_config(net.state_dict())
+    assert export.infer_jit_config(net.state_dict(), in_context_start=1)["in_context_start"] == 1
     plain = JiT(12, 4, **SIZES | {"in_context_len": 0})
-    inferred = weights.infer_jit_config(plain.state_dict())
+    inferred = export.infer_jit_config(plain.state_dict())
     assert (inferred["in_context_len"], inferred["in_context_start"]) == (0, 0)
 
 
 def test_weights_of_another_network_are_refused(net):
     with pytest.raises(UserError, match="not the weights of a JiT network"):
-        weights.infer_jit_config({"conv.weight": torch.ones(1)})
+        export.infer_jit_config({"conv.weight": torch.ones(1)})
     broken = net.state_dict()
     del broken["blocks.1.mlp.w3.bias"]
     with pytest.raises(UserError, match=r"blocks\.1\.mlp\.w3\.bias"):
-        weights.infer_jit_config(broken, in_context_start=1)
+        export.infer_jit_config(broken, in_context_start=1)

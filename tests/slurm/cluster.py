@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on this machine: munged, slurmctld and two slurmd, with files that stand for GPUs."""
+"""A real SLURM cluster of two nodes on this machine: munged, slurmctld and two slurmd, with fake GPU devices."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ PartitionName=urgent Nodes=127.0.0.[1-2] PriorityTier=2 PreemptMode=OFF
 
 
 def missing() -> str:
-    """Why SLURM cannot be started on this machine, or nothing."""
+    """Return why SLURM cannot run on this machine; empty if it can."""
     absent = [program for program in PROGRAMS if not shutil.which(program, path=_path())]
     if absent:
         return f"SLURM is not installed ({', '.join(absent)} not found): apt-get install slurm-wlm munge"
-    return "" if os.geteuid() == 0 else "SLURM's daemons and pretend GPUs need root"
+    return "" if os.geteuid() == 0 else "SLURM's daemons and fake GPUs need root"
 
 
 @dataclass
@@ -69,27 +69,27 @@ class Job:
     number: int
 
     def facts(self) -> dict[str, str]:
-        """What SLURM knows about it."""
+        """Return the fields of `scontrol show job`."""
         return dict(re.findall(r"(\w+)=(\S*)", self.cluster.ask("scontrol", "show", "job", str(self.number))))
 
     def ended(self) -> bool:
-        """Whether it has ended for good."""
+        """Whether the job has ended and is not requeued."""
         return self.facts()["JobState"] in ENDED
 
     def wait(self, seconds: float = 120) -> dict[str, str]:
-        """Wait until it has ended for good and return what SLURM knows about it."""
+        """Wait until the job has ended, and return its facts."""
         wait_until(self.ended, seconds)
         return self.facts()
 
 
 @dataclass
 class Cluster:
-    """How to talk to the cluster."""
+    """Environment in which the commands of SLURM use this cluster."""
 
     environment: Mapping[str, str]
 
     def ask(self, *command: str, cwd: Path | None = None, seconds: float = 60, **extra: str) -> str:
-        """Run one of SLURM's commands and return what it says."""
+        """Run a command of SLURM and return its output."""
         done = subprocess.run(
             command, cwd=cwd, env={**self.environment, **extra}, timeout=seconds, capture_output=True, text=True
         )
@@ -97,16 +97,15 @@ class Cluster:
         return done.stdout
 
     def submit(self, *words: object, cwd: Path, **extra: str) -> Job:
-        """Submit a batch script with sbatch's options before it and its own arguments after it."""
+        """Submit a batch script: options of sbatch, the script, its arguments."""
         return Job(self, int(self.ask("sbatch", "--parsable", *map(str, words), cwd=cwd, **extra)))
 
 
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[Cluster]:
-    """Start the daemons in a folder, wait until both nodes take jobs, and end exactly these daemons afterwards.
+    """Start the daemons in a folder, wait until both nodes accept jobs, and end these daemons afterwards.
 
-    The nodes are named by two addresses of the loopback device: names that resolve on every machine, without an entry in
-    /etc/hosts.
+    The nodes are named by two addresses of the loopback device, which resolve without an entry in /etc/hosts.
     """
     with ExitStack() as stack:
         folder.chmod(0o755)
@@ -123,14 +122,14 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
                 first_job=_first_job(),
             )
         )
-        for number in range(GPUS_PER_NODE):  # clones of /dev/null: SLURM wants a device it can count
+        for number in range(GPUS_PER_NODE):  # clones of /dev/null: SLURM counts device files
             os.mknod(folder / f"gpu{number}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))
         (folder / "gres.conf").write_text(
             f"NodeName=127.0.0.[1-2] Name=gpu Flags=nvidia_gpu_env File={folder}/gpu[0-{GPUS_PER_NODE - 1}]\n"
         )
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
-        # A run of the tests inside a job must not hand that job's variables on to this cluster's jobs.
+        # Tests that run inside a job must not pass its variables to the jobs of this cluster.
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
         cluster = Cluster({**inherited, "SLURM_CONF": str(configuration), "PATH": _path()})
 
@@ -150,20 +149,20 @@ def two_nodes(folder: Path) -> Iterator[Cluster]:
 
 
 def wait_until(happened: Callable[[], object], seconds: float) -> None:
-    """Look until something has happened; that it never does is a failure."""
+    """Poll until a condition holds; fail after a timeout."""
     deadline = time.monotonic() + seconds
     while not happened():
-        assert time.monotonic() < deadline, f"it did not happen within {seconds} s"
+        assert time.monotonic() < deadline, f"the condition did not hold within {seconds} s"
         time.sleep(0.1)
 
 
 def _first_job() -> int:
-    """Tests in several processes have a cluster each, on one machine: the ports of their jobs follow the jobs' numbers."""
+    """Number jobs differently in each pytest worker: each has its own cluster, and ports follow job numbers."""
     return 1 + 100 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 def _path() -> str:
-    return f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian keeps daemons
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"  # daemons on Debian
 
 
 def _free_ports(count: int) -> list[int]:
@@ -200,6 +199,6 @@ def _idle_nodes(cluster: Cluster) -> int:
 
 
 def _cancel_all(cluster: Cluster) -> None:
-    """Jobs outlive the daemons that started them: none may be left."""
+    """Cancel all jobs, which outlive the daemons that started them."""
     cluster.ask("scancel", "--user=root")
     wait_until(lambda: not cluster.ask("squeue", "--noheader"), 60)

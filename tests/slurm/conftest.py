@@ -1,4 +1,4 @@
-"""The cluster of these tests, and a folder to submit from that looks like the repository."""
+"""Fixtures: the cluster, and a folder to submit from."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.slurm.cluster import Cluster, missing, two_nodes
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes; skipped with the reason where SLURM cannot run, except on a build machine, which installs it."""
+    """Start a cluster of two nodes; skips without SLURM, except in CI, which installs it."""
     if reason := missing():
         if os.environ.get("CI"):
             pytest.fail(reason)
@@ -26,7 +26,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    """The files the guide's steps need; what jobs write stays out of the repository."""
+    """Link the files that jobs need, so that their output stays out of the repository."""
     for name in ("train.py", "configs", "scripts", "accelerate_config_multi_node.yaml"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     (tmp_path / "logs").mkdir()

@@ -1,4 +1,4 @@
-"""The doctor under srun: ranks of two nodes meet, exchange, and find SLURM's variables sane."""
+"""The doctor under srun: the collective self-test on two nodes, and the variables of SLURM."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.slurm.cluster import Cluster
 pytestmark = pytest.mark.slow
 
 
-def test_ranks_of_two_nodes_meet(cluster: Cluster, workplace: Path) -> None:
+def test_collective_test_on_two_nodes(cluster: Cluster, workplace: Path) -> None:
     words = ["srun", "--nodes=2", "--ntasks-per-node=1", ".venv/bin/python", "-m", "muralist", "doctor", "--json"]
-    told = json.loads(cluster.ask(*words, cwd=workplace, seconds=120))
-    found = {one["name"]: one for one in told["checks"]}
-    assert told["ok"] and told["ranks"] == 2
+    report = json.loads(cluster.ask(*words, cwd=workplace, seconds=120))
+    found = {result["name"]: result for result in report["checks"]}
+    assert report["ok"] and report["ranks"] == 2
     assert found["SLURM"]["status"] in ("ok", "warning") and "2 nodes, 2 tasks in this step" in found["SLURM"]["seen"]
     assert found["collective test"]["seen"].startswith("2 ranks on ")

@@ -1,4 +1,4 @@
-"""Whose rank a process takes from SLURM's variables, and when it must not."""
+"""Ranks from the variables of SLURM, and batch scripts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from muralist.scale.slurm import adopt_ranks, port
-from muralist.scale.slurm_submit import job_script
+from muralist.core.slurm import rendezvous_port, set_rank_environment
 from muralist.settings import LaunchSettings
+from muralist.tools.slurm import job_script
 from tests.conftest import REPOSITORY
 
-# As seen in a job of SLURM 22.05: in the batch script, and what srun adds in the last task of a step of four and three.
+# From a job of SLURM 22.05: the batch script, and the last task of a step with four and three tasks.
 BATCH = {"SLURM_JOB_ID": "70001", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_NODEID": "0",
          "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "7", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}  # fmt: skip
 TASK = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "4,3",
@@ -20,23 +20,23 @@ TASK = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_
 
 def added(variables: dict[str, str]) -> dict[str, str]:
     after = dict(variables)
-    adopt_ranks(after)
+    set_rank_environment(after)
     return {name: value for name, value in after.items() if variables.get(name) != value}
 
 
-def test_a_task_of_srun_has_its_place() -> None:
+def test_srun_task_gets_its_rank() -> None:
     assert added(TASK) == {
         "RANK": "6", "WORLD_SIZE": "7", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3",
-        "MASTER_ADDR": "gpu07", "MASTER_PORT": str(port(TASK)),
+        "MASTER_ADDR": "gpu07", "MASTER_PORT": str(rendezvous_port(TASK)),
     }  # fmt: skip
 
 
-def test_a_task_that_sees_one_gpu_uses_it() -> None:
+def test_task_with_one_visible_gpu_uses_it() -> None:
     assert added({**TASK, "CUDA_VISIBLE_DEVICES": "2"})["LOCAL_RANK"] == "0"
     assert added({**TASK, "CUDA_VISIBLE_DEVICES": ""})["LOCAL_RANK"] == "2"
 
 
-def test_an_address_that_was_given_stays() -> None:
+def test_given_address_is_kept() -> None:
     given = added({**TASK, "MASTER_ADDR": "ib-gpu07", "MASTER_PORT": "29500"})
     assert "MASTER_ADDR" not in given and "MASTER_PORT" not in given
 
@@ -50,22 +50,22 @@ def test_an_address_that_was_given_stays() -> None:
         {**TASK, "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"},  # a launcher started by srun
     ],
 )
-def test_elsewhere_nothing_changes(variables: dict[str, str]) -> None:
+def test_environment_is_unchanged_elsewhere(variables: dict[str, str]) -> None:
     assert added(variables) == {}
 
 
-def test_jobs_and_steps_meet_at_different_ports() -> None:
+def test_jobs_and_steps_have_different_ports() -> None:
     places = [
         {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(70_000, 70_100) for step in range(4)
     ]
-    assert len({port(place) for place in places}) == len(places)
+    assert len({rendezvous_port(place) for place in places}) == len(places)
 
 
 def directives(script: str) -> set[str]:
     return {line for line in script.splitlines() if line.startswith("#SBATCH")}
 
 
-def test_the_guides_script_asks_for_what_launch_asks_for() -> None:
+def test_batch_script_and_launch_have_the_same_directives() -> None:
     written = (REPOSITORY / "scripts" / "train_slurm_multi_node.sh").read_text()
     settings = LaunchSettings(slurm=True, nodes=2, gpus_per_node=4, partition="gpu", time="24:00:00")
     launched = job_script(settings, ["train"], "train", Path("/home/a b"))

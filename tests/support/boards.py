@@ -18,7 +18,7 @@ import uvicorn
 from PIL import Image
 
 from muralist.board.app import create
-from muralist.pictures import encode_png
+from muralist.core.images import encode_png
 
 PROMPTS = ["a red car", "a blue house", 'a sign <script>document.title = "owned"</script>', "a rainy street"]
 
@@ -101,9 +101,9 @@ def write_run(folder: Path, steps: int = 100, checkpoints: int = 3) -> Path:
         at.mkdir(parents=True)
         for place, prompt in enumerate(PROMPTS):
             further = f"_{place + 1}" if place else ""
-            picture = np.full((24, 24, 3), (60 * number % 256, 50 * place, 90), np.uint8)
+            image = np.full((24, 24, 3), (60 * number % 256, 50 * place, 90), np.uint8)
             facts = {"prompt": prompt, "seed": str(42 + place), "step": str(number * 10)}
-            (at / f"gpu_0_sample{further}.png").write_bytes(encode_png(picture, facts))
+            (at / f"gpu_0_sample{further}.png").write_bytes(encode_png(image, facts))
             (at / f"gpu_0_prompt{further}.txt").write_text(prompt + "\n")
     return folder
 
@@ -111,7 +111,7 @@ def write_run(folder: Path, steps: int = 100, checkpoints: int = 3) -> Path:
 def ledger_line(row: int, gpu: str = "0", error: str | None = None, **more: Any) -> str:
     """One line of a ledger."""
     about: dict[str, Any] = {"status": "failed" if error else "done", "index": row, "copy": 0, "id": f"row-{row}"}
-    about |= {"seed": 42 + row, "prompt": f"picture {row}", "negative_prompt": "", "height": 32, "width": 32}
+    about |= {"seed": 42 + row, "prompt": f"image {row}", "negative_prompt": "", "height": 32, "width": 32}
     about |= {"file": f"row-{row}.png", "gpu": gpu, "seconds": 0.5, "settings": "0", "key": "0"}
     about |= {"error": error} if error else {"bytes": 1, "sha256": "0", "changed": 1_000_000_000 * (1000 + row)}
     return json.dumps(about | more) + "\n"

@@ -1,4 +1,4 @@
-"""What tests of evaluation share: the real Inception weights where they are, folders of pictures, a small CLIP."""
+"""Inputs for tests of evaluation: the real Inception weights, image folders, small CLIP and DINOv2 models."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ from PIL import Image
 from muralist.cli import main
 from tests.conftest import REPOSITORY
 
-_FETCHED = REPOSITORY / ".cache" / "default_1.pt"
+_INCEPTION = Path(os.environ.get("MURALIST_INCEPTION") or REPOSITORY / ".cache" / "default_1.pt")
 
 
 def inception_weights() -> Path:
-    """The weights of 2015-12-05; `make weights` fetches them."""
-    path = Path(os.environ.get("MURALIST_INCEPTION") or _FETCHED)
-    if path.is_file():
-        return path
-    if os.environ.get("CI"):
-        pytest.fail("the Inception weights are not there: `make weights` fetches them")
-    pytest.skip("the Inception weights are not on this machine: `make weights` fetches them")
+    """Return the weights of 2015-12-05; `make weights` fetches them."""
+    if not _INCEPTION.is_file():
+        reason = "the Inception weights are not on this machine: `make weights` fetches them"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    return _INCEPTION
 
 
-def write_pictures(folder: Path, pictures: np.ndarray) -> Path:
+def write_images(folder: Path, images: np.ndarray) -> Path:
+    """Write images [N, H, W, 3] as PNG files 000000.png, 000001.png, ..."""
     folder.mkdir(parents=True, exist_ok=True)
-    for number, picture in enumerate(pictures):
-        Image.fromarray(picture).save(folder / f"{number:06d}.png")
+    for number, image in enumerate(images):
+        Image.fromarray(image).save(folder / f"{number:06d}.png")
     return folder
 
 
 def scenes(count: int, seed: int, side: int = 24) -> np.ndarray:
-    """Smooth coloured pictures, all different; uint8 [N, side, side, 3]."""
+    """Return smooth color gradients, all different; uint8 [N, side, side, 3]."""
     generator = np.random.default_rng(seed)
     corners = generator.integers(0, 256, (count, 3, 3, 3), dtype=np.uint8)
-    return np.stack([np.asarray(Image.fromarray(picture).resize((side, side))) for picture in corners])
+    return np.stack([np.asarray(Image.fromarray(image).resize((side, side))) for image in corners])
 
 
 def small_clip(folder: Path) -> Path:
-    """A CLIP with random weights, strong enough that its embeddings tell pictures and prompts apart."""
+    """Save a CLIP with random weights, large enough that embeddings of different inputs differ."""
     from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -66,15 +65,17 @@ def small_clip(folder: Path) -> Path:
 
 
 def evaluate(*arguments: object, expect: int = 0) -> None:
+    """Run `muralist evaluate`."""
     assert main(["evaluate", *map(str, arguments)]) == expect
 
 
 def report(output: Path) -> dict[str, Any]:
+    """Read report.json."""
     return json.loads((output / "report.json").read_text())
 
 
 def small_dinov2(folder: Path, seed: int = 0) -> Path:
-    """A DINOv2 with random weights: one layer, a table of 5 x 5 places, 4 x 4 of which a picture has."""
+    """Save a DINOv2 with random weights: one layer, 5 x 5 position embeddings for images of 4 x 4 patches."""
     from transformers import Dinov2Config, Dinov2Model
 
     torch.manual_seed(seed)

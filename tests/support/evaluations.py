@@ -1,4 +1,4 @@
-"""Folders as `muralist evaluate` leaves them, with small pictures."""
+"""Folders as `muralist evaluate` leaves them, with small images."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def content(folder: Path, count: int, shift: float = 0.0) -> dict[str, Any]:
 
 
 def write_evaluation(folder: Path, count: int = 12, shift: float = 0.0, **changes: Any) -> Path:
-    """Write an evaluation and its pictures; `changes` replace parts of its report."""
+    """Write an evaluation and its images; `changes` replace parts of its report."""
     (folder / "images").mkdir(parents=True)
     report = content(folder, count, shift) | changes
     for number in range(count):
-        picture = np.full((24, 32, 3), (number * 20 % 256, 90, 200 - number * 10 % 200), np.uint8)
-        Image.fromarray(picture).save(folder / "images" / f"{number:04d}_seed{number + 42}.png")
+        image = np.full((24, 32, 3), (number * 20 % 256, 90, 200 - number * 10 % 200), np.uint8)
+        Image.fromarray(image).save(folder / "images" / f"{number:04d}_seed{number + 42}.png")
     (folder / "report.json").write_text(json.dumps(report))
     return folder

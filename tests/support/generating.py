@@ -1,11 +1,11 @@
-"""Runs `muralist generate` in real processes with a tiny model, and reads what it leaves behind."""
+"""Arguments of `muralist generate` with a tiny model, and readers of its output folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from muralist.data.ledger_lines import read_lines
+from muralist.data.ledger_reader import read_lines
 
 SCRIPT = "batch_generate_t2i_multigpu.py"
 # Batches of three: on a CPU, with these sizes, the last place in them gives other bits than the first.
@@ -19,29 +19,29 @@ def write_table(folder: Path, rows: int) -> Path:
     return path
 
 
-def words(table: Path, model: Path, output: Path, *more: object, steps: int = 4) -> list[str]:
+def generate_arguments(table: Path, model: Path, output: Path, *more: object, steps: int = 4) -> list[str]:
     """The arguments of the command."""
     paths = ["--prompts_csv", table, "--model_path", model, "--output_dir", output]
-    return [str(word) for word in (*paths, *_TINY, "--num_inference_steps", steps, *more)]
+    return [str(argument) for argument in (*paths, *_TINY, "--num_inference_steps", steps, *more)]
 
 
-def pictures(output: Path) -> dict[str, bytes]:
-    """Every picture's bytes, by name."""
+def read_images(output: Path) -> dict[str, bytes]:
+    """Every image's bytes, by name."""
     return {path.name: path.read_bytes() for path in output.glob("*.png")}
 
 
 def makers(output: Path) -> dict[int, str]:
-    """Which worker made each row, as the ledger says."""
+    """The worker of each row, from the ledger."""
     return {line["index"]: line["gpu"] for line in read_lines(output / "ledger.jsonl")}
 
 
 def made_by(output: Path, label: object) -> int:
-    """How many pictures a worker has made so far in a command that runs."""
+    """How many images a worker of a running command has made."""
     shard = output / ".ledger" / f"gpu{label}.jsonl"
     return shard.read_text().count('"status": "done"') if shard.exists() else 0
 
 
 def other_files(output: Path) -> dict[str, Any]:
-    """What is there beside the pictures and the ledger, hidden files too."""
+    """All files beside the images and the ledger, hidden ones too."""
     kept = [path for path in output.iterdir() if path.suffix != ".png" and path.name != "ledger.jsonl"]
     return {path.name: path.read_text() if path.is_file() else "a folder" for path in kept}

@@ -1,4 +1,4 @@
-"""The small HunyuanDiT for tests: built once per session of tests, tiny pictures."""
+"""The small HunyuanDiT for tests: built once per session of tests, tiny images."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from muralist.data.driving_world import DrivingWorld
 from muralist.data.loader import Batch
-from muralist.models.hunyuan_family import HunyuanFamily
-from muralist.models.small_hunyuan import build_small_hunyuan
+from muralist.demo.driving_world import DrivingWorld
+from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
+from muralist.models.hunyuan_dit import HunyuanDiTSpec
 
 SMALL = ["--model", "HunyuanDiT", "--img_size", "32", "--batch_size", "4", "--num_workers", "0", "--warmup_steps", "3",
          "--learning_rate", "1e-3", "--sample_steps", "2", "--no_use_tensorboard", "--data_path", "driving_world",
@@ -20,9 +20,9 @@ SMALL = ["--model", "HunyuanDiT", "--img_size", "32", "--batch_size", "4", "--nu
 
 def small_family(
     folder: Path, size: tuple[int, int] = (32, 32), variant: str = "1.2", **settings: float
-) -> HunyuanFamily:
+) -> HunyuanDiTSpec:
     """A family of the small model."""
-    return HunyuanFamily.load(build_small_hunyuan(folder, variant), size, **settings)  # type: ignore[arg-type]
+    return HunyuanDiTSpec.load(build_small_hunyuan_dit(folder, variant), size, **settings)  # type: ignore[arg-type]
 
 
 def scenes(size: int, count: int, first: int = 0) -> Batch:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from muralist.models.jit_family import JiTFamily
+from muralist.models.jit_spec import JiTSpec
 from muralist.settings import ModelSettings, TrainSettings
 
 SIDE = 16
@@ -25,12 +25,12 @@ def checkpoint(folder: Path, description: dict[str, Any], weights: dict[str, tor
     return folder
 
 
-def family(*names: str) -> JiTFamily:
+def family(*names: str) -> JiTSpec:
     model = ModelSettings(name="JiT-T/8", img_size=SIDE, enable_condition=bool(names))
-    return JiTFamily.from_settings(TrainSettings(model=model), list(names))
+    return JiTSpec.from_settings(TrainSettings(model=model), list(names))
 
 
-def network_of(chosen: JiTFamily) -> torch.nn.Module:
+def network_of(chosen: JiTSpec) -> torch.nn.Module:
     """With a head that is not zero, as it is before training."""
     network = chosen.network().eval()
     torch.manual_seed(0)

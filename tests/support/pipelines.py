@@ -1,8 +1,8 @@
-"""Tiny pipelines of every kind in diffusers layout, random but told apart by prompt and seed, made offline.
+"""Tiny pipelines of every kind in diffusers layout, with random weights, built offline.
 
 Widths are multiples of 32, as in all real models. A CPU computes the last few numbers of a tensor, those that fill no
-vector, by another function than the rest, which may round otherwise: were a picture's share no whole number of vectors,
-its last bits would depend on its place in the batch.
+vector, by another function than the rest, which may round differently: if an image were not a multiple of the vector
+length, its last bits would depend on its index in the batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LATENT = {"latent_channels": 4, "norm_num_groups": 4, "layers_per_block": 1}
 
 
 def _vae(levels: int = 4, **more: Any) -> Any:
-    """A decoder whose pictures are neither flat nor black and white."""
+    """A decoder whose images are neither flat nor black and white."""
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * levels, "up_block_types": ("UpDecoderBlock2D",) * levels}
     vae = diffusers.AutoencoderKL(block_out_channels=(8,) * levels, sample_size=64, **kinds, **(_LATENT | more))
     return _contrasted(vae, torch.randn(1, vae.config.latent_channels, 8, 8), vae.decoder.conv_out)
@@ -208,10 +208,10 @@ def zimage() -> Any:
     )  # fmt: skip
 
 
-# The beginning of what QwenImagePipeline writes around a prompt, of which it drops the first 34 tokens.
+# The beginning of QwenImagePipeline's prompt template, of which it drops the first 34 tokens.
 _QWEN_TEMPLATE = (
-    "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
-    "objects and background:\nuser\nassistant"
+    "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of "
+    "the objects and background:\nuser\nassistant"
 )
 
 
@@ -239,7 +239,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
 
 
 def build_pipeline(name: str, folder: Path) -> Path:
-    """Write a tiny pipeline, or find the one that another process wrote; the folder appears whole."""
+    """Write a tiny pipeline, or find the one that another process wrote; the folder appears complete."""
     final = folder / name
     if final.is_dir():
         return final

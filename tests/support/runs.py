@@ -26,7 +26,7 @@ def train(*arguments: object, expect: int = 0) -> None:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Surroundings of a real process: one thread, nothing inherited from a launcher."""
+    """Return the environment of a real process: one thread, nothing inherited from a launcher."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **extra}
 
 
@@ -83,7 +83,7 @@ def last_checkpoint(run: Path) -> Path:
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint: weights, averages, optimizer."""
+    """Every tensor of a checkpoint: weights, EMA weights, optimizer."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     found = {

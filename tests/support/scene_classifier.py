@@ -1,4 +1,4 @@
-"""A small network that says which of the eight driving scenes a picture shows, also when it is blurred or noisy."""
+"""A small network that says which of the eight driving scenes a image shows, also when it is blurred or noisy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muralist.data.driving_world import PROMPTS, draw_scene
+from muralist.demo.driving_world import PROMPTS, draw_scene
 
 BATCH = 64
 # Training scenes come from a seed of their own, so that no scene of the data set proper has been seen.
@@ -33,7 +33,7 @@ def _network() -> nn.Module:
 
 
 def _spoil(images_NCHW: Tensor, draw: torch.Generator) -> Tensor:
-    """Flip, shift, tint, blur and add noise, so that the pictures of a half-trained model are recognised too."""
+    """Flip, shift, tint, blur and add noise, so that the images of a half-trained model are recognized too."""
     count, _, size, _ = images_NCHW.shape
     flipped = torch.rand(count, 1, 1, 1, generator=draw) < 0.5
     images = torch.where(flipped, images_NCHW.flip(3), images_NCHW)
@@ -54,7 +54,7 @@ def _prepare(images_NHWC: Tensor) -> Tensor:
 
 
 def train_classifier(img_size: int, samples: int, steps: int, seed: int) -> Callable[[Tensor], Tensor]:
-    """Train on freshly drawn scenes; the result maps pictures, uint8 [N, H, W, 3], to their kinds, int64 [N]."""
+    """Train on freshly drawn scenes; the result maps images, uint8 [N, H, W, 3], to their kinds, int64 [N]."""
     images, kinds = scenes(range(samples), img_size, SCENE_SEED + seed)
     draw = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
@@ -72,7 +72,7 @@ def train_classifier(img_size: int, samples: int, steps: int, seed: int) -> Call
     network.eval()
 
     @torch.no_grad()
-    def classify(pictures_NHWC: Tensor) -> Tensor:
-        return torch.cat([network(_prepare(part)).argmax(1) for part in pictures_NHWC.split(256)])
+    def classify(images_NHWC: Tensor) -> Tensor:
+        return torch.cat([network(_prepare(part)).argmax(1) for part in images_NHWC.split(256)])
 
     return classify

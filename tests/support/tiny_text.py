@@ -69,7 +69,7 @@ def umt5() -> tuple[Any, Any]:
 
 
 def clip(projected: bool = False) -> tuple[Any, Any]:
-    alphabet = sorted(ByteLevel.alphabet())  # it comes in another order every time
+    alphabet = sorted(ByteLevel.alphabet())  # its order is random
     pieces = [*alphabet, *(f"{sign}</w>" for sign in alphabet), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = _numbered(pieces)
     end = vocabulary["<|endoftext|>"]
@@ -108,7 +108,7 @@ def qwen3() -> tuple[Any, Any]:
 
 
 def qwen25_vl(template: str) -> tuple[Any, Any]:
-    """With the words of the pipeline's template as tokens: sign by sign it would drown every prompt."""
+    """With the words of the pipeline's template as tokens: character by character it would dominate every prompt."""
     tokenizer = _qwen_tokenizer()
     tokenizer.add_tokens(re.findall(r"\s?\w+|[^\w\s]", template))
     rope = {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 10000.0}

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there: on a full disk, after damage of every kind, and when there are many of them."""
+"""A checkpoint is intact or absent: on a full disk, after damage of every kind, and among many."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from muralist.errors import UserError
-from muralist.runfolder import disk_error
+from muralist.core.errors import UserError
+from muralist.core.run_dir import find_os_error
 from muralist.train import checkpoint
+from muralist.train.optim import optimizer_tensors
 from tests.support.disks import PAGE, leave_free, small_disk
 
 FACTS = {"images": 12, "total_batch": 4, "model": {"label_names": ["Straße"]}, "loss_scale": {}, "epoch_loss": [0.1, 3]}
@@ -44,7 +45,7 @@ def files_of(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("whole"), 3)
+    return write(tmp_path_factory.mktemp("intact"), 3)
 
 
 @pytest.fixture
@@ -54,15 +55,15 @@ def copied(written: Path, tmp_path: Path) -> Path:
 
 def refusal(path: Path) -> str:
     with pytest.raises(UserError) as caught:
-        checkpoint.manifest_of(path)
+        checkpoint.read_manifest(path)
     return str(caught.value)
 
 
-def test_what_is_written_comes_back(written: Path) -> None:
+def test_written_tensors_are_read_back(written: Path) -> None:
     assert files_of(written) == FILES
     assert sorted(path.name for path in written.parent.iterdir()) == ["latest", "step_0000003"]
     assert (written.parent / "latest").read_text() == "step_0000003\n"
-    manifest = checkpoint.manifest_of(written)
+    manifest = checkpoint.read_manifest(written)
     assert {name: manifest[name] for name in FACTS} == FACTS
     assert manifest["step"] == 3
     assert sorted(manifest["files"]) == [name for name in FILES if name != "manifest.json"]
@@ -75,7 +76,7 @@ def test_what_is_written_comes_back(written: Path) -> None:
     assert all(torch.equal(filled[key], value) for key, value in state().items())
 
 
-def test_an_optimizer_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_optimizer_state_is_restored_bit_for_bit(tmp_path: Path) -> None:
     def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         network = nn.Linear(3, 2)
         with torch.no_grad():
@@ -89,11 +90,11 @@ def test_an_optimizer_comes_back_bit_for_bit(tmp_path: Path) -> None:
         return network, optimizer
 
     network, optimizer = trained(3)
-    tensors = checkpoint.optimizer_tensors(network, optimizer)
+    tensors = optimizer_tensors(network, optimizer)
     assert sorted(tensors) == [f"{p}.{k}" for p in ("bias", "weight") for k in ("exp_avg", "exp_avg_sq", "step")]
     path = checkpoint.write(tmp_path, 3, {"model": network.state_dict()}, tensors, FACTS)
     fresh, other = trained(0)
-    checkpoint.read_state(path, checkpoint.optimizer_tensors(fresh, other))
+    checkpoint.read_state(path, optimizer_tensors(fresh, other))
     for key, value in optimizer.state_dict()["state"].items():
         for name, tensor in value.items():
             assert torch.equal(other.state_dict()["state"][key][name], tensor), name
@@ -101,7 +102,7 @@ def test_an_optimizer_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
-def test_others_may_read_as_far_as_the_mask_allows(tmp_path: Path, mask: int, mode: int) -> None:
+def test_file_permissions_follow_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
     before = os.umask(mask)
     try:
         path = write(tmp_path, 1)
@@ -113,7 +114,7 @@ def test_others_may_read_as_far_as_the_mask_allows(tmp_path: Path, mask: int, mo
 # Full disks
 
 
-def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
+def test_full_disk_raises_one_error_and_keeps_earlier_checkpoints(tmp_path: Path) -> None:
     size = 10_000
     tensors = [t for part in (*weights(1, size).values(), state(1, size)) for t in part.values()]
     needed = sum(t.numel() * t.element_size() for t in tensors)
@@ -133,21 +134,21 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
                 said.append(str(error))
             assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0000001"]
             assert (folder / "latest").read_text() == "step_0000001\n"
-            assert checkpoint.newest_whole(folder) == (earlier, checkpoint.manifest_of(earlier))
+            assert checkpoint.newest_intact(folder) == (earlier, checkpoint.read_manifest(earlier))
             assert torch.equal(load_file(earlier / "ema1.safetensors")["a"], weights(1, size)["ema1"]["a"])
         else:
             pytest.fail("no checkpoint was written although there was room")
-        found = checkpoint.newest_whole(folder)
+        found = checkpoint.newest_intact(folder)
         assert found is not None
         assert found[1]["step"] == 2
     assert f"A checkpoint needs {needed / 1e9:.2f} GB" in said[0]
     assert len(said) >= 3
     assert all("No space left on the disk" in sentence for sentence in said[1:])
-    assert "it goes on from the last checkpoint" in said[0]
-    assert all("it goes on from what is whole" in sentence for sentence in said[1:])
+    assert "to resume from the last checkpoint" in said[0]
+    assert all("run the same command again to resume" in sentence for sentence in said[1:])
 
 
-def test_a_disk_that_fills_up_while_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_fills_up_while_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Another process takes the space after it was checked: safetensors' own error must end as the same sentence.
     monkeypatch.setattr(checkpoint, "_require_space", lambda *_: None)
     with small_disk(tmp_path / "disk") as disk:
@@ -157,25 +158,25 @@ def test_a_disk_that_fills_up_while_weights_are_written(tmp_path: Path, monkeypa
         with pytest.raises(UserError, match=r"No space left on the disk that holds .*step_0000002"):
             write(folder, 2, size=20_000)
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0000001"]
-        assert checkpoint.newest_whole(folder) == (earlier, checkpoint.manifest_of(earlier))
+        assert checkpoint.newest_intact(folder) == (earlier, checkpoint.read_manifest(earlier))
 
 
-def test_a_full_disk_is_told_from_behind_the_words_of_torch() -> None:
+def test_full_disk_is_recognized_behind_errors_of_torch() -> None:
     """torch.save may end with what its own writer noticed later: that a file is shorter than it should be."""
     torn = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-    assert disk_error(torn).errno == errno.EIO  # as it comes from another process
+    assert find_os_error(torn).errno == errno.EIO  # as it comes from another process
     try:
         try:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
             raise torn
     except RuntimeError as caught:
-        assert disk_error(caught).errno == errno.ENOSPC
+        assert find_os_error(caught).errno == errno.ENOSPC
     with pytest.raises(RuntimeError, match="shape"):
-        disk_error(RuntimeError("shape mismatch"))
+        find_os_error(RuntimeError("shape mismatch"))
 
 
-def test_an_error_that_is_no_disk_error_is_not_called_one(tmp_path: Path) -> None:
+def test_other_errors_are_not_reported_as_disk_errors(tmp_path: Path) -> None:
     shared = torch.ones(4)
     with pytest.raises(RuntimeError, match="share memory"):
         checkpoint.write(tmp_path, 1, {"model": {"a": shared, "b": shared}}, state(), FACTS)
@@ -210,7 +211,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [*DAMAGES, "deleted"])
-def test_damage_is_found_and_named(copied: Path, name: str, damage: str) -> None:
+def test_damaged_file_is_found_and_named(copied: Path, name: str, damage: str) -> None:
     file = copied / name
     if damage == "deleted":
         file.unlink()
@@ -222,14 +223,14 @@ def test_damage_is_found_and_named(copied: Path, name: str, damage: str) -> None
     assert ("missing" in sentence or "it has no" in sentence) == (damage == "deleted")
 
 
-def test_no_single_bit_of_a_manifest_can_change_unseen(copied: Path) -> None:
+def test_every_flipped_bit_of_a_manifest_is_noticed(copied: Path) -> None:
     file = copied / "manifest.json"
     data = file.read_bytes()
-    whole = checkpoint.manifest_of(copied)
+    intact = checkpoint.read_manifest(copied)
     for at in range(len(data)):
         file.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
         try:
-            assert checkpoint.manifest_of(copied) == whole, at  # 1e-05 may become 1E-05
+            assert checkpoint.read_manifest(copied) == intact, at  # 1e-05 may become 1E-05
         except UserError as error:
             assert "manifest.json" in str(error) or "is damaged" in str(error)
 
@@ -247,18 +248,18 @@ def test_no_single_bit_of_a_manifest_can_change_unseen(copied: Path) -> None:
         '{"format": 1, "files": {}, "step": 1, "images": 1}',
     ],
 )
-def test_json_that_is_no_manifest(copied: Path, content: str) -> None:
+def test_json_that_is_not_a_manifest_is_refused(copied: Path, content: str) -> None:
     (copied / "manifest.json").write_text(content)
     assert f"{copied / 'manifest.json'} is damaged" in refusal(copied)
 
 
-def test_a_manifest_of_another_format(copied: Path) -> None:
+def test_manifest_of_another_format_is_refused(copied: Path) -> None:
     manifest = json.loads((copied / "manifest.json").read_text())
     (copied / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
     assert "has format 2, this version of muralist reads format 1" in refusal(copied)
 
 
-def test_a_missing_checkpoint_names_those_there_are(tmp_path: Path) -> None:
+def test_missing_checkpoint_lists_existing_ones(tmp_path: Path) -> None:
     write(tmp_path, 5)
     sentence = refusal(tmp_path / "step_0000006")
     assert f"There is no checkpoint at {tmp_path / 'step_0000006'}" in sentence
@@ -290,33 +291,33 @@ def warnings() -> Any:
 
 
 def names(folder: Path) -> list[str]:
-    return [path.name for path in checkpoint.all_in(folder)]
+    return [path.name for path in checkpoint.list_checkpoints(folder)]
 
 
-def test_the_newest_whole_one_is_found_and_damage_is_said(tmp_path: Path, warnings: list[str]) -> None:
-    assert checkpoint.newest_whole(tmp_path / "nowhere") is None
-    assert checkpoint.newest_whole(tmp_path) is None
+def test_newest_intact_checkpoint_is_found_and_damaged_ones_are_logged(tmp_path: Path, warnings: list[str]) -> None:
+    assert checkpoint.newest_intact(tmp_path / "nowhere") is None
+    assert checkpoint.newest_intact(tmp_path) is None
     paths = [write(tmp_path, step) for step in (2, 4, 6)]
-    found = checkpoint.newest_whole(tmp_path)
+    found = checkpoint.newest_intact(tmp_path)
     assert found is not None
     assert (found[0], found[1]["step"], warnings) == (paths[2], 6, [])
     hurt(paths[2])
     (paths[1] / "manifest.json").unlink()
-    found = checkpoint.newest_whole(tmp_path)
+    found = checkpoint.newest_intact(tmp_path)
     assert found is not None
     assert found[0] == paths[0]
     assert ["step_0000006" in warnings[0], "step_0000004" in warnings[1]] == [True, True]
     hurt(paths[0])
-    with pytest.raises(UserError, match=r"None of the 3 checkpoints .* is whole") as caught:
-        checkpoint.newest_whole(tmp_path)
+    with pytest.raises(UserError, match=r"None of the 3 checkpoints .* is intact") as caught:
+        checkpoint.newest_intact(tmp_path)
     assert "Nothing was deleted" in caught.value.fix
     assert len(names(tmp_path)) == 3
 
 
-def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+def test_steps_are_sorted_numerically(tmp_path: Path) -> None:
     for step in (9_999_998, 9_999_999, 10_000_000, 10_000_001):
         write(tmp_path, step)
-    found = checkpoint.newest_whole(tmp_path)
+    found = checkpoint.newest_intact(tmp_path)
     assert found is not None
     assert found[1]["step"] == 10_000_001
     checkpoint.prune(tmp_path, keep_last=2, keep_every=None)
@@ -335,7 +336,7 @@ def test_only_checkpoints_are_listed(tmp_path: Path) -> None:
     ("keep_last", "keep_every", "kept"),
     [(1, None, [6]), (3, None, [4, 5, 6]), (1, 2, [2, 4, 6]), (2, 3, [3, 5, 6]), (9, None, [1, 2, 3, 4, 5, 6])],
 )
-def test_old_ones_are_deleted_as_asked(tmp_path: Path, keep_last: int, keep_every: int | None, kept: list[int]) -> None:
+def test_old_checkpoints_are_pruned(tmp_path: Path, keep_last: int, keep_every: int | None, kept: list[int]) -> None:
     for step in range(1, 7):
         write(tmp_path, step)
     checkpoint.prune(tmp_path, keep_last, keep_every)
@@ -343,11 +344,11 @@ def test_old_ones_are_deleted_as_asked(tmp_path: Path, keep_last: int, keep_ever
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *names(tmp_path)]
 
 
-def test_a_run_that_was_set_back_goes_on_from_there(tmp_path: Path) -> None:
+def test_run_resumed_from_an_earlier_checkpoint_continues_there(tmp_path: Path) -> None:
     for step in (2, 4, 6):
         write(tmp_path, step)
     write(tmp_path, 3)  # after --resume .../step_0000002
-    found = checkpoint.newest_whole(tmp_path)
+    found = checkpoint.newest_intact(tmp_path)
     assert found is not None
     assert found[1]["step"] == 3
     checkpoint.prune(tmp_path, keep_last=1, keep_every=None)
@@ -359,27 +360,29 @@ def test_a_run_that_was_set_back_goes_on_from_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"step_0000099\n", b"\xff\xfe", b"../elsewhere\n"])
-def test_a_useless_latest_file_is_no_obstacle_and_is_named(
+def test_wrong_latest_file_is_logged_and_the_newest_checkpoint_used(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, 2)
     newest = write(tmp_path, 4)
     said: list[str] = []
     monkeypatch.setattr(checkpoint.log, "warning", lambda text, *rest: said.append(text % rest))
-    found = checkpoint.newest_whole(tmp_path)
+    found = checkpoint.newest_intact(tmp_path)
     assert found is not None and not said
     (tmp_path / "latest").write_bytes(content)
-    found = checkpoint.newest_whole(tmp_path)
+    found = checkpoint.newest_intact(tmp_path)
     assert found is not None
     assert found[0] == newest
-    assert len(said) == 1 and said[0].startswith(f"{tmp_path / 'latest'} names ") and "Taking the newest" in said[0]
+    assert (
+        len(said) == 1 and said[0].startswith(f"{tmp_path / 'latest'} names ") and "Using the newest intact" in said[0]
+    )
 
 
-def test_leftovers_are_swept_and_nothing_else(tmp_path: Path) -> None:
+def test_only_leftovers_are_removed(tmp_path: Path) -> None:
     write(tmp_path, 2)
     for leftover in (".step_0000003.99.tmp", ".step_0000001.deleted"):
         (tmp_path / leftover / "state").mkdir(parents=True)
         (tmp_path / leftover / "state" / "x").write_text("x")
-    checkpoint.sweep(tmp_path)
+    checkpoint.remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_0000002"]
-    checkpoint.manifest_of(tmp_path / "step_0000002")
+    checkpoint.read_manifest(tmp_path / "step_0000002")

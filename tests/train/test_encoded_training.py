@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from muralist.cli import main
-from muralist.data.encoded import EncodedSource
+from muralist.core.rng import SampleKeys
+from muralist.data.latents import LatentSource
 from muralist.data.loader import held_out_batches
-from muralist.data.sources import open_source
-from muralist.keyed_random import SampleKeys
-from muralist.models.encode import encode
-from muralist.models.hunyuan_family import FrozenParts, HunyuanFamily
-from muralist.models.small_hunyuan import build_small_hunyuan
+from muralist.data.sources.registry import open_source
+from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
+from muralist.models.hunyuan_dit import FrozenEncoders, HunyuanDiTSpec
 from muralist.settings import PackSettings, SampleSettings
+from muralist.tools.encode import encode
 from tests.support.hunyuan import SMALL, write_scenes
 from tests.support.runs import assert_same_state, last_checkpoint, metrics
 
@@ -64,61 +64,63 @@ def through(place: Path) -> Path:
     return train(place, "encoded", "through", "--max_steps", 3)
 
 
-def test_the_doctor_reads_latents(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reads_latents(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["doctor", "train", *WORDS, "--data_path", place / "encoded", "--results_dir", place / "results", "--json"]
     assert main(list(map(str, words))) == 0
     found = {one["name"]: one for one in json.loads(capsys.readouterr().out)["checks"]}
     assert found["data set"]["seen"].startswith("16 images, 16 decoded at ")
 
 
-def test_the_losses_are_those_of_the_pixels_to_the_bit(place: Path, through: Path) -> None:
+def test_losses_on_latents_equal_losses_on_pixels(place: Path, through: Path) -> None:
     pixels = train(place, "train", "pixels", "--max_steps", 3)
     assert metrics(pixels) == metrics(through)
     assert sum("val/loss" in line for line in metrics(through)) == 1
     assert_same_state(last_checkpoint(pixels), last_checkpoint(through))
-    picture = Path("samples", "step_0000003", "gpu_0_sample.png")
-    assert (pixels / picture).read_bytes() == (through / picture).read_bytes()
+    sample = Path("samples", "step_0000003", "gpu_0_sample.png")
+    assert (pixels / sample).read_bytes() == (through / sample).read_bytes()
 
 
-def test_mirror_images_are_chosen_by_the_same_keys_and_left_out_on_wish(place: Path, through: Path) -> None:
+def test_flips_are_seeded_per_sample_and_optional(place: Path, through: Path) -> None:
     numbers = np.arange(8)
     for data, random_flip in (("encoded", True), ("encoded", False), ("plain", False)):
-        ahead = EncodedSource(place / data, SIZE)
-        family = HunyuanFamily.load(small_folder(through), (SIZE, SIZE), random_flip=random_flip, encoded=ahead)
+        ahead = LatentSource(place / data, SIZE)
+        family = HunyuanDiTSpec.load(small_folder(through), (SIZE, SIZE), random_flip=random_flip, latents=ahead)
         latents = []
         for source in (open_source(str(place / "train"), SIZE), ahead):
             batch = next(held_out_batches(source, numbers, numbers, 8))
-            latents.append(family.encode(batch, SampleKeys(0, batch.numbers)).latents)
+            latents.append(family.encode(batch, SampleKeys(0, batch.sample_indices)).latents)
         torch.testing.assert_close(latents[0], latents[1], rtol=1e-4, atol=1e-4)
 
 
-def test_interrupted_is_uninterrupted_to_the_bit_with_a_loader_process(place: Path, through: Path) -> None:
+def test_resumed_run_is_bit_identical_with_a_loader_process(place: Path, through: Path) -> None:
     for steps in (1, 3):
         halves = train(place, "encoded", "halves", "--max_steps", steps, "--num_workers", 1, "--samples_per_gpu", 0)
     assert [line["train/loss"] for line in metrics(halves)] == [line["train/loss"] for line in metrics(through)]
     assert_same_state(last_checkpoint(halves), last_checkpoint(through))
 
 
-def test_text_encoders_stay_behind_and_each_prompt_is_embedded_once(place: Path, through: Path) -> None:
+def test_text_encoders_stay_on_the_cpu_and_embed_each_prompt_once(place: Path, through: Path) -> None:
     folder = small_folder(through)
-    family = HunyuanFamily.load(folder, (SIZE, SIZE), encoded=EncodedSource(place / "encoded", SIZE))
-    family.place(torch.device("meta"), torch.bfloat16)
-    devices = [next(part.parameters()).device.type for part in (family.parts.vae, family.parts.bert, family.parts.t5)]
+    family = HunyuanDiTSpec.load(folder, (SIZE, SIZE), latents=LatentSource(place / "encoded", SIZE))
+    family.to_device(torch.device("meta"), torch.bfloat16)
+    devices = [
+        next(part.parameters()).device.type for part in (family.encoders.vae, family.encoders.bert, family.encoders.t5)
+    ]
     assert devices == ["meta", "cpu", "cpu"]
-    family = HunyuanFamily.load(folder, (SIZE, SIZE))
+    family = HunyuanDiTSpec.load(folder, (SIZE, SIZE))
     network, wanted = family.network().eval(), SampleSettings(steps=2)
     first = family.sample(network, ["A road"], [0], wanted)
-    parts: Any = family.parts
+    parts: Any = family.encoders
     parts.bert = parts.t5 = None
     assert torch.equal(family.sample(network, ["A road"], [0], wanted), first)
 
 
-def test_no_frozen_part_runs_in_a_step(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(self: FrozenParts, *arguments: object) -> None:
+def test_no_frozen_component_runs_in_a_step(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(self: FrozenEncoders, *arguments: object) -> None:
         raise AssertionError("a frozen part was asked")
 
-    monkeypatch.setattr(FrozenParts, "embed", never)
-    monkeypatch.setattr(FrozenParts, "posterior", never)
+    monkeypatch.setattr(FrozenEncoders, "encode_text", never)
+    monkeypatch.setattr(FrozenEncoders, "vae_posterior", never)
     train(place, "encoded", "alone", "--max_steps", 1, "--samples_per_gpu", 0)
 
 
@@ -128,21 +130,21 @@ def refused(place: Path, capfd: pytest.CaptureFixture[str], data: str, *argument
     return capfd.readouterr().err
 
 
-def test_what_does_not_fit_is_refused(place: Path, through: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_latents_that_do_not_match_are_refused(place: Path, through: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "without mirror images" in refused(place, capfd, "plain")
     assert "encoded already, so --caption" in refused(place, capfd, "encoded", "--caption", "A road")
-    assert "--cache device is for pictures, and" in refused(place, capfd, "encoded", "--cache", "device")
-    assert "packed at 64 pixels, but 32 are asked for" in refused(place, capfd, "encoded", "--img_size", 32)
+    assert "--cache device is for images, and" in refused(place, capfd, "encoded", "--cache", "device")
+    assert "packed at 64 pixels, but --img_size is 32" in refused(place, capfd, "encoded", "--img_size", 32)
     said = refused(place, capfd, "encoded", "--model", "JiT-T/8")
-    assert "holds latents for HunyuanDiT, and JiT-T/8 is trained on pixels" in said
-    other = build_small_hunyuan(place / "other", seed=1)
+    assert "holds latents, and JiT-T/8 is trained on pixels" in said
+    other = build_small_hunyuan_dit(place / "other", seed=1)
     said = refused(place, capfd, "encoded", "--model.path", other)
     assert "was encoded by another model" in said and "They differ in text_encoder, text_encoder_2." in said
 
 
-def test_another_transformer_beside_the_same_frozen_parts_is_trained(place: Path, through: Path) -> None:
+def test_another_transformer_with_the_same_encoders_is_trained(place: Path, through: Path) -> None:
     shutil.copytree(small_folder(through), place / "tuned")
     shutil.rmtree(place / "tuned" / "transformer")
-    shutil.copytree(build_small_hunyuan(place / "seeded", seed=2) / "transformer", place / "tuned" / "transformer")
+    shutil.copytree(build_small_hunyuan_dit(place / "seeded", seed=2) / "transformer", place / "tuned" / "transformer")
     run = train(place, "encoded", "tuned", "--max_steps", 1, "--model.path", place / "tuned", "--samples_per_gpu", 0)
     assert metrics(run)[0]["train/loss"] != metrics(through)[0]["train/loss"]

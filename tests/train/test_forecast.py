@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from muralist.train.forecast import Forecast
+from muralist.train.metrics import Forecast
 from tests.support.runs import only_run, train
 
 
@@ -46,7 +46,7 @@ def run(
     return forecast
 
 
-def test_a_steady_run_is_foreseen_with_its_checkpoints(tmp_path: Path) -> None:
+def test_forecast_of_a_steady_run_includes_checkpoints(tmp_path: Path) -> None:
     forecast = run(tmp_path / "forecast.json", step=0.1, pause=2.0)
     told = json.loads((tmp_path / "forecast.json").read_text())
     assert told["seconds, taken"] == pytest.approx(1000 * 0.1 + 0.5 + 10 * 2.0)
@@ -55,7 +55,7 @@ def test_a_steady_run_is_foreseen_with_its_checkpoints(tmp_path: Path) -> None:
     assert told["estimated at step"] == 210 and forecast.at_step == 210  # the first flush after the second checkpoint
 
 
-def test_the_first_pause_and_the_steps_after_one_are_no_measure(tmp_path: Path) -> None:
+def test_forecast_ignores_the_slow_first_pause(tmp_path: Path) -> None:
     """As on a GPU: memory is laid out at the first checkpoint, and steps are slower while files are written."""
     run(tmp_path / "forecast.json", step=0.03, pause=1.0, first=3.7, slower=1.8)
     assert abs(json.loads((tmp_path / "forecast.json").read_text())["off"]) < 0.01
@@ -63,18 +63,18 @@ def test_the_first_pause_and_the_steps_after_one_are_no_measure(tmp_path: Path) 
     assert abs(json.loads((tmp_path / "forecast.json").read_text())["off"]) < 0.01
 
 
-def test_a_run_that_slows_down_is_off_by_as_much(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_forecast_error_of_a_run_that_slows_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path / "forecast.json", step=0.1, pause=0.0, later=0.3)
     assert json.loads((tmp_path / "forecast.json").read_text())["off"] == pytest.approx(-0.5, abs=0.003)
 
 
-def test_short_runs_say_nothing(tmp_path: Path) -> None:
+def test_short_runs_have_no_forecast(tmp_path: Path) -> None:
     assert run(tmp_path / "forecast.json", step=0.1, pause=0.0, steps=30).expected is None
     assert run(tmp_path / "forecast.json", step=0.0001, pause=0.0).expected is None  # too fast to be known
     assert not (tmp_path / "forecast.json").exists()
 
 
-def test_what_is_said(tmp_path: Path) -> None:
+def test_forecast_log_lines_and_file(tmp_path: Path) -> None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -95,8 +95,8 @@ def test_what_is_said(tmp_path: Path) -> None:
     ]
 
 
-def test_a_real_run_leaves_its_forecast(photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("muralist.train.forecast._LEAST_SECONDS", 1e-6)  # however fast this machine is
+def test_real_run_writes_its_forecast(photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muralist.train.metrics._MIN_SECONDS", 1e-6)  # however fast this machine is
     train("--data_path", photo_folder, "--max_steps", "48", "--results_dir", tmp_path, "--samples_per_gpu", "0",
           "--epochs", "100", "--val_fraction", "0")  # fmt: skip
     run_folder = only_run(tmp_path)

@@ -1,4 +1,4 @@
-"""HunyuanDiT through the whole loop, and guide 3's commands as written."""
+"""HunyuanDiT training, and the commands of HunyuanDiT fine-tuning as documented."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from diffusers import DPMSolverMultistepScheduler, HunyuanDiTPipeline
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from muralist import keyed_random
 from muralist.cli import main
-from muralist.config import load
-from muralist.errors import UserError
-from muralist.hydit import train_words, translate
-from muralist.keyed_random import Purpose
-from muralist.pictures import to_u8
+from muralist.core import rng
+from muralist.core.errors import UserError
+from muralist.core.images import to_uint8_array
+from muralist.core.rng import Purpose
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
-from muralist.train.data import has_captions, open_data
-from muralist.train.hunyuan_samples import sample_images_multi_gpu
+from muralist.settings.load import load
+from muralist.tools.hydit import translate, translate_flags
+from muralist.train.dataset import has_captions, open_data
+from muralist.train.samples import sample_images_multi_gpu
 from tests.conftest import REPOSITORY
 from tests.support.disks import PAGE, leave_free, read_only_view, small_disk
 from tests.support.hunyuan import SMALL, small_family
@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("results"), "through", "--max_steps", 6, "--ckpt_every", 3)
 
 
-def test_interrupted_is_uninterrupted_to_the_bit_and_samples_change_nothing(trained: Path) -> None:
+def test_resumed_run_is_bit_identical_and_samples_change_nothing(trained: Path) -> None:
     results = trained.parent
     train(results, "halves", "--max_steps", 3, "--samples_per_gpu", 0)
     halves = train(results, "halves", "--max_steps", 6, "--samples_per_gpu", 0)
@@ -53,30 +53,30 @@ def test_interrupted_is_uninterrupted_to_the_bit_and_samples_change_nothing(trai
     assert_same_state(last_checkpoint(trained), last_checkpoint(halves))
 
 
-def test_the_exported_folder_draws_the_same_picture_in_plain_diffusers(trained: Path) -> None:
+def test_exported_folder_generates_the_same_image_in_diffusers(trained: Path) -> None:
     folder = trained.parent / "exported"
     assert main(["export", str(trained), str(folder)]) == 0
     pipeline = HunyuanDiTPipeline.from_pretrained(folder, safety_checker=None, requires_safety_checker=False)
     pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
     prompt = (trained / "samples" / "step_0000006" / "gpu_0_prompt.txt").read_text().strip()
-    noise = keyed_random.normal(0, Purpose.SAMPLE_NOISE, torch.tensor([0]), (4, 4, 4))
-    picture = pipeline(
+    noise = rng.normal(0, Purpose.SAMPLE_NOISE, torch.tensor([0]), (4, 4, 4))
+    generated = pipeline(
         prompt, height=32, width=32, num_inference_steps=2, guidance_scale=5.0, latents=noise,
         use_resolution_binning=False, output_type="pt",
     ).images  # fmt: skip
-    with Image.open(trained / "samples" / "step_0000006" / "gpu_0_sample.png") as drawn:
-        assert np.abs(np.asarray(drawn).astype(int) - to_u8(picture * 2 - 1)[0].astype(int)).max() <= 1
+    with Image.open(trained / "samples" / "step_0000006" / "gpu_0_sample.png") as sampled:
+        assert np.abs(np.asarray(sampled).astype(int) - to_uint8_array(generated * 2 - 1)[0].astype(int)).max() <= 1
     assert main(["export", str(trained), str(folder)]) == 1, "an export replaces nothing"
 
 
-def test_the_guides_function_draws_with_parts_as_any_script_has_them(tmp_path: Path) -> None:
+def test_sample_images_multi_gpu_with_components_of_a_custom_script(tmp_path: Path) -> None:
     family = small_family(tmp_path / "model", size=(32, 48))
-    parts = family.parts
+    parts = family.encoders
     args = Namespace(samples_dir=tmp_path / "samples", image_size=[32, 48], sample_steps=2)
     for rank in range(2):
         sample_images_multi_gpu(
-            torch.nn.DataParallel(family.network().eval()), DPMSolverMultistepScheduler.from_config(family.schedule),
+            torch.nn.DataParallel(family.network().eval()), DPMSolverMultistepScheduler.from_config(family.scheduler_config),
             parts.vae, parts.bert, parts.bert_tokenizer, parts.t5, parts.t5_tokenizer, rank, 2, args,
             logging.getLogger("mine"), 10,
         )  # fmt: skip
@@ -91,7 +91,7 @@ def test_the_guides_function_draws_with_parts_as_any_script_has_them(tmp_path: P
 # The official script's flags
 
 
-def test_official_flags_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_official_flags_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
     official = ("--model DiT-g/2 --rope-img base512 --rope-real --qk-norm --lr 1e-4 --ckpt-every 500 "
                 "--ckpt-latest-every 100 --max-training-steps=900 "
                 "--global-seed 7 --use-zero-stage 3 --ckpt-every-n-epoch 1 --no-fp16")  # fmt: skip
@@ -101,29 +101,27 @@ def test_official_flags_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
         "--learning_rate 1e-4 --ckpt_every 500 --keep_every 500 --ckpt-latest-every 100 --max_steps=900 --seed 7 "
         "--at_epoch_end true --no_use_amp"
     )
-    with pytest.raises(UserError, match="--predict-type is epsilon: here it is v_prediction"):
+    with pytest.raises(UserError, match="--predict-type is epsilon: expected v_prediction"):
         translate(["--predict-type", "epsilon"])
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert "--strategy" not in train_words([])
+    assert "--strategy" not in translate_flags([])
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert train_words([])[-2:] == ["--strategy", "zero2"]
-    assert train_words(["--strategy=ddp"])[-1] == "--strategy=ddp"
+    assert translate_flags([])[-2:] == ["--strategy", "zero2"]
+    assert translate_flags(["--strategy=ddp"])[-1] == "--strategy=ddp"
 
 
-def test_without_deepspeed_it_says_what_it_does_instead(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_deepspeed_is_logged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert train_words([])[-2:] == ["--strategy", "fsdp2"]
+    assert translate_flags([])[-2:] == ["--strategy", "fsdp2"]
     assert "DeepSpeed is not installed: training with FSDP2 instead" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"), [(["--model.path", "nowhere"], "diffusers layout"), (["--img_size", 40], "of 16")]
 )
-def test_an_impossible_model_leaves_no_run_behind(
+def test_invalid_model_leaves_no_run_behind(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], wrong: list[object], said: str
 ) -> None:
     words = ["train", *SMALL, "--results_dir", tmp_path / "results", *wrong]
@@ -132,7 +130,7 @@ def test_an_impossible_model_leaves_no_run_behind(
     assert not (tmp_path / "results").exists()
 
 
-# Guide 3, with real processes
+# With real processes
 
 
 @pytest.fixture
@@ -152,9 +150,9 @@ def in_project(project: Path, *command: object, expect: int = 0, **extra: str) -
 
 
 @pytest.mark.slow
-def test_four_processes_leave_four_pictures_and_prompts_at_each_checkpoint(project: Path) -> None:
+def test_four_processes_write_four_samples_at_each_checkpoint(project: Path) -> None:
     output = in_project(project, "bash", "scripts/test_sampling.sh", NPROC="4")
-    assert "Sampling works: 4 pictures at each of 2 checkpoints" in output
+    assert "Sampling works: 4 images at each of 2 checkpoints" in output
     samples = project / "results" / "test_sampling" / "samples"
     assert (samples / "sheet.png").is_file()
     assert len({path.read_text() for path in samples.glob("step_0000010/gpu_*_prompt.txt")}) == 4
@@ -170,7 +168,7 @@ def test_four_processes_leave_four_pictures_and_prompts_at_each_checkpoint(proje
 
 
 @pytest.mark.slow
-def test_the_script_takes_its_gpus_from_the_environment_and_goes_on(project: Path) -> None:
+def test_script_takes_gpus_from_the_environment_and_resumes(project: Path) -> None:
     small = ["--image-size", "32", "32", "--batch-size", "1", "--num-workers", "0", "--ckpt-every", "2",
              "--ckpt-latest-every", "1", "--val_fraction", "0", "--sample-steps", "2"]  # fmt: skip
     output = in_project(project, "bash", "scripts/train_waymo_base.sh", 3, *small, CUDA_VISIBLE_DEVICES="0,1")
@@ -185,7 +183,7 @@ def test_the_script_takes_its_gpus_from_the_environment_and_goes_on(project: Pat
 
 
 @pytest.mark.slow
-def test_the_official_entry_point_as_written(project: Path) -> None:
+def test_official_entry_point(project: Path) -> None:
     command = "python hydit/train_deepspeed.py --ckpt-every 500 --ckpt-latest-every 100 --image-size 512 512"
     process = start(*command.split(), "--batch-size", "1", "--log-every", "1", cwd=project)
     deadline = time.monotonic() + 200
@@ -198,15 +196,15 @@ def test_the_official_entry_point_as_written(project: Path) -> None:
     assert json.loads((last_checkpoint(found[0].parent) / "manifest.json").read_text())["model"]["img_size"] == 512
 
 
-def test_a_full_disk_under_the_samples_stops_no_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_for_samples_does_not_stop_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with small_disk(tmp_path / "run" / "samples", "64k") as disk:
-        leave_free(disk, PAGE)  # a folder fits, a picture does not
+        leave_free(disk, PAGE)  # a folder fits, an image does not
         run = train(tmp_path, "run", "--max_steps", 2, "--ckpt_every", 1, "--img_size", 64)
     assert "Error during sampling on GPU 0: " in capfd.readouterr().out
     assert len(losses(run)) == 2 and last_checkpoint(run).name == "step_0000002"
 
 
-def test_samples_that_may_not_be_written_stop_no_training(trained: Path) -> None:
+def test_unwritable_samples_do_not_stop_training(trained: Path) -> None:
     run = trained.parent / "frozen"
     with read_only_view(trained.parent / "elsewhere", run / "samples"):
         train(trained.parent, "frozen", "--max_steps", 2, "--ckpt_every", 1)
@@ -218,7 +216,7 @@ def test_samples_that_may_not_be_written_stop_no_training(trained: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_rank_that_cannot_draw_says_so_and_all_go_on(project: Path, strategy: str) -> None:
+def test_sampling_error_on_one_rank_is_logged_and_training_continues(project: Path, strategy: str) -> None:
     run = project / "results" / "broken"
     for step in ("step_0000002", "step_0000004"):
         (run / "samples" / step / "gpu_1_sample.png").mkdir(parents=True)  # in the way of rank 1 alone
@@ -236,14 +234,18 @@ def test_a_rank_that_cannot_draw_says_so_and_all_go_on(project: Path, strategy: 
 # Captions
 
 
-def test_images_without_captions_are_worth_a_warning(trained: Path, photo_folder: Path) -> None:
+def test_images_without_captions_are_warned_about(trained: Path, photo_folder: Path) -> None:
     run = train(trained.parent, "silent", "--data_path", photo_folder, "--max_steps", 1, "--samples_per_gpu", 0)
     log = (run / "logs" / "train.log").read_text()
-    assert log.count("The images have no captions") == log.count("--data.caption names a column") == 1
+    assert (
+        log.count("None of the images that were checked has a caption")
+        == log.count("Set --data.caption to the name of a column")
+        == 1
+    )
     assert "no captions" not in (trained / "logs" / "train.log").read_text()
 
 
-def test_one_caption_among_many_images_looked_at_is_enough(tmp_path: Path) -> None:
+def test_one_caption_avoids_the_warning(tmp_path: Path) -> None:
     def looked_at(captions: list[str], *more: str) -> bool:
         rows = [f"{number}.png,{caption}" for number, caption in enumerate(captions)]
         (tmp_path / "table.csv").write_text("\n".join(["image,caption", *rows]))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from muralist.errors import STATUS_LOST_OTHERS
+from muralist.core.errors import EXIT_LOST_PEERS
 from tests.conftest import REPOSITORY
 from tests.support.runs import TINY, finish, last_checkpoint, losses, metrics, only_run, start
 
@@ -58,7 +58,7 @@ def test_the_curve_does_not_depend_on_the_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_stopped_on_four_ranks_gone_on_with_two_then_one(alone: Path, photo_folder: Path, tmp_path: Path) -> None:
+def test_stopped_on_four_ranks_resumed_on_two_then_one(alone: Path, photo_folder: Path, tmp_path: Path) -> None:
     for ranks, steps in ((4, 17), (2, 33), (1, STEPS)):
         run(ranks, photo_folder, tmp_path, steps)
     assert losses(only_run(tmp_path)) == pytest.approx(losses(alone), rel=1e-5)
@@ -93,7 +93,7 @@ def test_accelerate_launch_and_the_script_run_the_configured_processes(photo_fol
 
 
 @pytest.mark.slow
-def test_a_frozen_rank_ends_the_job_and_is_named(photo_folder: Path, tmp_path: Path) -> None:
+def test_frozen_rank_ends_the_job_and_is_named(photo_folder: Path, tmp_path: Path) -> None:
     words = ["muralist", "launch", "--nproc", "3", "train", *TINY, "--data_path", photo_folder, "--results_dir", tmp_path,
              "--epochs", "100000", "--ckpt_every", "5", "--samples_per_gpu", "0", "--run_name", "run"]  # fmt: skip
     process = start(*words)
@@ -103,14 +103,14 @@ def test_a_frozen_rank_ends_the_job_and_is_named(photo_folder: Path, tmp_path: P
     frozen = json.loads((tmp_path / "run" / "heartbeats" / "rank_1.json").read_text())["process"]
     os.kill(frozen, signal.SIGSTOP)
     began = time.monotonic()
-    output = finish(process, expect=STATUS_LOST_OTHERS, timeout=150)
+    output = finish(process, expect=EXIT_LOST_PEERS, timeout=150)
     assert time.monotonic() - began < 100  # 40 s of silence, and 30 for the others to leave in good order
-    assert f"Rank 1 on {socket.gethostname()} (process {frozen}) is silent" in output
-    assert "Rank 1 did not answer and was killed" in output.splitlines()[-1]
+    assert f"Rank 1 on {socket.gethostname()} (process {frozen}) does not respond" in output
+    assert "Rank 1 did not respond and was killed" in output.splitlines()[-1]
     assert "Traceback" not in output
 
 
-def test_a_rank_that_never_comes_is_named(photo_folder: Path, tmp_path: Path) -> None:
+def test_rank_that_never_starts_is_named(photo_folder: Path, tmp_path: Path) -> None:
     alone = {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -119,7 +119,7 @@ def test_a_rank_that_never_comes_is_named(photo_folder: Path, tmp_path: Path) ->
         "MASTER_PORT": str(free_port()),
     }
     words = ["python", "train.py", *TINY, "--data_path", photo_folder, "--results_dir", tmp_path, "--dist_timeout", "5"]
-    output = finish(start(*words, **alone), expect=STATUS_LOST_OTHERS, timeout=60)
+    output = finish(start(*words, **alone), expect=EXIT_LOST_PEERS, timeout=60)
     assert "rank 1 never reported" in output.lower() and "Traceback" not in output
 
 

@@ -1,4 +1,4 @@
-"""HunyuanDiT on pictures of several shapes: each batch of one size, the same curve whoever trains it and however often."""
+"""HunyuanDiT on images of several shapes: each batch has one size, and the curve is reproducible."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ import numpy as np
 import pytest
 
 from muralist.cli import main
-from muralist.hydit import translate
-from muralist.models.hunyuan_family import HunyuanFamily
-from muralist.models.small_hunyuan import build_small_hunyuan
+from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
+from muralist.models.hunyuan_dit import HunyuanDiTSpec
+from muralist.tools.hydit import translate
 from tests.data.driving_files import write_arrow, write_index
 from tests.support.hunyuan import SMALL
-from tests.support.pictures import Picture, encoded, noise
+from tests.support.images import EncodedSample, encoded, noise
 from tests.support.runs import assert_same_state, finish, last_checkpoint, losses, metrics, start
 
 SHAPES = {(40, 40): 9, (20, 60): 14, (60, 20): 2}  # at 32 pixels the sizes 32 x 32, 16 x 48 and 48 x 16
 
 
-def shaped(count: int = 25) -> list[Picture]:
+def shaped(count: int = 25) -> list[EncodedSample]:
     shapes = [shape for shape, number in SHAPES.items() for _ in range(number)][:count]
     return [
-        Picture(encoded(noise(number, width, height)), 0, f"picture {number}")
+        EncodedSample(encoded(noise(number, width, height)), 0, f"image {number}")
         for number, (height, width) in enumerate(shapes)
     ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pictures of three shapes, with captions."""
+    """Images of three shapes, with captions."""
     folder = tmp_path_factory.mktemp("shapes")
-    for number, picture in enumerate(shaped()):
-        (folder / f"{number:02}.png").write_bytes(picture.png)
-        (folder / f"{number:02}.txt").write_text(picture.caption)
+    for number, image in enumerate(shaped()):
+        (folder / f"{number:02}.png").write_bytes(image.png)
+        (folder / f"{number:02}.txt").write_text(image.caption)
     return folder
 
 
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs of all tests go: the small model is built once."""
     results = tmp_path_factory.mktemp("results")
-    build_small_hunyuan(results / "models" / "small-hunyuandit")
+    build_small_hunyuan_dit(results / "models" / "small-hunyuandit")
     return results
 
 
@@ -55,62 +55,60 @@ def words(data: Path | str, results: Path, run: str, *arguments: object) -> list
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Height and width of every batch that is encoded."""
     sizes: list[tuple[int, int]] = []
-    encode = HunyuanFamily.encode
+    encode = HunyuanDiTSpec.encode
 
-    def watched(self: HunyuanFamily, batch, keys):  # type: ignore[no-untyped-def]
+    def watched(self: HunyuanDiTSpec, batch, keys):  # type: ignore[no-untyped-def]
         sizes.append(tuple(batch.images_u8.shape[1:3]))
         return encode(self, batch, keys)
 
-    monkeypatch.setattr(HunyuanFamily, "encode", watched)
+    monkeypatch.setattr(HunyuanDiTSpec, "encode", watched)
     return sizes
 
 
-def test_every_batch_has_one_size_and_interrupted_is_uninterrupted(
+def test_every_batch_has_one_size_and_resuming_is_exact(
     folder: Path, results: Path, seen: list[tuple[int, int]], capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     held_out = ["--val_fraction", 0.1]
     assert main(words(folder, results, "through", *held_out, "--max_steps", 6)) == 0
     said = capfd.readouterr().out
-    assert "sizes      3 in use, with so many pictures: 16 x 48 (1" in said
-    assert "fewer pictures than a total batch of 4 at 48 x 16: a batch of such a size shows them more than once" in said
-    assert len(seen) == 7 and seen[-1] == (32, 32), "six steps, and the held-out pictures at the one size of all runs"
+    assert "sizes      3 in use (images each): 16 x 48 (1" in said
+    assert "fewer images than a total batch of 4 at 48 x 16: a batch of such a size repeats them" in said
+    assert len(seen) == 7 and seen[-1] == (32, 32), "six steps, and the held-out images at the one size of all runs"
     assert set(seen[:-1]) >= {(32, 32), (16, 48)} and set(seen) <= {(32, 32), (16, 48), (48, 16)}
     assert metrics(results / "through")[-1]["val/loss"] > 0
 
     assert main(words(folder, results, "halves", *held_out, "--max_steps", 3)) == 0
-    monkeypatch.setattr("muralist.train.data.measure", None)  # the shapes are remembered
+    monkeypatch.setattr("muralist.train.dataset.measure_shapes", None)  # the shapes are remembered
     assert main(words(folder, results, "halves", *held_out, "--max_steps", 6)) == 0
     assert losses(results / "halves") == losses(results / "through")
     assert_same_state(last_checkpoint(results / "through"), last_checkpoint(results / "halves"))
 
 
-def test_without_the_flag_all_is_as_before(folder: Path, results: Path, seen: list[tuple[int, int]]) -> None:
+def test_without_multireso_there_are_no_buckets(folder: Path, results: Path, seen: list[tuple[int, int]]) -> None:
     arguments = [word for word in words(folder, results, "one", "--max_steps", 3) if word != "--multireso"]
     assert main(arguments) == 0
     assert seen == [(32, 32)] * 3 and not (results / "one" / "picture_shapes.npz").exists()
 
 
-def test_a_multi_resolution_index_is_trained_at_its_own_sizes(
+def test_multi_resolution_index_is_trained_at_its_own_sizes(
     results: Path, tmp_path: Path, seen: list[tuple[int, int]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_arrow(tmp_path / "a.arrow", shaped())
     groups = {"32x32": list(range(9)), "16x64": list(range(9, 25))}  # not the nearest sizes: the index counts
     index = write_index(tmp_path / "m.json", [str(tmp_path / "a.arrow")], [25], groups, group_length={})
     assert main(words(index, results, "index", "--max_steps", 6, "--reso-step", 16)) == 0
-    assert "2 in use, with so many pictures: 16 x 64 (16), 32 (9)" in capfd.readouterr().out
+    assert "2 in use (images each): 16 x 64 (16), 32 (9)" in capfd.readouterr().out
     assert set(seen) == {(32, 32), (16, 64)} and len(seen) == 6
     assert not (results / "index" / "picture_shapes.npz").exists()
 
 
 def test_driving_scenes_are_squares(results: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(words("driving_world", results, "squares", "--max_steps", 1)) == 0
-    assert "sizes      1 in use, with so many pictures: 32 (64)" in capfd.readouterr().out
+    assert "sizes      1 in use (images each): 32 (64)" in capfd.readouterr().out
 
 
-def test_pictures_of_other_shapes_are_other_data(
-    folder: Path, results: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_images_of_other_shapes_are_other_data(folder: Path, results: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(words(folder, results, "changed", "--max_steps", 1)) == 0
     manifest = last_checkpoint(results / "changed") / "manifest.json"
     facts = json.loads(manifest.read_text())
@@ -126,15 +124,15 @@ def test_pictures_of_other_shapes_are_other_data(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--model", "JiT-T/8"], "JiT-T/8 makes square pictures only. --multireso is there for HunyuanDiT."),
-        (["--cache", "device"], "--cache device needs pictures of one size. With --multireso they have several."),
+        (["--model", "JiT-T/8"], "JiT-T/8 makes square images only. --multireso trains images of several shapes."),
+        (["--cache", "device"], "--cache device needs images of one size. With --multireso they have several."),
         (["--img_size", "32", "64"], "--multireso starts from a square, not from 32 x 64."),
-        (["--reso_step", "24"], "--reso_step 24 does not fit pictures of 32 pixels. Give a multiple of 16"),
-        (["--reso_step", "32"], "--reso_step 32 does not fit pictures of 32 pixels."),
-        (["--no_multireso", "--reso_step", "16"], "--reso_step says nothing without --multireso."),
+        (["--reso_step", "24"], "--reso_step 24 does not fit images of 32 pixels. Give a multiple of 16"),
+        (["--reso_step", "32"], "--reso_step 32 does not fit images of 32 pixels."),
+        (["--no_multireso", "--reso_step", "16"], "--reso_step has no effect without --multireso."),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_run_has_a_folder(
+def test_invalid_settings_are_refused_before_a_run_has_a_folder(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], wrong: list[str], said: str
 ) -> None:
     assert main(words(folder, tmp_path / "results", "run", *wrong)) == 1
@@ -142,12 +140,12 @@ def test_what_cannot_be_is_refused_before_a_run_has_a_folder(
     assert not (tmp_path / "results").exists()
 
 
-def test_the_official_flags_pass_as_they_are() -> None:
+def test_official_multireso_flags_are_accepted() -> None:
     assert translate(["--multireso", "--reso-step", "64"])[0] == ["--multireso", "--reso-step", "64"]
 
 
 @pytest.mark.slow
-def test_two_ranks_see_the_same_curve(folder: Path, results: Path) -> None:
+def test_two_ranks_have_the_same_curve(folder: Path, results: Path) -> None:
     arguments = ["--max_steps", 6, "--global_batch_size", 4, "--val_fraction", 0.1]
     assert main(words(folder, results, "alone", *arguments)) == 0
     finish(start("muralist", "launch", "--nproc", 2, *words(folder, results, "together", *arguments)))

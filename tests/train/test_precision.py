@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from muralist.config import identity, load
-from muralist.errors import UserError
-from muralist.models import fp8_products
-from muralist.models.family import build_family
-from muralist.models.fp8_products import why_not_fp8
-from muralist.models.jit_ops import Linear
+from muralist.core.errors import UserError
+from muralist.kernels import fp8
+from muralist.kernels.fp8 import why_no_fp8
+from muralist.kernels.ops import Linear
+from muralist.models.spec import build_spec
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
-from muralist.train import contract
+from muralist.settings.load import identity, load
+from muralist.train import preflight
 from tests.support.runs import assert_same_state, last_checkpoint, losses, only_run, tensors, train
 
 
@@ -22,59 +22,60 @@ def settings(*words: str) -> TrainSettings:
     return load(TrainSettings, ["--data_path", "driving_world", *words], TRAIN_FLAT_NAMES)
 
 
-def test_8_bits_imply_16_for_the_rest_and_are_another_run() -> None:
+def test_fp8_implies_bf16_and_changes_the_run_name() -> None:
     plain, mixed, eight = settings(), settings("--use_amp"), settings("--precision", "fp8")
     assert [one.mixed for one in (plain, mixed, eight)] == [False, True, True]
     assert identity(eight) == identity(plain) | {"precision": "fp8"}
     assert identity(settings("--precision", "auto")) == identity(plain)
 
 
-def test_the_four_large_layers_of_each_block_are_told() -> None:
-    family = build_family(settings("--precision", "fp8", "--model", "JiT-B/16"), [])
-    network, plain = family.skeleton(), build_family(settings("--model", "JiT-B/16"), []).skeleton()
-    told = [name for name, layer in network.named_modules() if isinstance(layer, Linear) and layer.eight_bits]
+def test_fp8_covers_the_four_large_layers_of_each_block() -> None:
+    family = build_spec(settings("--precision", "fp8", "--model", "JiT-B/16"), [])
+    network, plain = family.meta_model(), build_spec(settings("--model", "JiT-B/16"), []).meta_model()
+    told = [name for name, layer in network.named_modules() if isinstance(layer, Linear) and layer.fp8]
     layers = ("attn.qkv", "attn.proj", "mlp.w12", "mlp.w3")
     assert told == [f"blocks.{block}.{layer}" for block in range(12) for layer in layers]
-    assert not any(layer.eight_bits for layer in plain.modules() if isinstance(layer, Linear))
-    assert family.describe() == build_family(settings("--model", "JiT-B/16"), []).describe()
+    assert not any(layer.fp8 for layer in plain.modules() if isinstance(layer, Linear))
+    assert family.describe() == build_spec(settings("--model", "JiT-B/16"), []).describe()
     assert network.state_dict().keys() == plain.state_dict().keys()
-    assert family.summary() == "JiT-B/16 at 64 px, x-prediction with v-loss, large products in 8 bits"
+    assert family.summary() == "JiT-B/16 at 64 px, x-prediction with v-loss, FP8 matmuls"
 
 
-def test_hunyuandit_and_deepspeed_know_nothing_of_8_bits() -> None:
+def test_hunyuandit_and_deepspeed_refuse_fp8() -> None:
     with pytest.raises(UserError, match="HunyuanDiT cannot be trained with --precision fp8"):
-        contract.check(settings("--precision", "fp8", "--model", "HunyuanDiT"))
-    with pytest.raises(UserError, match="--precision fp8 cannot be with --strategy zero3"):
-        contract.check(settings("--precision", "fp8", "--strategy", "zero3"))
-    contract.check(settings("--precision", "fp8", "--strategy", "fsdp2"))
+        preflight.check_settings(settings("--precision", "fp8", "--model", "HunyuanDiT"))
+    with pytest.raises(UserError, match="--precision fp8 is not supported with --strategy zero3"):
+        preflight.check_settings(settings("--precision", "fp8", "--strategy", "zero3"))
+    preflight.check_settings(settings("--precision", "fp8", "--strategy", "fsdp2"))
 
 
-def test_a_card_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_without_fp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(UserError, match=r"needs a GPU with 8-bit products: compute capability 8\.9") as refused:
-        contract.check_precision(settings("--precision", "fp8"), "ddp", torch.device("cuda"))
+    with pytest.raises(UserError, match=r"needs a GPU with FP8 matmuls: compute capability 8\.9") as refused:
+        preflight.check_precision(settings("--precision", "fp8"), "ddp", torch.device("cuda"))
     assert refused.value.why == "NVIDIA A100 has 8.0."
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
-    assert why_not_fp8(torch.device("cuda")) == f"NVIDIA A100 has 12.0, but torch {torch.__version__} has none for it."
+    assert (
+        why_no_fp8(torch.device("cuda"))
+        == f"NVIDIA A100 has 12.0, but torch {torch.__version__} has no FP8 matmul for it."
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_is_refused_before_anything_is_written(
+def test_fp8_without_a_gpu_is_refused_before_anything_is_written(
     photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train("--data_path", photo_folder, "--results_dir", tmp_path / "results", "--precision", "fp8", expect=1)
     told = capfd.readouterr().err
-    assert "--precision fp8 needs a GPU with 8-bit products" in told
+    assert "--precision fp8 needs a GPU with FP8 matmuls" in told
     assert "There is no GPU here." in told and "Use --use_amp" in told
     assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.slow
-def test_a_resumed_run_in_8_bits_ends_with_the_same_bits(
-    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fp8_products, "can_fp8", lambda device: True)  # a CPU computes them too, slowly
+def test_resumed_fp8_run_is_bit_identical(photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "has_fp8", lambda device: True)  # a CPU computes them too, slowly
     common = ["--data_path", photo_folder, "--precision", "fp8", "--samples_per_gpu", "0"]
     train(*common, "--results_dir", tmp_path / "through", "--max_steps", "3")
     for stop in ("1", "3"):

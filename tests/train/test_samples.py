@@ -1,4 +1,4 @@
-"""Every GPU has its prompts, every picture says how it was made, and the sheet shows the right one in the right place."""
+"""Samples: prompts of each GPU, files with metadata, errors, and the contact sheet."""
 
 from __future__ import annotations
 
@@ -14,34 +14,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from muralist.errors import UserError
-from muralist.models.family import build_family
-from muralist.models.jit_family import JiTFamily
-from muralist.pictures import encode_png, to_u8
+from muralist.core.errors import UserError
+from muralist.core.images import encode_png, to_uint8_array
+from muralist.models.jit_spec import JiTSpec
+from muralist.models.spec import build_spec
 from muralist.settings import ModelSettings, SampleSettings, TrainSettings
 from muralist.train.checkpoint import folder_name
-from muralist.train.ema import WeightAverage, WithWeights
-from muralist.train.samples import (
-    draw,
-    prompts_of_rank,
-    read_prompts,
-    write_samples,
-    write_sheet,
-)
+from muralist.train.optim import EMA, SwappedWeights
+from muralist.train.samples import generate_samples, prompts_of_rank, read_prompts, write_samples, write_sheet
 from tests.support.disks import read_only_view
 
 GAP, LEFT, TOP = 6, 190, 34  # of the sheet
 
 
-def family(*label_names: str) -> JiTFamily:
+def family(*label_names: str) -> JiTSpec:
     model = ModelSettings(name="JiT-T/8", img_size=16, enable_condition=bool(label_names))
-    built = build_family(TrainSettings(model=model), list(label_names))
-    assert isinstance(built, JiTFamily)
+    built = build_spec(TrainSettings(model=model), list(label_names))
+    assert isinstance(built, JiTSpec)
     return built
 
 
-def network(built: JiTFamily, scale: float = 1.0) -> torch.nn.Module:
-    """A network whose last layer is not zero, so that pictures differ."""
+def network(built: JiTSpec, scale: float = 1.0) -> torch.nn.Module:
+    """A network whose last layer is not zero, so that images differ."""
     net = built.network()
     with torch.no_grad():
         for name, parameter in net.named_parameters():
@@ -62,7 +56,7 @@ def test_gpu_r_takes_prompt_r_mod_n(prompts: int, ranks: int) -> None:
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 20))
-def test_further_pictures_take_further_prompts_and_none_twice(prompts: int, ranks: int, count: int) -> None:
+def test_further_samples_take_further_prompts_and_none_twice(prompts: int, ranks: int, count: int) -> None:
     names = [str(index) for index in range(prompts)]
     chosen = [prompts_of_rank(names, rank, ranks, count) for rank in range(ranks)]
     for rank, mine in enumerate(chosen):
@@ -83,62 +77,64 @@ def test_prompts_from_flags_a_file_or_the_model(tmp_path: Path) -> None:
     assert read_prompts([str(file)], pets) == ["dog", "1", "CAT"]
 
 
-def test_prompts_that_cannot_be_drawn_are_refused(tmp_path: Path) -> None:
+def test_invalid_prompts_are_refused(tmp_path: Path) -> None:
     pets = family("cat", "dog")
-    with pytest.raises(UserError, match=r"'cta' names no class.*Did you mean cat\?"):
+    with pytest.raises(UserError, match=r"'cta' does not name a class.*Did you mean cat\?"):
         read_prompts(["cta"], pets)
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(UserError, match="holds no prompts"):
         read_prompts([str(tmp_path / "empty.txt")], pets)
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\xff")
-    with pytest.raises(UserError, match=r"picture\.png: it is not UTF-8 text"):
-        read_prompts([str(tmp_path / "picture.png")], pets)
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG\r\n\xff")
+    with pytest.raises(UserError, match=r"photo\.png: it is not UTF-8 text"):
+        read_prompts([str(tmp_path / "photo.png")], pets)
     for long in ("long " * 1000, "图" * 200):
         assert read_prompts([long], family()) == [long.strip()]
 
 
-# Pictures
+# Images
 
 
 def test_bytes_are_rounded_and_clamped() -> None:
     values = torch.tensor([-2.0, -1.0, -0.997, 0.0, 0.5, 1.0, 1.7]).view(1, 1, 1, 7).expand(1, 3, 1, 7)
-    picture = to_u8(values)
-    assert (picture.shape, picture.dtype) == ((1, 1, 7, 3), np.uint8)
-    assert picture[0, 0, :, 0].tolist() == [0, 0, 0, 128, 191, 255, 255]
+    pixels = to_uint8_array(values)
+    assert (pixels.shape, pixels.dtype) == ((1, 1, 7, 3), np.uint8)
+    assert pixels[0, 0, :, 0].tolist() == [0, 0, 0, 128, 191, 255, 255]
     every = torch.arange(256).float() / 127.5 - 1
-    assert to_u8(every.view(1, 1, 16, 16).expand(1, 3, 16, 16))[0, ..., 2].ravel().tolist() == list(range(256))
+    assert to_uint8_array(every.view(1, 1, 16, 16).expand(1, 3, 16, 16))[0, ..., 2].ravel().tolist() == list(range(256))
 
 
-def test_a_png_says_how_it_was_made() -> None:
-    picture = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+def test_png_stores_prompt_seed_and_step() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
     facts = {"prompt": 'Straße, 图 "quoted"', "seed": "12", "step": "500"}
-    with Image.open(io.BytesIO(encode_png(picture, facts))) as image:
+    with Image.open(io.BytesIO(encode_png(pixels, facts))) as image:
         image.load()
         assert (image.format, image.info) == ("PNG", facts)
-        assert np.array_equal(np.asarray(image), picture)
+        assert np.array_equal(np.asarray(image), pixels)
 
 
-def test_samples_use_the_average_and_leave_the_network_alone() -> None:
+def test_samples_use_ema_weights_and_leave_the_network_unchanged() -> None:
     pets = family("cat", "dog")
     net, other = network(pets), network(pets, scale=-2.0)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     settings = SampleSettings(steps=2, seed=5)
-    average = WeightAverage(dict(other.named_parameters()), 1.0)
-    pictures = draw(pets, WithWeights(net, dict(average.items())).eval(), ["cat", "dog"], [1, 0], settings, None)
-    expected = to_u8(pets.sample(other.eval(), ["dog", "cat"], [6, 5], settings))
-    assert np.array_equal(pictures, expected)
-    assert not np.array_equal(pictures, to_u8(pets.sample(net.eval(), ["dog", "cat"], [6, 5], settings)))
+    ema = EMA(dict(other.named_parameters()), 1.0)
+    images = generate_samples(
+        pets, SwappedWeights(net, dict(ema.items())).eval(), ["cat", "dog"], [1, 0], settings, None
+    )
+    expected = to_uint8_array(pets.sample(other.eval(), ["dog", "cat"], [6, 5], settings))
+    assert np.array_equal(images, expected)
+    assert not np.array_equal(images, to_uint8_array(pets.sample(net.eval(), ["dog", "cat"], [6, 5], settings)))
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
 class Shown:
-    """A monitor that keeps what it is shown."""
+    """A logger that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.pictures: dict[str, tuple[int, np.ndarray, str]] = {}
+        self.images: dict[str, tuple[int, np.ndarray, str]] = {}
 
-    def picture(self, step: int, name: str, image_u8: np.ndarray, caption: str) -> None:
-        self.pictures[name] = (step, image_u8, caption)
+    def image(self, step: int, name: str, image_u8: np.ndarray, caption: str) -> None:
+        self.images[name] = (step, image_u8, caption)
 
     def scalars(self, step: int, values: Any) -> None: ...
 
@@ -163,9 +159,9 @@ def test_files_of_two_gpus(tmp_path: Path) -> None:
         with Image.open(folder / f"{name}.png") as image:
             image.load()
             assert image.info == {"prompt": prompt, "seed": str(seed), "step": "500"}
-            alone = to_u8(pets.sample(net.eval(), [prompt], [seed], settings))[0]
+            alone = to_uint8_array(pets.sample(net.eval(), [prompt], [seed], settings))[0]
             assert np.abs(np.asarray(image).astype(int) - alone).max() <= 1
-        step, kept, caption = shown.pictures[f"samples/{name.replace('_sample', '')}"]
+        step, kept, caption = shown.images[f"samples/{name.replace('_sample', '')}"]
         assert (step, caption) == (500, prompt)
         assert np.abs(kept.astype(int) - alone).max() <= 1
     assert len(list(folder.iterdir())) == 8
@@ -175,7 +171,7 @@ def test_files_of_two_gpus(tmp_path: Path) -> None:
 # What goes wrong
 
 
-def draw_on_two_gpus(folders: list[Path]) -> list[str]:
+def sample_on_two_gpus(folders: list[Path]) -> list[str]:
     """Both ranks' samples of step 500, each into the folder it sees; returns what is logged as an error."""
     pets = family("cat", "dog")
     net = network(pets)
@@ -191,27 +187,27 @@ def draw_on_two_gpus(folders: list[Path]) -> list[str]:
     return [record.getMessage() for record in records if record.levelno == logging.ERROR]
 
 
-def test_a_gpu_that_may_not_write_says_so_and_the_other_goes_on(tmp_path: Path) -> None:
+def test_rank_that_cannot_write_logs_it_and_the_other_continues(tmp_path: Path) -> None:
     folder = tmp_path / "samples"
     with read_only_view(folder, tmp_path / "view") as view:
-        errors = draw_on_two_gpus([folder, view])
+        errors = sample_on_two_gpus([folder, view])
         assert len(errors) == 1 and "Read-only file system" in errors[0]
         assert errors[0].startswith("Error during sampling on GPU 1: ")
     assert {path.name for path in (folder / "step_0000500").iterdir()} == {"gpu_0_sample.png", "gpu_0_prompt.txt"}
 
 
-def test_a_file_where_the_folder_must_be(tmp_path: Path) -> None:
+def test_file_in_place_of_the_samples_folder(tmp_path: Path) -> None:
     (tmp_path / "step_0000500").write_text("in the way")
-    errors = draw_on_two_gpus([tmp_path, tmp_path])
+    errors = sample_on_two_gpus([tmp_path, tmp_path])
     assert [error.partition(": ")[0] for error in errors] == [f"Error during sampling on GPU {rank}" for rank in (0, 1)]
     assert all("step_0000500" in error for error in errors)
     assert (tmp_path / "step_0000500").read_text() == "in the way"
 
 
-def test_the_reason_is_left_beside_the_prompts_where_that_can_be(tmp_path: Path) -> None:
+def test_error_is_written_beside_the_prompts(tmp_path: Path) -> None:
     folder = tmp_path / "step_0000500"
     (folder / "gpu_1_sample.png").mkdir(parents=True)
-    (error,) = draw_on_two_gpus([tmp_path, tmp_path])
+    (error,) = sample_on_two_gpus([tmp_path, tmp_path])
     assert error == f"Error during sampling on GPU 1: {(folder / 'gpu_1_error.txt').read_text().strip()}"
     assert (
         "directory" in error and (folder / "gpu_0_sample.png").is_file() and not (folder / "gpu_0_error.txt").exists()
@@ -221,10 +217,10 @@ def test_the_reason_is_left_beside_the_prompts_where_that_can_be(tmp_path: Path)
 # The sheet
 
 
-def place(folder: Path, step: int, prompt: str, picture: np.ndarray, rank: int = 0) -> None:
+def place(folder: Path, step: int, prompt: str, pixels: np.ndarray, rank: int = 0) -> None:
     target = folder / folder_name(step)
     target.mkdir(parents=True, exist_ok=True)
-    (target / f"gpu_{rank}_sample.png").write_bytes(encode_png(picture, {}))
+    (target / f"gpu_{rank}_sample.png").write_bytes(encode_png(pixels, {}))
     (target / f"gpu_{rank}_prompt.txt").write_text(prompt + "\n")
 
 
@@ -238,31 +234,31 @@ def cells(sheet: Path, rows: int, columns: int, side: int) -> np.ndarray:
     return np.stack([np.stack([pixels[y : y + side, x : x + side] for x in across]) for y in down])
 
 
-def test_each_picture_is_in_its_row_and_column(tmp_path: Path) -> None:
+def test_each_image_is_in_its_row_and_column(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
-    pictures = random.integers(0, 256, (2, 3, 128, 128, 3), dtype=np.uint8)
+    images = random.integers(0, 256, (2, 3, 128, 128, 3), dtype=np.uint8)
     for row, prompt in enumerate(("zebra", "apple")):  # the order of the prompts, not of the alphabet
         for column, step in enumerate((50, 500, 5000)):
             if (row, column) != (1, 0):
-                place(tmp_path, step, prompt, pictures[row, column], rank=1 - row)
-    sheet = write_sheet(tmp_path, ["zebra", "never drawn", "apple"])
+                place(tmp_path, step, prompt, images[row, column], rank=1 - row)
+    sheet = write_sheet(tmp_path, ["zebra", "never sampled", "apple"])
     assert sheet == tmp_path / "sheet.png"
     shown = cells(sheet, 2, 3, 128)
     for row in range(2):
         for column in range(3):
             if (row, column) != (1, 0):
-                assert np.array_equal(shown[row, column], pictures[row, column])
+                assert np.array_equal(shown[row, column], images[row, column])
     missing = shown[1, 0]
     assert len(np.unique(missing[1:-1, 1:-1].reshape(-1, 3), axis=0)) == 1  # an empty frame
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["sheet.png"]
 
 
 @pytest.mark.parametrize(("width", "side"), [(8, 96), (16, 96), (32, 96), (64, 128), (100, 100), (512, 256)])
-def test_small_pictures_are_enlarged_and_large_ones_reduced(tmp_path: Path, width: int, side: int) -> None:
-    picture = np.zeros((width, width, 3), np.uint8)
-    picture[: width // 2, : width // 2] = (200, 40, 10)
-    picture[width // 2 :, width // 2 :] = (10, 40, 200)
-    place(tmp_path, 10, "a", picture)
+def test_small_images_are_enlarged_and_large_ones_reduced(tmp_path: Path, width: int, side: int) -> None:
+    pixels = np.zeros((width, width, 3), np.uint8)
+    pixels[: width // 2, : width // 2] = (200, 40, 10)
+    pixels[width // 2 :, width // 2 :] = (10, 40, 200)
+    place(tmp_path, 10, "a", pixels)
     sheet = write_sheet(tmp_path, ["a"])
     assert sheet is not None
     cell = cells(sheet, 1, 1, side)[0, 0]
@@ -290,7 +286,7 @@ def test_many_checkpoints_are_thinned_to_ten_with_the_first_and_the_last(tmp_pat
     assert [int(cell[0, 0, 0]) // 7 for cell in cells(sheet, 1, 10, 96)[0]] == list(range(10))
 
 
-def test_nothing_to_show_is_no_sheet(tmp_path: Path) -> None:
+def test_without_samples_there_is_no_sheet(tmp_path: Path) -> None:
     assert write_sheet(tmp_path, ["a"]) is None
     place(tmp_path, 1, "b", np.zeros((8, 8, 3), np.uint8))
     assert write_sheet(tmp_path, ["a"]) is None

@@ -1,4 +1,4 @@
-"""Everything that changes over time is a function of images seen, and guide 2's figures come out of it."""
+"""Batches, epochs, learning rate and EMA decay as functions of images seen."""
 
 from __future__ import annotations
 
@@ -10,28 +10,36 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from muralist.data.stream import Stream
-from muralist.errors import UserError
+from muralist.core.errors import UserError
+from muralist.data.sampler import ShuffledOrder
 from muralist.settings import DataSettings, OptimSettings
-from muralist.train.contract import check_length
-from muralist.train.schedule import BatchPlan, Clock, LearningRate, ema_decay, learning_rate, plan_batch, rates_by_gpus
+from muralist.train.preflight import check_length
+from muralist.train.schedule import (
+    BatchPlan,
+    LearningRate,
+    TrainingClock,
+    ema_decay,
+    learning_rate,
+    plan_batch,
+    rates_by_gpus,
+)
 
 samples = st.integers(1, 3000)
 batches = st.integers(1, 400)
 
 
 def rate(total_batch: int, samples: int = 29_500, epochs: int = 10, **optim: object) -> LearningRate:
-    return learning_rate(OptimSettings(**optim), Clock(samples, total_batch, epochs))  # type: ignore[arg-type]
+    return learning_rate(OptimSettings(**optim), TrainingClock(samples, total_batch, epochs))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("gpus", "total", "steps"), [(1, 4, 7375), (2, 8, 3687), (4, 16, 1843), (8, 32, 921)])
-def test_guide_2_steps_per_epoch(gpus: int, total: int, steps: int) -> None:
+def test_steps_per_epoch(gpus: int, total: int, steps: int) -> None:
     plan = plan_batch(DataSettings(batch_size=4), OptimSettings(), gpus)
-    assert (plan.total, plan.part, plan.parts) == (total, 4, 1)
-    assert Clock(29_500, plan.total, 1).last_step == steps
+    assert (plan.total, plan.batch_size, plan.accumulation_steps) == (total, 4, 1)
+    assert TrainingClock(29_500, plan.total, 1).last_step == steps
 
 
-def test_guide_1_effective_batches() -> None:
+def test_effective_batches() -> None:
     for gpus, batch, accumulation, total in ((1, 128, 1, 128), (2, 64, 1, 128), (2, 128, 1, 256), (2, 64, 2, 256)):
         optim = OptimSettings(gradient_accumulation_steps=accumulation)
         plan = plan_batch(DataSettings(batch_size=batch), optim, gpus)
@@ -43,8 +51,13 @@ def test_guide_1_effective_batches() -> None:
 def test_the_ranks_share_each_global_batch(batch: int, ranks: int, accumulation: int, step: int) -> None:
     optim = OptimSettings(gradient_accumulation_steps=accumulation)
     plan = plan_batch(DataSettings(batch_size=batch), optim, ranks)
-    assert (plan.total, plan.ranks, plan.parts, plan.part) == (batch * ranks * accumulation, ranks, accumulation, batch)
-    per_rank = [list(plan.numbers(rank, range(step, step + 2))) for rank in range(ranks)]
+    assert (plan.total, plan.ranks, plan.accumulation_steps, plan.batch_size) == (
+        batch * ranks * accumulation,
+        ranks,
+        accumulation,
+        batch,
+    )
+    per_rank = [list(plan.sample_indices(rank, range(step, step + 2))) for rank in range(ranks)]
     assert all(len(parts) == 2 * accumulation and {len(part) for part in parts} == {batch} for parts in per_rank)
     for turn in range(2):
         of_step = [parts[turn * accumulation : (turn + 1) * accumulation] for parts in per_rank]
@@ -53,17 +66,17 @@ def test_the_ranks_share_each_global_batch(batch: int, ranks: int, accumulation:
 
 
 @given(st.integers(1, 64), st.integers(1, 600), st.integers(1, 16))
-def test_a_resumed_run_keeps_its_total_on_any_ranks_that_divide_it(batch: int, total: int, ranks: int) -> None:
+def test_resumed_run_keeps_its_total_batch_on_any_dividing_ranks(batch: int, total: int, ranks: int) -> None:
     data, optim = DataSettings(batch_size=batch), OptimSettings()
     if total % ranks:
-        with pytest.raises(UserError, match=rf"{total}, which this run was started with.*by {ranks} processes"):
+        with pytest.raises(UserError, match=rf"{total} of this run cannot be divided by {ranks} processes"):
             plan_batch(data, optim, ranks, fixed_total=total)
         return
     plan = plan_batch(data, optim, ranks, fixed_total=total)
-    assert plan.total == total == plan.ranks * plan.parts * plan.part
-    assert plan.part <= batch
+    assert plan.total == total == plan.ranks * plan.accumulation_steps * plan.batch_size
+    assert plan.batch_size <= batch
     # As few parts as memory allows: no larger divisor of the share fits.
-    assert not [part for part in range(plan.part + 1, batch + 1) if plan.share % part == 0]
+    assert not [part for part in range(plan.batch_size + 1, batch + 1) if plan.per_rank % part == 0]
 
 
 def test_resuming_on_fewer_and_more_gpus() -> None:
@@ -73,13 +86,13 @@ def test_resuming_on_fewer_and_more_gpus() -> None:
     assert plan_batch(data, optim, 4, started.total) == BatchPlan(8, 4, 1, 2)
     with pytest.raises(UserError, match="Use a number of processes that divides 8"):
         plan_batch(data, optim, 3, started.total)
-    with pytest.raises(UserError, match="which --global_batch_size asks for"):
+    with pytest.raises(UserError, match=r"10 \(--global_batch_size\) cannot be divided by 4"):
         plan_batch(DataSettings(global_batch_size=10), optim, 4)
 
 
 @given(samples, batches, st.integers(1, 60))
-def test_epochs_end_where_the_rule_says(samples: int, batch: int, epochs: int) -> None:
-    clock = Clock(samples, batch, epochs)
+def test_epochs_end_at_the_floor_of_samples_over_batch(samples: int, batch: int, epochs: int) -> None:
+    clock = TrainingClock(samples, batch, epochs)
     ends = [clock.end_of_epoch(epoch) for epoch in range(1, epochs + 1)]
     assert ends == [epoch * samples // batch for epoch in range(1, epochs + 1)]
     assert clock.last_step == ends[-1]
@@ -95,22 +108,22 @@ def test_epochs_end_where_the_rule_says(samples: int, batch: int, epochs: int) -
 
 @given(st.integers(1, 300), st.integers(1, 64), st.integers(1, 4), st.integers(0, 2**63 - 1))
 def test_no_image_is_skipped_or_seen_twice_in_an_epoch(samples: int, batch: int, epochs: int, seed: int) -> None:
-    clock = Clock(samples, batch, epochs)
+    clock = TrainingClock(samples, batch, epochs)
     plan = plan_batch(DataSettings(batch_size=batch), OptimSettings(), 1)
-    numbers = np.array(list(itertools.chain(*plan.numbers(0, range(clock.last_step)))), dtype=np.int64)
+    numbers = np.array(list(itertools.chain(*plan.sample_indices(0, range(clock.last_step)))), dtype=np.int64)
     assert len(numbers) > epochs * samples - batch  # less than a batch is left over at the very end
-    positions = Stream(seed, samples).positions(numbers)
+    positions = ShuffledOrder(seed, samples).positions(numbers)
     for epoch in range(len(numbers) // samples):
         assert sorted(positions[epoch * samples : (epoch + 1) * samples].tolist()) == list(range(samples))
 
 
-def test_a_run_of_no_steps_is_refused() -> None:
-    check_length(Clock(10, 10, 1))
+def test_run_without_a_step_is_refused() -> None:
+    check_length(TrainingClock(10, 10, 1))
     with pytest.raises(UserError, match="2 epochs of 10 images are less than one batch of 21"):
-        check_length(Clock(10, 21, 2))
+        check_length(TrainingClock(10, 21, 2))
 
 
-def test_guide_2_linear_rule() -> None:
+def test_linear_rule() -> None:
     for batch, expected in ((4, 1.25e-6), (8, 2.5e-6), (16, 5e-6)):
         schedule = rate(batch, learning_rate=1.25e-6, lr_rule="linear", lr_base_batch=4)
         assert schedule.peak == pytest.approx(expected, rel=1e-12)
@@ -127,8 +140,8 @@ def test_rules_and_base_rates() -> None:
 
 
 @given(batches, st.integers(0, 50), st.sampled_from(["constant", "cosine"]), st.integers(1, 100))
-def test_warm_up_climbs_and_the_cosine_falls(batch: int, warmup: int, schedule: str, epochs: int) -> None:
-    clock = Clock(3000, batch, epochs)
+def test_warm_up_rises_and_cosine_falls(batch: int, warmup: int, schedule: str, epochs: int) -> None:
+    clock = TrainingClock(3000, batch, epochs)
     assume(clock.last_step > warmup + 2)
     curve = learning_rate(
         OptimSettings(learning_rate=1e-3, min_lr=1e-5, warmup_steps=warmup, lr_schedule=schedule),  # type: ignore[arg-type]
@@ -154,7 +167,7 @@ def test_warm_up_climbs_and_the_cosine_falls(batch: int, warmup: int, schedule: 
 
 
 @given(st.integers(0, 64_000))
-def test_the_rate_at_equal_images_does_not_know_the_batch(images: int) -> None:
+def test_learning_rate_depends_on_images_not_on_the_batch(images: int) -> None:
     common = {"learning_rate": 1e-3, "lr_schedule": "cosine", "min_lr": 1e-6, "samples": 6400, "epochs": 10}
     curves = [rate(batch, warmup_steps=3200 // batch, **common) for batch in (8, 32, 64)]  # type: ignore[arg-type]
     values = [curve.at(images) for curve in curves]
@@ -164,7 +177,7 @@ def test_the_rate_at_equal_images_does_not_know_the_batch(images: int) -> None:
         assert all(abs(value - values[0]) <= 1e-3 * 64 / 3200 for value in values)
 
 
-def test_a_floor_above_the_rate_is_refused_where_the_rate_is_known() -> None:
+def test_min_lr_above_the_learning_rate_is_refused() -> None:
     with pytest.raises(UserError, match=r"--min_lr 0\.001 is above the learning rate of 0\.0002"):
         rate(64, min_lr=1e-3, lr_schedule="cosine")
     with pytest.raises(UserError, match=r"above the learning rate of 5e-06"):
@@ -178,27 +191,27 @@ def test_a_floor_above_the_rate_is_refused_where_the_rate_is_known() -> None:
 DEFAULTS = OptimSettings()
 
 
-def test_default_averages_are_the_official_ones_at_batch_1024() -> None:
+def test_default_ema_decays_are_the_official_ones_at_batch_1024() -> None:
     assert ema_decay(10**9, 1024, DEFAULTS.ema1_half_life) == pytest.approx(0.9999, abs=1e-7)
     assert ema_decay(10**9, 1024, DEFAULTS.ema2_half_life) == pytest.approx(0.9996, abs=1e-7)
 
 
 @given(st.integers(1, 10**5), st.integers(1, 200))
-def test_half_is_left_after_a_half_life_however_it_is_cut(step_images: int, steps: int) -> None:
+def test_half_is_left_after_a_half_life_of_any_step_sizes(step_images: int, steps: int) -> None:
     far = 10**9
     decay = ema_decay(far, step_images, half_life=step_images * steps)
     assert decay**steps == pytest.approx(0.5, rel=1e-9)
 
 
 @given(st.integers(2 * 10**8, 10**12), st.integers(1, 2048), st.integers(1, 2048))
-def test_two_small_steps_keep_what_one_large_step_keeps(images: int, first: int, second: int) -> None:
+def test_two_small_steps_decay_as_one_large_step(images: int, first: int, second: int) -> None:
     half_life = DEFAULTS.ema1_half_life
     split = ema_decay(images, first, half_life) * ema_decay(images + first, second, half_life)
     assert split == pytest.approx(ema_decay(images, first + second, half_life), rel=1e-12)
 
 
 @given(st.integers(1, 10**7), st.integers(1, 1024))
-def test_the_average_never_looks_back_further_than_its_share(images: int, batch: int) -> None:
+def test_ema_half_life_is_limited_by_images_seen(images: int, batch: int) -> None:
     assert ema_decay(0, batch, 1e6) == 0.0
     decay = ema_decay(images, batch, DEFAULTS.ema1_half_life)
     half_life = batch * math.log(0.5) / math.log(decay) if decay > 0 else 0
@@ -206,11 +219,11 @@ def test_the_average_never_looks_back_further_than_its_share(images: int, batch:
     assert ema_decay(images + 1, batch, DEFAULTS.ema1_half_life) >= decay
 
 
-def test_guide_2s_table_of_learning_rates() -> None:
+def test_table_of_learning_rates_by_gpus() -> None:
     optim = OptimSettings(learning_rate=1.25e-6, lr_rule="linear", lr_base_batch=4)
     for ranks, peak in ((1, 1.25e-6), (2, 2.5e-6), (4, 5.0e-6)):
         plan = plan_batch(DataSettings(batch_size=4), optim, ranks)
-        rate = learning_rate(optim, Clock(29_500, plan.total, 1))
+        rate = learning_rate(optim, TrainingClock(29_500, plan.total, 1))
         assert rate.peak == pytest.approx(peak)
         told = rates_by_gpus(rate, "linear", plan)
         assert told == "1.25e-06 on 1 (batch 4), 2.5e-06 on 2 (batch 8), 5e-06 on 4 (batch 16), 1e-05 on 8 (batch 32)"

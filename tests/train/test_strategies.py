@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from muralist.errors import UserError
+from muralist.core.errors import UserError
 from muralist.train import checkpoint
 from muralist.train.distributed import _deepspeed_plugin
 from tests.support.disks import small_disk
@@ -57,7 +57,7 @@ def assert_same_training(run: Path, other: Path) -> None:
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():
         assert mine[name].shape == value.shape
-        # Adam turns a rounding error in a gradient near zero into a whole step: 24 of them at most.
+        # Adam turns a rounding error in a gradient near zero into a full step: 24 of them at most.
         torch.testing.assert_close(mine[name], value, rtol=1e-3, atol=1e-4)
 
 
@@ -82,18 +82,18 @@ def test_every_strategy_trains_the_same(
     assert len(parts) == (ranks if strategy == "fsdp2" else 1), "under FSDP2 each process writes its part"
     for prompt in (alone / "samples" / f"step_{STEPS:07d}").glob("gpu_0_prompt.txt"):
         mine = run / "samples" / prompt.parent.name / "gpu_0_sample.png"
-        with Image.open(mine) as drawn, Image.open(prompt.with_name("gpu_0_sample.png")) as expected:
-            assert np.abs(np.asarray(drawn).astype(int) - np.asarray(expected).astype(int)).max() <= 2
+        with Image.open(mine) as sampled, Image.open(prompt.with_name("gpu_0_sample.png")) as expected:
+            assert np.abs(np.asarray(sampled).astype(int) - np.asarray(expected).astype(int)).max() <= 2
 
 
 @pytest.mark.slow
-def test_in_mixed_precision_gradients_travel_in_bf16_and_train_the_same(photo_folder: Path, tmp_path: Path) -> None:
+def test_gradients_are_all_reduced_in_bf16_with_amp(photo_folder: Path, tmp_path: Path) -> None:
     said = {}
     for ranks in (1, 2):
         words = command("ddp", ranks, photo_folder, tmp_path / str(ranks), STEPS, "--use_amp", "--samples_per_gpu", "0")
         said[ranks] = finish(start(*words))
     one, two = (only_run(tmp_path / str(ranks)) for ranks in (1, 2))
-    assert "gradients exchanged in bf16" in said[2] and "gradients exchanged" not in said[1]
+    assert "gradients all-reduced in bf16" in said[2] and "gradients all-reduced" not in said[1]
     assert losses(two) == pytest.approx(losses(one), rel=2e-3)
     assert losses(two)[1:] != losses(one)[1:]  # by a rounding: it is not float32 that travels
     for mine, theirs in zip(metrics(two), metrics(one), strict=True):
@@ -102,9 +102,7 @@ def test_in_mixed_precision_gradients_travel_in_bf16_and_train_the_same(photo_fo
 
 @pytest.mark.slow
 @needs_deepspeed
-def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(
-    alone: Path, photo_folder: Path, tmp_path: Path
-) -> None:
+def test_run_resumes_under_any_strategy_on_any_number_of_ranks(alone: Path, photo_folder: Path, tmp_path: Path) -> None:
     legs = [("fsdp2", 4), ("zero3", 2), ("fsdp2", 2), ("zero2", 3), ("fsdp2", 3), ("ddp", 1)]
     for number, (strategy, ranks) in enumerate(legs, start=1):
         steps = STEPS * number // len(legs)
@@ -114,7 +112,7 @@ def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(
 
 
 @pytest.mark.slow
-def test_sharded_training_interrupted_ends_the_same_to_the_bit(photo_folder: Path, tmp_path: Path) -> None:
+def test_interrupted_sharded_run_is_bit_identical(photo_folder: Path, tmp_path: Path) -> None:
     quiet = ["--samples_per_gpu", "0", "--ckpt_every", "6", "--log_every", "1"]
     finish(start(*command("fsdp2", 2, photo_folder, tmp_path / "undisturbed", STEPS, *quiet)))
     words = command("fsdp2", 2, photo_folder, tmp_path / "disturbed", STEPS, *quiet)
@@ -137,9 +135,7 @@ def test_sharded_training_interrupted_ends_the_same_to_the_bit(photo_folder: Pat
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_all_processes_with_a_sentence_and_leaves_the_checkpoint_before(
-    photo_folder: Path, tmp_path: Path
-) -> None:
+def test_full_disk_ends_all_processes_and_keeps_the_previous_checkpoint(photo_folder: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "60m") as disk:
         words = command("fsdp2", 2, photo_folder, disk, STEPS, "--samples_per_gpu", "0", "--ckpt_every", "2")
         output = finish(start(*words), expect=1)
@@ -147,11 +143,11 @@ def test_a_full_disk_ends_all_processes_with_a_sentence_and_leaves_the_checkpoin
         assert "muralist" in output and "CheckpointException" not in output
         run = next(path for path in disk.iterdir() if (path / "checkpoints").is_dir())
         assert last_checkpoint(run).name == "step_0000002"
-        checkpoint.manifest_of(last_checkpoint(run))
+        checkpoint.read_manifest(last_checkpoint(run))
         assert not list(run.glob("checkpoints/.*"))
 
 
-def test_deepspeed_that_is_not_installed_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_is_an_error_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--strategy zero3 needs DeepSpeed, .*pip install 'muralist\[deepspeed\]'"):
         _deepspeed_plugin(3)

@@ -1,4 +1,4 @@
-"""Training as a whole: what is learned, resumed, fine-tuned, and refused."""
+"""Training end to end: learning, resuming, fine-tuning, and refused settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.disks import leave_free, small_disk
 from tests.support.runs import assert_same_state, last_checkpoint, losses, metrics, only_run, tensors, train
 
 
-def test_interrupted_anywhere_equals_uninterrupted(photo_folder: Path, tmp_path: Path) -> None:
+def test_interrupted_run_equals_uninterrupted_run(photo_folder: Path, tmp_path: Path) -> None:
     common = ["--data_path", photo_folder, "--epochs", "2", "--enable_condition", "--ckpt_every", "100"]
     train(*common, "--results_dir", tmp_path / "through")
     for stop in (1, 7, 12, 19):
@@ -31,7 +31,7 @@ def test_interrupted_anywhere_equals_uninterrupted(photo_folder: Path, tmp_path:
     assert metrics(through)[-1] == metrics(legs)[-1]
 
 
-def test_the_curve_falls_and_epochs_are_counted(photo_folder: Path, tmp_path: Path) -> None:
+def test_loss_falls_and_epochs_are_counted(photo_folder: Path, tmp_path: Path) -> None:
     train(
         "--data_path",
         photo_folder,
@@ -58,16 +58,16 @@ def test_the_curve_falls_and_epochs_are_counted(photo_folder: Path, tmp_path: Pa
 
 def test_accumulation_and_micro_batches_change_nothing(photo_folder: Path, tmp_path: Path) -> None:
     common = ["--data_path", photo_folder, "--max_steps", "12"]
-    train(*common, "--batch_size", "8", "--results_dir", tmp_path / "whole")
+    train(*common, "--batch_size", "8", "--results_dir", tmp_path / "undivided")
     train(*common, "--batch_size", "2", "--gradient_accumulation_steps", "4", "--results_dir", tmp_path / "parts")
     train(*common, "--batch_size", "4", "--global_batch_size", "8", "--results_dir", tmp_path / "derived")
     train(*common, "--batch_size", "8", "--micro_batch_size", "3", "--results_dir", tmp_path / "micro")
-    whole = losses(only_run(tmp_path / "whole"))
+    undivided = losses(only_run(tmp_path / "undivided"))
     for name in ("parts", "derived", "micro"):
-        assert losses(only_run(tmp_path / name)) == pytest.approx(whole, rel=1e-4), name
+        assert losses(only_run(tmp_path / name)) == pytest.approx(undivided, rel=1e-4), name
 
 
-def test_pictures_on_the_device_change_nothing(photo_folder: Path, tmp_path: Path) -> None:
+def test_gpu_resident_dataset_changes_nothing(photo_folder: Path, tmp_path: Path) -> None:
     common = ["--data_path", photo_folder, "--enable_condition", "--max_samples", "37", "--val_fraction", "0.1"]
     train(*common, "--max_steps", "11", "--results_dir", tmp_path / "read", "--cache", "none")
     for stop in (4, 11):
@@ -78,12 +78,12 @@ def test_pictures_on_the_device_change_nothing(photo_folder: Path, tmp_path: Pat
     assert losses(read) == losses(kept)
     assert_same_state(last_checkpoint(read), last_checkpoint(kept))
     said = (kept / "logs" / "train.log").read_text()
-    assert "33 images to train on, 4 held out; the former lie on the device (0.00 GB)" in said
-    assert said.count("33 pictures are on the device after") == 2
+    assert "33 images to train on, 4 held out; training images are kept on the device (0.00 GB)" in said
+    assert said.count("33 images are on the device after") == 2
     assert "on the device" not in (read / "logs" / "train.log").read_text()
 
 
-def test_sampling_leaves_the_curve_alone(photo_folder: Path, tmp_path: Path) -> None:
+def test_sampling_does_not_change_training(photo_folder: Path, tmp_path: Path) -> None:
     common = ["--data_path", photo_folder, "--max_steps", "8", "--ckpt_every", "2"]
     train(*common, "--results_dir", tmp_path / "with", "--samples_per_gpu", "1")
     train(*common, "--results_dir", tmp_path / "without", "--samples_per_gpu", "0")
@@ -94,15 +94,15 @@ def test_sampling_leaves_the_curve_alone(photo_folder: Path, tmp_path: Path) -> 
     assert not list((without / "samples").iterdir())
 
 
-def test_a_failing_sample_is_written_down_and_training_goes_on(
+def test_sampling_error_is_written_down_and_training_continues(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from muralist.diffusion import solvers
+    from muralist.diffusion import samplers
 
     def out_of_memory(*_: object, **__: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(solvers, "sample", out_of_memory)
+    monkeypatch.setattr(samplers, "sample", out_of_memory)
     train("--data_path", photo_folder, "--max_steps", "3", "--results_dir", tmp_path)
     run = only_run(tmp_path)
     assert len(losses(run)) == 3
@@ -127,7 +127,7 @@ def test_fine_tuning_starts_from_the_newest_unconditional_run(photo_folder: Path
     assert not torch.equal(scratch["blocks.0.attn.qkv.weight"], pretrained["blocks.0.attn.qkv.weight"])
 
 
-def test_same_command_finds_its_run_and_finished_is_finished(
+def test_same_command_finds_its_finished_run(
     photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_resume_from_a_missing_path_is_an_error(
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-def test_damaged_checkpoint_falls_back_one_and_says_so(
+def test_damaged_checkpoint_falls_back_to_the_previous_one(
     photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     common = ["--data_path", photo_folder, "--ckpt_every", "3"]
@@ -168,7 +168,7 @@ def test_damaged_checkpoint_falls_back_one_and_says_so(
     file.write_bytes(content)
     capfd.readouterr()
     train(*common, "--max_steps", "9", "--results_dir", tmp_path / "hurt", "--resume", hurt, expect=1)
-    assert "ema1.safetensors is not what was written" in capfd.readouterr().err
+    assert "ema1.safetensors does not match its hash" in capfd.readouterr().err
     train(*common, "--max_steps", "9", "--results_dir", tmp_path / "hurt")
     assert "Falling back" in capfd.readouterr().out
     through, mended = only_run(tmp_path / "through"), only_run(tmp_path / "hurt")
@@ -176,9 +176,7 @@ def test_damaged_checkpoint_falls_back_one_and_says_so(
     assert metrics(through) == metrics(mended)
 
 
-def test_a_broken_image_ends_the_run_with_its_name_and_keeps_what_was_learned(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_image_is_named_and_the_run_is_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "train"
     data.mkdir()
     for number in range(12):
@@ -205,7 +203,7 @@ def test_a_broken_image_ends_the_run_with_its_name_and_keeps_what_was_learned(
     assert [path.name for path in checkpoints] == [f"step_{len(losses(run)):07d}"]
 
 
-def test_loss_that_is_no_number_stops_the_run_and_is_never_saved(
+def test_non_finite_loss_stops_the_run_and_is_never_saved(
     photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--run_name", "hot", "--learning_rate", "1e30"]
@@ -218,14 +216,14 @@ def test_loss_that_is_no_number_stops_the_run_and_is_never_saved(
         assert all(torch.isfinite(value).all() for value in weights.values()), checkpoint.name
 
 
-def test_checkpoints_are_kept_as_asked(photo_folder: Path, tmp_path: Path) -> None:
+def test_keep_last_and_keep_every(photo_folder: Path, tmp_path: Path) -> None:
     train("--data_path", photo_folder, "--results_dir", tmp_path, "--max_steps", "10", "--ckpt_every", "1",
           "--keep_last", "2", "--keep_every", "4", "--samples_per_gpu", "0")  # fmt: skip
     names = sorted(path.name for path in (only_run(tmp_path) / "checkpoints").glob("step_*"))
     assert names == ["step_0000004", "step_0000008", "step_0000009", "step_0000010"]
 
 
-def test_mixed_precision_learns_the_same_curve_roughly(photo_folder: Path, tmp_path: Path) -> None:
+def test_mixed_precision_has_nearly_the_same_curve(photo_folder: Path, tmp_path: Path) -> None:
     for flag in ("--use_amp", "--no_use_amp"):
         train("--data_path", photo_folder, "--max_steps", "20", "--results_dir", tmp_path / flag, flag)
     mixed, plain = (losses(only_run(tmp_path / flag)) for flag in ("--use_amp", "--no_use_amp"))
@@ -233,7 +231,7 @@ def test_mixed_precision_learns_the_same_curve_roughly(photo_folder: Path, tmp_p
     assert mixed == pytest.approx(plain, rel=0.05)
 
 
-def test_wandb_offline_records_the_guides_metrics(photo_folder: Path, tmp_path: Path) -> None:
+def test_wandb_offline_records_metrics(photo_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     train("--data_path", photo_folder, "--results_dir", tmp_path, "--max_steps", "2", "--use_wandb",
           "--wandb_project", "jit-diffusion", "--wandb_name", "jit-v1")  # fmt: skip
@@ -243,7 +241,7 @@ def test_wandb_offline_records_the_guides_metrics(photo_folder: Path, tmp_path: 
         assert text in content
 
 
-def test_tensorboard_has_scalars_and_pictures(photo_folder: Path, tmp_path: Path) -> None:
+def test_tensorboard_has_scalars_and_images(photo_folder: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     train("--data_path", photo_folder, "--results_dir", tmp_path, "--max_steps", "3", "--use_tensorboard")
@@ -254,13 +252,13 @@ def test_tensorboard_has_scalars_and_pictures(photo_folder: Path, tmp_path: Path
     assert events.Images("samples/gpu_0")[0].step == 3
 
 
-def test_half_precision_scales_the_loss_and_resumes_exactly(
+def test_fp16_scales_the_loss_and_resumes_exactly(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from muralist.train import loop
+    from muralist.train import trainer
 
     # What a GPU without bf16 gets; the CPU's own half precision stands in for it.
-    monkeypatch.setattr(loop, "autocast_type", lambda use_amp, device: torch.float16)
+    monkeypatch.setattr(trainer, "autocast_dtype", lambda use_amp, device: torch.float16)
     common = ["--data_path", photo_folder, "--use_amp"]
     train(*common, "--max_steps", "12", "--results_dir", tmp_path / "through")
     train(*common, "--max_steps", "5", "--results_dir", tmp_path / "legs")
@@ -284,7 +282,7 @@ def test_clipping_bounds_the_gradient(photo_folder: Path, tmp_path: Path) -> Non
     assert metrics(only_run(tmp_path))[0]["train/grad_norm"] > 0.01  # what is logged is the norm before clipping
 
 
-def test_a_mistyped_path_leaves_nothing_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistyped_path_leaves_nothing_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train").mkdir()
     train("--data_path", tmp_path / "trian", "--results_dir", tmp_path / "results", expect=1)
     assert "Did you mean train?" in capfd.readouterr().err
@@ -297,27 +295,27 @@ def split_folder(root: Path, held_out: str = "val") -> Path:
         for name in ("cat", "dog"):
             (root / part / name).mkdir(parents=True)
             for number in range(count):
-                picture = np.full((20, 20, 3), 20 * number + (5 if name == "cat" else 0), np.uint8)
-                Image.fromarray(picture).save(root / part / name / f"{number}.png")
+                pixels = np.full((20, 20, 3), 20 * number + (5 if name == "cat" else 0), np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
     return root / "train"
 
 
-def test_a_broken_held_out_image_loses_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_broken_held_out_image_loses_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = split_folder(tmp_path)
-    whole = (tmp_path / "val" / "cat" / "1.png").read_bytes()
-    (tmp_path / "val" / "cat" / "1.png").write_bytes(whole[:50])
+    content = (tmp_path / "val" / "cat" / "1.png").read_bytes()
+    (tmp_path / "val" / "cat" / "1.png").write_bytes(content[:50])
     common = ["--data_path", data, "--results_dir", tmp_path / "r", "--ckpt_every", "3", "--max_steps", "6"]
     train(*common, expect=1)
     assert "val/cat/1.png" in capfd.readouterr().err
     run = only_run(tmp_path / "r")
     assert len(losses(run)) == 3
     assert last_checkpoint(run).name == "step_0000003"
-    (tmp_path / "val" / "cat" / "1.png").write_bytes(whole)
+    (tmp_path / "val" / "cat" / "1.png").write_bytes(content)
     train(*common)
     assert len(losses(run)) == 6 and "val/loss" in metrics(run)[-1]
 
 
-def test_a_held_out_folder_of_another_shape(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_held_out_folder_with_other_classes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = split_folder(tmp_path, held_out="other")
     (tmp_path / "test").mkdir()
     Image.fromarray(np.zeros((20, 20, 3), np.uint8)).save(tmp_path / "test" / "flat.png")
@@ -329,22 +327,22 @@ def test_a_held_out_folder_of_another_shape(tmp_path: Path, capfd: pytest.Captur
 
 def poison_steps(monkeypatch: pytest.MonkeyPatch, broken: set[int]) -> None:
     """Make the gradient of some steps, numbered from 1 whatever run they are of, NaN."""
-    from muralist.train.stepper import Stepper
+    from muralist.train.step import TrainState
 
-    gradients = Stepper._gradients
+    backward = TrainState._backward
 
-    def poisoned(stepper: Stepper, parts: Any, *rest: Any) -> torch.Tensor:
+    def poisoned(state: TrainState, parts: Any, *rest: Any) -> torch.Tensor:
         batches = list(parts)
-        loss = gradients(stepper, batches, *rest)
-        if int(batches[0].numbers[0]) // stepper.plan.total + 1 in broken:
-            next(p for p in stepper.network.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        loss = backward(state, batches, *rest)
+        if int(batches[0].sample_indices[0]) // state.plan.total + 1 in broken:
+            next(p for p in state.network.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
             return loss * float("nan")
         return loss
 
-    monkeypatch.setattr(Stepper, "_gradients", poisoned)
+    monkeypatch.setattr(TrainState, "_backward", poisoned)
 
 
-def test_steps_that_are_no_numbers_can_be_skipped_and_are_counted(
+def test_non_finite_steps_are_skipped_and_counted(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     poison_steps(monkeypatch, {3, 5})
@@ -352,14 +350,14 @@ def test_steps_that_are_no_numbers_can_be_skipped_and_are_counted(
     train(*common, "--max_steps", "4", expect=1)
     assert "The loss became nan at step 3" in (told := capfd.readouterr().err) and "--non_finite skip" in told
     train(*common, "--max_steps", "4", "--non_finite", "skip")
-    assert "Step 3 is skipped: its gradient is not finite (1 so far)." in capfd.readouterr().out
+    assert "Skipped step 3: its gradient is not finite (1 so far)." in capfd.readouterr().out
     train(*common, "--max_steps", "6", "--non_finite", "skip")  # the count goes on with the run
     run = only_run(tmp_path)
     lines = metrics(run)
     assert [line.get("train/skipped_steps") for line in lines] == [None, None, 1, 1, 2, 2]
     assert ["train/loss" in line for line in lines] == [True, True, False, True, False, True]
     before, after = (tensors(run / "checkpoints" / f"step_{step:07d}") for step in (2, 3))
-    kept = [name for name in before if not name.startswith("ema")]  # averages follow the images, skipped or not
+    kept = [name for name in before if not name.startswith("ema")]  # EMA weights follow the images, skipped or not
     assert all(torch.equal(before[name], after[name]) for name in kept)
     assert all(torch.isfinite(value).all() for value in tensors(last_checkpoint(run)).values())
 
@@ -367,7 +365,7 @@ def test_steps_that_are_no_numbers_can_be_skipped_and_are_counted(
 def test_deepspeed_cannot_skip_steps(photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--data_path", photo_folder, "--results_dir", tmp_path / "results", "--strategy", "zero2"]
     train(*words, "--non_finite", "skip", expect=1)
-    assert "--non_finite skip cannot be with --strategy zero2" in capfd.readouterr().err
+    assert "--non_finite skip is not supported with --strategy zero2" in capfd.readouterr().err
     assert not (tmp_path / "results").exists()
 
 
@@ -382,33 +380,33 @@ def test_too_many_skipped_steps_in_a_row_end_the_run(
     assert last_checkpoint(only_run(tmp_path)).name == "step_0000008"
 
 
-def test_a_gradient_that_is_no_number_is_never_saved(
+def test_non_finite_gradient_is_never_saved(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from muralist.train.strategy import Replicated
+    from muralist.train.parallel import DataParallel
 
-    update, steps = Replicated.update, []
+    optimizer_step, steps = DataParallel.optimizer_step, []
 
-    def poisoned(strategy: Replicated, network: torch.nn.Module, *rest: Any) -> torch.Tensor:
+    def poisoned(strategy: DataParallel, network: torch.nn.Module, *rest: Any) -> torch.Tensor:
         steps.append(1)
         if len(steps) == 3:  # a checkpoint step: the loss is still fine, the weights will not be
             next(p for p in network.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
-        return update(strategy, network, *rest)
+        return optimizer_step(strategy, network, *rest)
 
-    monkeypatch.setattr(Replicated, "update", poisoned)
+    monkeypatch.setattr(DataParallel, "optimizer_step", poisoned)
     common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--ckpt_every", "1", "--max_steps", "6"]
     train(*common, expect=1)
-    assert "The gradient's norm became nan at step 3" in capfd.readouterr().err
+    assert "The gradient norm became nan at step 3" in capfd.readouterr().err
     run = only_run(tmp_path)
     assert last_checkpoint(run).name == "step_0000002"
     train(*common)
     assert len(losses(run)) == 6
 
 
-def test_a_run_that_is_set_back_stays_set_back(
+def test_run_resumed_from_an_earlier_checkpoint_stays_there(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from muralist.train.stepper import Stepper
+    from muralist.train.step import TrainState
 
     common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--ckpt_every", "2", "--keep_last", "9"]
     train(*common, "--max_steps", "6")
@@ -419,23 +417,21 @@ def test_a_run_that_is_set_back_stays_set_back(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stepper, "step", dies)
+        patch.setattr(TrainState, "step", dies)
         train(*common, "--max_steps", "8", "--resume", run / "checkpoints" / "step_0000002", expect=130)
     train(*common, "--max_steps", "8")
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [line["train/loss"] for line in metrics(run)[:6]] == [line["train/loss"] for line in before]
 
 
-def test_a_start_that_failed_does_not_hold_the_name(photo_folder: Path, tmp_path: Path) -> None:
+def test_failed_start_does_not_claim_the_run_name(photo_folder: Path, tmp_path: Path) -> None:
     common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--run_name", "mine", "--max_steps", "1"]
     train(*common, "--init_from", tmp_path / "nowhere", expect=1)
     train(*common)
     assert len(losses(tmp_path / "mine")) == 1
 
 
-def test_a_disk_that_fills_up_is_one_sentence(
-    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_disk_that_fills_up_is_one_error(photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     common = [
         "--data_path",
         photo_folder,
@@ -464,7 +460,7 @@ def test_a_disk_that_fills_up_is_one_sentence(
         assert len(losses(run)) == 9
 
 
-def test_wandb_without_a_login_is_one_sentence(
+def test_wandb_without_a_login_is_one_error(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     wandb = pytest.importorskip("wandb")

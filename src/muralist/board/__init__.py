@@ -1,1 +1,1 @@
-"""The board: a page on this machine that shows runs, generation folders and evaluations, and changes none of them."""
+"""The board: a local web page that shows runs, generation folders and evaluations, and changes none of them."""

@@ -1,64 +1,126 @@
-"""What the board answers: its own page, and what it reads from the folders under the root. Every answer is to a GET."""
+"""The board's HTTP answers: its own page, and JSON about the folders under the root. Only GET is answered."""
 
 from __future__ import annotations
 
-import functools
-import gzip
 import hashlib
+import ipaddress
 import json
+import socket
+from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import plotly
 from fastapi import FastAPI, Header, Query, Request
 from fastapi.responses import FileResponse, Response
 from pydantic_core import to_json
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.responses import PlainTextResponse
+from starlette.staticfiles import StaticFiles
 
-from muralist.board.curves import Axis, Curves, Have
-from muralist.board.evaluations import Evaluations
+from muralist.board.curves import Axis, ClientState, Curves
+from muralist.board.files import IMAGES, PAGES, BoardRoot, NotFound
 from muralist.board.generation import Generations, summary
-from muralist.board.guard import PAGE_POLICY, Guard
-from muralist.board.root import PAGES, PICTURES, NotHere, Root
-from muralist.board.runs import Runs
-from muralist.board.scan import Scanner
-from muralist.board.thumbs import SIDES, Thumbnails, facts
-from muralist.board.walls import Walls
+from muralist.board.images import SIDES, SampleGrids, Thumbnails, image_facts
+from muralist.board.readers import Evaluations, Runs, Scanner
+from muralist.evaluate.report import METRICS
 
+_CONTENT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+    "connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+# A report of an evaluation has inline scripts: they run in a sandbox, where they cannot query the board.
+_REPORT_POLICY = (
+    "sandbox allow-scripts allow-popups; default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_REVALIDATE = {"Cache-Control": "no-cache"}
+_CACHE_ONE_MINUTE = {"Cache-Control": "private, max-age=60"}
+_HEADERS = _REVALIDATE | {
+    "Content-Security-Policy": _CONTENT_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
 _STATIC = Path(__file__).parent / "static"
-_PALETTE = Path(__file__).parent.parent / "look" / "palette.css"
-_PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
-_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_ASK_AGAIN = {"Cache-Control": "no-cache"}  # it may be kept, but not shown before asking whether it is still so
-_FOR_A_MINUTE = {"Cache-Control": "private, max-age=60"}
-_MOST_PICTURES = 500
+_STATIC_PACKAGES: list[str | tuple[str, str]] = [("muralist.core", "static"), ("plotly", "package_data")]
+_MAX_IMAGES = 500
 
 ETag = Annotated[str | None, Header(alias="if-none-match")]
+Message = MutableMapping[str, Any]
+
+
+class RequestGuard:
+    """Refuses every method but GET, and host names that are not this machine's.
+
+    With DNS rebinding, a page elsewhere could otherwise read the board under its own name. Numeric addresses cannot be
+    rebound and are accepted.
+    """
+
+    def __init__(self, app: Any, host: str) -> None:
+        self.app = app
+        self.host_names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    async def __call__(self, scope: Message, receive: Any, send: Callable[[Message], Awaitable[None]]) -> None:
+        """Answer a refused request, or pass it on."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(raw=message["headers"])
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                message["headers"] = headers.raw
+            await send(message)
+
+        app = self.app
+        if scope["method"] != "GET":
+            app = PlainTextResponse("The board is read-only.", 405, {"Allow": "GET"})
+        elif not self._is_own_host(Headers(scope=scope).get("host", "")):
+            app = PlainTextResponse("The board has another host name.", 421)
+        await app(scope, receive, send_with_headers)
+
+    def _is_own_host(self, host: str) -> bool:
+        name = host.lower()
+        if name.startswith("["):
+            name = name[1:].partition("]")[0]
+        elif name.count(":") <= 1:
+            name = name.partition(":")[0]
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name.rstrip(".") in self.host_names
+        return True
 
 
 def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) -> Any:
-    """The board of one folder, as an ASGI application."""
-    root = Root(root_path)
-    scanner, runs, curves, walls = Scanner(root.path), Runs(), Curves(), Walls()
+    """Create the board of one folder, as an ASGI application."""
+    root = BoardRoot(root_path)
+    scanner, runs, curves, grids = Scanner(root.path), Runs(), Curves(), SampleGrids()
     generations, evaluations, thumbnails = Generations(), Evaluations(root), Thumbnails(cache)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    metrics = {name: [info.title, info.higher_is_better] for name, info in METRICS.items()}
 
-    @app.exception_handler(NotHere)
-    def not_here(request: Request, error: Exception) -> Response:
-        return Response("There is nothing of this name here.", 404, media_type="text/plain")
+    @app.exception_handler(NotFound)
+    def not_found(request: Request, error: Exception) -> Response:
+        return Response("Not found.", 404, media_type="text/plain")
 
     @app.get("/api/overview")
-    def overview(known: ETag = None) -> Response:
-        """Everything under the root, in a few words each."""
-        things: dict[str, list[dict[str, Any]]] = {"run": [], "generation": [], "evaluation": []}
-        for kind, folder, name in scanner.things():
-            told = {"run": runs.summary, "generation": summary, "evaluation": evaluations.summary}[kind](folder)
-            if told is not None:
-                things[kind].append({"id": root.relative(name), **told})
-        return _json({"root": str(root.path), "name": root.path.name, **things}, known)
+    def get_overview(known: ETag = None) -> Response:
+        """Return a summary of everything under the root."""
+        entries: dict[str, list[dict[str, Any]]] = {"run": [], "generation": [], "evaluation": []}
+        summaries = {"run": runs.summary, "generation": summary, "evaluation": evaluations.summary}
+        for kind, folder, name in scanner.entries():
+            if (found := summaries[kind](folder)) is not None:
+                entries[kind].append({"id": root.relative(name), **found})
+        return _json({"root": str(root.path), "name": root.path.name, "metrics": metrics, **entries}, known)
 
     @app.get("/api/curves")
-    def curves_of(
+    def get_curves(
         run: str,
         x: Axis = "step",
         low: float | None = None,
@@ -66,105 +128,72 @@ def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) 
         have: Annotated[str | None, Query(pattern=r"^[0-9a-f]{8}\.\d{1,12}\.\d{1,12}$")] = None,
         known: ETag = None,
     ) -> Response:
-        """The curves of a run; `have` is version.width.row of what the page already shows."""
-        held = None
+        """Return the curves of a run; `have` is version.width.row of what the page already shows."""
+        state = None
         if have:
             version, width, row = have.split(".")
-            held = Have(version, int(width), int(row))
-        return _json(curves.window(root.folder(run) / "metrics.jsonl", x, held, low, high), known)
+            state = ClientState(version, int(width), int(row))
+        return _json(curves.window(root.folder(run) / "metrics.jsonl", x, state, low, high), known)
 
     @app.get("/api/samples")
-    def samples(run: str, known: ETag = None) -> Response:
-        """The wall of a run."""
-        return _json(walls.wall(root.folder(run) / "samples"), known)
+    def get_samples(run: str, known: ETag = None) -> Response:
+        """Return the sample grid of a run."""
+        return _json(grids.get(root.folder(run) / "samples"), known)
 
     @app.get("/api/generation")
-    def generation(folder: str, known: ETag = None) -> Response:
-        """How far a generation folder is."""
-        return _json(generations.of(root.folder(folder)).progress(), known)
+    def get_generation(folder: str, known: ETag = None) -> Response:
+        """Return the progress of a generation folder."""
+        return _json(generations.get(root.folder(folder)).progress(), known)
 
-    @app.get("/api/pictures")
-    def pictures(
+    @app.get("/api/images")
+    def get_images(
         folder: str,
         begin: Annotated[int, Query(ge=0, lt=1 << 40)] = 0,
-        count: Annotated[int, Query(ge=1, le=_MOST_PICTURES)] = 100,
+        count: Annotated[int, Query(ge=1, le=_MAX_IMAGES)] = 100,
         known: ETag = None,
     ) -> Response:
-        """Some pictures of a generation folder, by their number there."""
-        return _json(generations.of(root.folder(folder)).pictures(begin, count), known)
+        """Return some images of a generation folder."""
+        return _json(generations.get(root.folder(folder)).images(begin, count), known)
 
     @app.get("/api/facts")
-    def facts_of(path: str, known: ETag = None) -> Response:
-        """What a picture says of itself."""
-        return _json(facts(root.file(path, PICTURES)[0]), known)
+    def get_facts(path: str, known: ETag = None) -> Response:
+        """Return the size and the text fields of an image."""
+        return _json(image_facts(root.file(path, IMAGES)[0]), known)
 
     @app.get("/thumb")
-    def thumb(path: str, side: int = SIDES[1], known: ETag = None) -> Response:
-        """A small copy of a picture."""
-        picture, kind = root.file(path, PICTURES)
-        status = picture.stat()
-        tag = f'"{status.st_mtime_ns:x}-{status.st_size:x}"'
-        if tag == known:
-            return Response(status_code=304, headers={"ETag": tag, **_FOR_A_MINUTE})
-        thumbnail = thumbnails.get(picture, min(SIDES, key=lambda known_side: (known_side < side, known_side)))
+    def get_thumbnail(path: str, side: int = SIDES[1], known: ETag = None) -> Response:
+        """Return a thumbnail."""
+        image, media_type = root.file(path, IMAGES)
+        status = image.stat()
+        headers = {"ETag": f'"{status.st_mtime_ns:x}-{status.st_size:x}"', **_CACHE_ONE_MINUTE}
+        if headers["ETag"] == known:
+            return Response(status_code=304, headers=headers)
+        thumbnail = thumbnails.get(image, min(SIDES, key=lambda available: (available < side, available)))
         if thumbnail is None:
-            raise NotHere
-        data = picture.read_bytes() if thumbnail.data is None else thumbnail.data
-        return Response(data, media_type=thumbnail.kind or kind, headers={"ETag": tag, **_FOR_A_MINUTE})
+            raise NotFound
+        data = image.read_bytes() if thumbnail.data is None else thumbnail.data
+        return Response(data, media_type=thumbnail.media_type or media_type, headers=headers)
 
     @app.get("/files/{path:path}")
-    def file(path: str) -> Response:
-        """A picture or an evaluation's page as it is."""
-        found, kind = root.file(path, PICTURES | PAGES)
-        headers = _FOR_A_MINUTE if kind in PICTURES.values() else {**_ASK_AGAIN, "Content-Security-Policy": PAGE_POLICY}
-        return FileResponse(found, media_type=kind, headers=headers)
+    def get_file(path: str) -> Response:
+        """Return an image or the page of an evaluation."""
+        found, media_type = root.file(path, IMAGES | PAGES)
+        is_image = media_type in IMAGES.values()
+        headers = _CACHE_ONE_MINUTE if is_image else {"Content-Security-Policy": _REPORT_POLICY}
+        return FileResponse(found, media_type=media_type, headers=headers)
 
-    @app.get("/{name}")
-    def static(
-        name: str, known: ETag = None, accepted: Annotated[str, Header(alias="accept-encoding")] = ""
-    ) -> Response:
-        """A part of the page itself."""
-        places = {"plotly.js": _PLOTLY, "palette.css": _PALETTE}
-        path = places.get(name, _STATIC / name)
-        if name not in places and name not in _own_files():
-            raise NotHere
-        status = path.stat()
-        tag = f'"{status.st_mtime_ns:x}-{status.st_size:x}"'
-        headers = {"ETag": tag, "Vary": "Accept-Encoding", **_ASK_AGAIN}
-        if known in (tag, f"W/{tag}"):
-            return Response(status_code=304, headers=headers)
-        if name == "plotly.js" and "gzip" in accepted:
-            headers["Content-Encoding"] = "gzip"
-            return Response(_compressed(path), media_type=_KINDS[path.suffix], headers=headers)
-        return Response(path.read_bytes(), media_type=_KINDS[path.suffix], headers=headers)
-
-    @app.get("/")
-    def page(known: ETag = None) -> Response:
-        """The page."""
-        return static("index.html", known)
-
+    app.mount("/", StaticFiles(directory=_STATIC, packages=_STATIC_PACKAGES, html=True))
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=4)
-    return Guard(app, host)
-
-
-@functools.cache
-def _compressed(path: Path) -> bytes:
-    """A large file, made small once; the quickest way, since somebody waits."""
-    return gzip.compress(path.read_bytes(), 1, mtime=0)
-
-
-def _own_files() -> set[str]:
-    return {path.name for path in _STATIC.iterdir() if path.suffix in _KINDS}
+    return RequestGuard(app, host)
 
 
 def _json(content: Any, known: str | None) -> Response:
-    """An answer with a name by its content: one that the page already has is not sent again."""
+    """Return JSON whose ETag is a hash of the content, or 304 where the page has it already."""
     try:
         data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    except ValueError:  # a NaN out of a file that others wrote, which JSON does not know
+    except ValueError:  # a NaN from a file of another tool
         data = to_json(content, inf_nan_mode="null")
-    tag = f'"{hashlib.sha256(data).hexdigest()[:20]}"'
-    headers = {"ETag": tag, **_ASK_AGAIN}
-    if known in (tag, f"W/{tag}"):
+    headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()[:20]}"'}
+    if known in (headers["ETag"], f"W/{headers['ETag']}"):
         return Response(status_code=304, headers=headers)
     return Response(data, media_type="application/json", headers=headers)

@@ -1,11 +1,11 @@
-"""From stream to batches: each rank reads its slice of every global batch, in loader processes, into pinned memory."""
+"""Batches for training: each rank's DataLoader workers read its slice of every global batch, into pinned memory."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -13,99 +13,91 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from muralist.data.encoded import EncodedSource
-from muralist.data.encoded_batch import EncodedBatch, read_encoded
-from muralist.data.sources import Source, read_batch
-from muralist.data.stream import Order, Split
-from muralist.errors import UserError
-from muralist.machine import usable_cores
+from muralist.core.errors import UserError
+from muralist.core.hardware import available_cpus
+from muralist.data.latents import LatentBatch, LatentSource
+from muralist.data.sampler import SampleOrder, Split
+from muralist.data.source import Source, read_batch
 from muralist.settings import DataSettings
 
 
 class Batch(NamedTuple):
-    """Images as they are stored, and the number of each in the global stream: the key of all its randomness."""
+    """Stored images or latents, and the sample index of each, from which all its random numbers derive."""
 
-    images_u8: Tensor  # [B, H, W, 3]; of encoded data [B, 0, 0, 3]
+    images_u8: Tensor  # [B, H, W, 3]; [B, 0, 0, 3] for latents
     labels: Tensor  # [B] int64
     captions: list[str]
-    numbers: Tensor  # [B] int64
-    encoded: EncodedBatch | None = None
+    sample_indices: Tensor  # [B] int64
+    encoded: LatentBatch | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on a device; the copy overlaps with work already queued there."""
-        return Batch(
-            self.images_u8.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.captions,
-            self.numbers.to(device, non_blocking=True),
-            self.encoded and self.encoded.to(device),
-        )
+        """Copy to a device, asynchronously from pinned memory."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """Called by the loader's pinning thread."""
-        return Batch(
-            self.images_u8.pin_memory(),
-            self.labels.pin_memory(),
-            self.captions,
-            self.numbers.pin_memory(),
-            self.encoded and self.encoded.pin_memory(),
-        )
+        """Copy to pinned memory; DataLoader's pinning thread calls this."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        images, labels, samples = map(function, (self.images_u8, self.labels, self.sample_indices))
+        return Batch(images, labels, self.captions, samples, self.encoded and self.encoded.map(function))
 
 
-class _StreamDataset(Dataset[Batch]):
-    """Reads whole batches of sample numbers at once."""
+class _OrderedDataset(Dataset[Batch]):
+    """Reads the training images of a list of sample indices."""
 
-    def __init__(self, source: Source, split: Split, stream: Order) -> None:
-        self.source, self.split, self.stream = source, split, stream
+    def __init__(self, source: Source, split: Split, order: SampleOrder) -> None:
+        self.source, self.split, self.order = source, split, order
 
-    def __getitems__(self, numbers: list[int]) -> Batch | UserError:
-        number = np.asarray(numbers, dtype=np.int64)
-        indices = self.split.training_index(self.stream.positions(number))
-        return _read(self.source, indices, number)
+    def __getitems__(self, sample_indices: list[int]) -> Batch | UserError:
+        samples = np.asarray(sample_indices, dtype=np.int64)
+        return _read(self.source, self.split.training_index(self.order.positions(samples)), samples)
 
 
-def _read(source: Source, indices: np.ndarray, numbers: np.ndarray) -> Batch | UserError:
+def _read(source: Source, indices: np.ndarray, sample_indices: np.ndarray) -> Batch | UserError:
     encoded = None
     try:
-        if isinstance(source, EncodedSource):
-            encoded, labels, captions = read_encoded(source, indices)
+        if isinstance(source, LatentSource):
+            encoded, labels, captions = source.read_latents(indices)
             images = np.empty((len(indices), 0, 0, 3), dtype=np.uint8)
         else:
             images, labels, captions = read_batch(source, indices)
     except UserError as error:
-        return error  # raised by the main process: a loader process would wrap it into a traceback
-    return Batch(torch.from_numpy(images), torch.from_numpy(labels), captions, torch.from_numpy(numbers), encoded)
+        return error  # raised by the main process: DataLoader would wrap it into a traceback
+    return Batch(
+        torch.from_numpy(images), torch.from_numpy(labels), captions, torch.from_numpy(sample_indices), encoded
+    )
 
 
-def loader_processes(settings: DataSettings) -> int:
-    """How many processes read for this rank."""
+def num_loader_workers(settings: DataSettings) -> int:
+    """Return the number of DataLoader workers of this rank."""
     if settings.num_workers != "auto":
         return settings.num_workers
     if not torch.cuda.is_available():
         return 1
-    return max(1, min(8, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(1, min(8, available_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def training_batches(
-    source: Source, split: Split, stream: Order, parts: Iterable[list[int]], settings: DataSettings
+    source: Source, split: Split, order: SampleOrder, batches: Iterable[list[int]], settings: DataSettings
 ) -> Iterator[Batch]:
-    """One batch for every list of sample numbers in `parts`, in order; loader processes start at once."""
-    workers = loader_processes(settings)
+    """Yield one batch for every list of sample indices in `batches`, in order; the workers start at once."""
+    workers = num_loader_workers(settings)
     loader: DataLoader[Batch] = DataLoader(
-        _StreamDataset(source, split, stream),
-        batch_sampler=parts,  # type: ignore[arg-type]
+        _OrderedDataset(source, split, order),
+        batch_sampler=batches,  # type: ignore[arg-type]
         num_workers=workers,
         persistent_workers=settings.persistent_workers and workers > 0,
         pin_memory=settings.pin_memory and torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
-        collate_fn=_as_it_is,  # type: ignore[arg-type]
-        worker_init_fn=_leave_interrupts_to_the_trainer,
+        collate_fn=_identity,  # type: ignore[arg-type]
+        worker_init_fn=_ignore_interrupts,
     )
-    batches = iter(loader)
-    # torch would raise in the middle of an update when a loader process dies; this way it is noticed when its batch is due.
+    found = iter(loader)
+    # torch's handler would raise in the middle of an update when a worker dies; _checked notices when its batch is due.
     if workers and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    return _checked(batches)
+    return _checked(found)
 
 
 def _checked(batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
@@ -113,26 +105,26 @@ def _checked(batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
         try:
             batch = next(batches, None)
         except (RuntimeError, ConnectionError, EOFError) as error:
-            # A process that dies while it hands over a batch breaks the connection; else torch finds it gone.
+            # A worker that dies while it sends a batch breaks the connection; otherwise torch finds it gone.
             if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             raise UserError(
-                "A loader process died.",
+                "A DataLoader worker died.",
                 "It was killed, most often because the machine ran out of memory.",
-                "Run the same command to go on; a smaller --num_workers needs less memory.",
+                "Run the same command to resume; a smaller --num_workers needs less memory.",
             ) from None
         if batch is None:
             return
         if isinstance(batch, UserError):
-            # Ends the loader processes now: the error refers to this frame and this frame to the error, and by the time
-            # the garbage is collected the queues may be gone by which the processes are told to end.
+            # Ends the workers now: the error and this frame refer to each other, and by the time they are collected the
+            # queues that tell the workers to end may be gone.
             del batches
             raise batch
         yield batch
 
 
 def held_out_batches(source: Source, indices: np.ndarray, positions: np.ndarray, size: int) -> Iterator[Batch]:
-    """Held-out images by position; the one at position i has number i, so that its noise is the same in every run."""
+    """Yield held-out images by position, which is also their sample index: their noise is the same in every run."""
     for start in range(0, len(positions), size):
         chosen = positions[start : start + size]
         batch = _read(source, indices[chosen], chosen)
@@ -141,10 +133,10 @@ def held_out_batches(source: Source, indices: np.ndarray, positions: np.ndarray,
         yield batch
 
 
-def _as_it_is(batch: Batch | UserError) -> Batch | UserError:
+def _identity(batch: Batch | UserError) -> Batch | UserError:
     return batch
 
 
-def _leave_interrupts_to_the_trainer(worker: int) -> None:
-    # Ctrl+C reaches every process of a terminal; the trainer saves and then ends its loader processes itself.
+def _ignore_interrupts(worker: int) -> None:
+    # Ctrl+C reaches every process of a terminal; the trainer saves and then ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

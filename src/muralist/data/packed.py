@@ -1,357 +1,410 @@
-"""Packing a data set: every image decoded and cropped once, so that training never waits for a decoder."""
+"""Packed data sets: the Arrow files that `muralist pack` writes, their manifest, and the source that reads pixels.
+
+A packed folder holds Arrow files of fixed-size rows (00000.arrow, ...), `manifest.json` with a hash of each,
+`broken.txt` if images were left out, and `held_out/`, packed alike, if the data set has such a part.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import multiprocessing
+import hashlib
+import json
+import math
 import os
-import shutil
-import signal
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from muralist.data.bar import bar
-from muralist.data.encoded import open_packed
-from muralist.data.images import BrokenImage, Size, height_width, size_words
-from muralist.data.manifest import HELD_OUT_FOLDER, Manifest, is_packed, read_manifest
-from muralist.data.packed_rows import RowWriter
-from muralist.data.packed_source import PackedSource
-from muralist.data.sources import Source, open_held_out, open_source
-from muralist.errors import UserError
-from muralist.machine import usable_cores
-from muralist.words import duration
+from muralist.core.errors import UserError
+from muralist.data.decode import Size, format_size, height_width
+from muralist.data.source import CaptionTemplate, LruCache, Sample, short_hash
 
-__all__ = ["Chunk", "Facts", "Kind", "PackReport", "PackedSource", "pack", "write_pack"]
+HELD_OUT_FOLDER = "held_out"
+PACK_AGAIN = "Pack the data set again with `muralist pack`."
 
-_CHUNK_BYTES = 8 * 2**20  # what a worker sends back at once
-_MOST_CHUNK_ROWS = 128
-_LOCK = "lock"
-_LESS_SPACE = "Free some space, choose another place, or pack at a smaller --img_size."
-_OTHER_KIND = (
-    "What is kept of the images differs: pixels there and latents here, another model, or other settings of it."
-)
+_MANIFEST = "manifest.json"
+_VERSION = 1
+_MAX_FILE_BYTES = 10**9
+_FOOTER_BYTES = 10**6  # an Arrow file ends with its schema and a list of its batches
+_BATCH_BYTES = 16 * 2**20
+_MAX_BATCH_ROWS = 2**16
+_MAX_MAPPED_FILES = 4096
+
+_STRICT = ConfigDict(strict=True, extra="forbid")
+_Count = Annotated[int, Field(ge=1, lt=2**62)]
 
 
 @dataclass(frozen=True)
-class PackReport:
-    """What a pack came to; `broken` images, of both parts, are named in broken.txt."""
+class PackedFile:
+    """One Arrow file of a packed folder."""
 
-    destination: Path
-    images: int
-    held_out: int
-    captions: int | None  # distinct ones of both parts, where they are embedded
-    broken: int
-    bytes: int
-    seconds: float
-    finished_before: bool  # the very same pack was there already, and nothing was done
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
-    def __str__(self) -> str:
-        held_out = f", {self.held_out:,} held out" if self.held_out else ""
-        done = "is this pack already" if self.finished_before else f"packed in {duration(self.seconds)}"
-        captions = "" if self.captions is None else f", {self.captions:,} distinct captions"
-        text = f"{self.destination} {done}: {self.images:,} images{held_out}{captions}, {self.bytes / 1e6:,.0f} MB."
-        if self.broken:
-            text += f"\nBroken images left out: {self.broken:,}; {self.destination / 'broken.txt'} names them."
-        return text
+    name: Annotated[str, Field(pattern=r"^[a-z0-9-]+\.arrow$")]  # never a path that leads out of the folder
+    rows: _Count
+    bytes: _Count
+    sha256: str
 
 
-class Chunk(NamedTuple):
-    """Consecutive images of a source, less the broken ones."""
+@dataclass(frozen=True)
+class Manifest:
+    """The description of a packed folder; written last, so that only a finished pack has one."""
 
-    asked: int
-    images: np.ndarray  # uint8 [rows, H * W * 3]
-    labels: np.ndarray
-    captions: list[str]
-    broken: list[tuple[str, str]]
-
-
-class Facts(NamedTuple):
-    """What every manifest says of the part that was packed."""
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    format: ClassVar[str] = "muralist packed images"
+    file_lists: ClassVar[tuple[str, ...]] = ("files",)
 
     img_size: Size
+    rows_per_batch: PositiveInt  # in every record batch but the last, so that a row is found by arithmetic
     label_names: list[str]
-    broken: int
+    files: Annotated[list[PackedFile], Field(min_length=1)]
+    broken: NonNegativeInt
     source: str
     source_fingerprint: str
 
-
-class Writer(Protocol):
-    """Writes one part of a data set."""
-
-    def add(self, chunk: Chunk) -> None:
-        """Append the images of a chunk."""
-
-    def close(self, facts: Facts) -> Manifest | None:
-        """Write what is left; returns the manifest, or nothing where there was no image."""
-
-
-class Kind(Protocol):
-    """What is kept of an image."""
-
-    row_bytes: int  # at least, of one image
-
-    def made(self, manifest: Manifest) -> bool:
-        """Whether a finished pack holds just what this kind would."""
-
-    def writer(self, folder: Path, images: int) -> Writer:
-        """Begin a part of so many images, the broken ones included, in a folder."""
-
-
-def pack(
-    source_path: str,
-    destination: str | Path,
-    img_size: Size,
-    workers: int | None = None,
-    progress: bool = True,
-    caption: str | None = None,
-    cameras: Sequence[str] = (),
-) -> PackReport:
-    """Pack the pixels of a data set."""
-    return write_pack(source_path, destination, img_size, _Pixels(img_size), workers, progress, caption, cameras)
-
-
-def write_pack(
-    source_path: str,
-    destination: str | Path,
-    img_size: Size,
-    kind: Kind,
-    workers: int | None = None,
-    progress: bool = True,
-    caption: str | None = None,
-    cameras: Sequence[str] = (),
-) -> PackReport:
-    """Pack a data set, and the part it holds out, into a folder; the bytes do not depend on the number of workers.
-
-    The folder appears under its name when it is complete. Broken images are left out and named in broken.txt.
-    """
-    started = time.monotonic()
-    height, width = height_width(img_size)
-    img_size = height if height == width else (height, width)
-    destination = Path(destination).expanduser().resolve()
-    if destination.is_relative_to(Path(source_path).expanduser().resolve()):
-        raise UserError(f"{destination} lies inside the data set {source_path} itself.", fix="Choose another place.")
-    parts = {"": open_source(source_path, img_size, caption, cameras)}
-    if held_out := open_held_out(source_path, img_size, caption=caption, cameras=cameras):
-        parts[HELD_OUT_FOLDER] = held_out
-    finished_before = _is_finished(destination, parts, img_size, kind)
-    if not finished_before:
-        check_space(destination, sum(map(len, parts.values())) * (kind.row_bytes + 64))
-        with _workplace(destination) as workplace:
-            for name, source in parts.items():
-                label = "Packing" if not name else "Packing the held-out part"
-                with bar(label, len(source), progress) as advance:
-                    _pack_part(
-                        source, source_path, workplace / name, img_size, kind, workers or usable_cores(), advance
-                    )
-    manifests = {name: read_manifest(destination / name) for name in parts}
-    captions = [manifest.captions for manifest in manifests.values() if manifest.captions is not None]
-    return PackReport(
-        destination,
-        manifests[""].images,
-        manifests[HELD_OUT_FOLDER].images if HELD_OUT_FOLDER in manifests else 0,
-        sum(captions) if captions else None,
-        sum(manifest.broken for manifest in manifests.values()),
-        sum(manifest.bytes for manifest in manifests.values()),
-        time.monotonic() - started,
-        finished_before,
-    )
-
-
-def _pack_part(
-    source: Source,
-    source_path: str,
-    folder: Path,
-    img_size: Size,
-    kind: Kind,
-    workers: int,
-    advance: Callable[[int], None],
-) -> None:
-    folder.mkdir(exist_ok=True)
-    writer = kind.writer(folder, len(source))
-    broken: list[tuple[str, str]] = []
-    for chunk in _chunks(source, img_size, workers):
-        writer.add(chunk)
-        broken += chunk.broken
-        advance(chunk.asked)
-    manifest = writer.close(Facts(img_size, list(source.label_names), len(broken), source_path, source.fingerprint()))
-    if manifest is None:
-        raise UserError(
-            f"All {len(broken):,} images of {source_path} are broken.", f"The first: {': '.join(broken[0])}."
-        )
-    if broken:
-        lines = "".join(f"{_one_line(name)}\t{_one_line(reason)}\n" for name, reason in broken)
-        (folder / "broken.txt").write_text(lines, encoding="utf-8", errors="surrogateescape")
-    manifest.write(folder)
-
-
-def _chunks(source: Source, img_size: Size, workers: int) -> Iterator[Chunk]:
-    """Read a whole source in order, decoding in several processes."""
-    count = len(source)
-    rows = min(_MOST_CHUNK_ROWS, max(1, _CHUNK_BYTES // _row_bytes(img_size)), -(-count // workers))
-    spans = [range(first, min(first + rows, count)) for first in range(0, count, rows)]
-    if workers == 1 or len(spans) == 1:
-        yield from (_read(source, span) for span in spans)
-        return
-    # Fresh processes rather than forked ones: a fork would copy locks that Arrow's and rich's threads may hold.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(spans)), context, _start_worker, (source,)) as pool:
-        waiting: deque[Future[Chunk]] = deque()
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read the manifest of a packed folder."""
         try:
-            for span in spans:
-                waiting.append(pool.submit(_read_in_worker, span))
-                if len(waiting) > 2 * workers:  # so that chunks do not pile up when the disk is slower than the workers
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        except BrokenProcessPool as error:
+            content = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+            version = content.pop("version")
+            if content.pop("format") == cls.format and version == _VERSION:
+                return TypeAdapter(cls).validate_json(json.dumps(content))
+        except FileNotFoundError as error:
             raise UserError(
-                "A process that decodes images was killed.", "The memory may be short.", "Use fewer workers."
+                f"{folder} holds Arrow files but no {_MANIFEST}.",
+                "Its copy is incomplete, or `muralist pack` did not write it.",
+                PACK_AGAIN,
             ) from error
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise UserError(f"The manifest of the packed folder {folder} is damaged: {what}.", fix=PACK_AGAIN) from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(
+                f"The manifest of the packed folder {folder} is damaged: {error}.", fix=PACK_AGAIN
+            ) from error
+        raise UserError(
+            f"The packed folder {folder} has format version {version!s:.20}, but only version {_VERSION} can be read.",
+            fix=PACK_AGAIN,
+        )
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into a folder, which completes the pack."""
+        content = {"format": self.format, "version": _VERSION, **asdict(self)}
+        (folder / _MANIFEST).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @property
+    def images(self) -> int:
+        """The number of images."""
+        return sum(file.rows for file in self.files)
+
+    @property
+    def captions(self) -> int | None:
+        """The number of distinct captions that are embedded; None where captions are stored as text."""
+        return None
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files."""
+        return sum(file.bytes for name in self.file_lists for file in getattr(self, name))
 
 
-def _read(source: Source, span: range) -> Chunk:
-    items, broken = [], []
-    for index in span:
-        try:
-            items.append(source.read(index))
-        except BrokenImage as error:
-            broken.append((error.name, error.reason))
-    images = np.array([item.image.reshape(-1) for item in items], dtype=np.uint8)
-    labels = np.array([item.label for item in items], dtype=np.int32)
-    return Chunk(len(span), images, labels, [item.caption for item in items], broken)
+@dataclass(frozen=True)
+class EncodedManifest(Manifest):
+    """The description of a folder of latents and text embeddings, and of the encoders that made them."""
+
+    format: ClassVar[str] = "muralist encoded images"
+    file_lists: ClassVar[tuple[str, ...]] = ("files", "caption_files")
+
+    caption_files: Annotated[list[PackedFile], Field(min_length=1)]
+    captions_per_batch: PositiveInt
+    model: str
+    frozen_parts: dict[str, str]  # fingerprints of the frozen encoders
+    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # of the encoders, and of what is stored
+    mirrored: bool  # whether each image is also stored flipped
+    shapes: dict[str, Annotated[list[PositiveInt], Field(min_length=1)]]  # of a row of latents, bert and t5
+
+    def __post_init__(self) -> None:
+        if self.shapes.keys() != {"latents", "bert", "t5"}:
+            raise ValueError("shapes must name latents, bert and t5")
+
+    def row_bytes(self, name: str) -> int:
+        """Bytes of a row of latents, bert or t5."""
+        return math.prod(self.shapes[name]) * (4 if self.dtype == "float32" else 2)
+
+    @property
+    def captions(self) -> int:
+        """The number of distinct captions that are embedded, not counting the empty one, which always is."""
+        return sum(file.rows for file in self.caption_files) - 1
 
 
-_source_of_worker: Source
+def manifest_type(folder: Path) -> type[Manifest] | None:
+    """Return the type of manifest of a folder; None if `muralist pack` did not write the folder.
+
+    A packed folder whose manifest is lost or damaged is still recognized, so that opening it explains the damage.
+    """
+    try:
+        format = json.loads((folder / _MANIFEST).read_text(encoding="utf-8")).get("format")
+        return next((kind for kind in (Manifest, EncodedManifest) if kind.format == format), None)
+    except FileNotFoundError:
+        packed = any(map(_holds_packed_rows, sorted(folder.glob("[0-9]*.arrow"))[:1]))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        packed = any(folder.glob("[0-9]*.arrow"))
+    return Manifest if packed else None
 
 
-def _start_worker(source: Source) -> None:
-    global _source_of_worker
-    _source_of_worker = source
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C reaches every process; the packing one ends the others
+def is_packed(folder: Path) -> bool:
+    """Return whether a folder was written by `muralist pack`."""
+    return manifest_type(folder) is not None
 
 
-def _read_in_worker(span: range) -> Chunk:
-    return _read(_source_of_worker, span)
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a packed folder of either type."""
+    return (manifest_type(folder) or Manifest).read(folder)
 
 
-class _Pixels:
-    """Keeps the pixels."""
+def _holds_packed_rows(path: Path) -> bool:
+    """Return whether an Arrow file holds rows of one size, as packed files do, and not encoded images."""
+    import pyarrow
 
-    def __init__(self, img_size: Size) -> None:
-        self.row_bytes = _row_bytes(img_size)
-
-    def made(self, manifest: Manifest) -> bool:
-        """Any pack of pixels: the size and the source are compared anyway."""
-        return type(manifest) is Manifest
-
-    def writer(self, folder: Path, images: int) -> _PixelWriter:
-        """Begin a part."""
-        return _PixelWriter(folder, self.row_bytes)
+    try:
+        with pyarrow.memory_map(str(path)) as memory, pyarrow.ipc.open_file(memory) as reader:
+            rows = [field for field in reader.schema if field.name in ("image", "latents")]
+            return any(pyarrow.types.is_fixed_size_binary(field.type) for field in rows)
+    except (OSError, pyarrow.ArrowException):
+        return False
 
 
-class _PixelWriter:
-    """Writes pixels, label and caption."""
+class RowWriter:
+    """Writes rows to Arrow files in record batches of one length."""
 
-    def __init__(self, folder: Path, width: int) -> None:
+    def __init__(self, folder: Path, columns: Mapping[str, Any], prefix: str = "") -> None:
+        """`columns` maps names to Arrow types; rows of a fixed-size binary column are added as uint8 [rows, bytes]."""
         import pyarrow
 
-        columns = {"image": pyarrow.binary(width), "label": pyarrow.int32(), "caption": pyarrow.string()}
-        self._rows = RowWriter(folder, columns)
+        self._folder, self._prefix = folder, prefix
+        self._schema = pyarrow.schema(columns)
+        widths = [kind.byte_width for kind in self._schema.types if pyarrow.types.is_fixed_size_binary(kind)]
+        self.row_bytes = sum(widths)
+        self.rows_per_batch = min(max(1, _BATCH_BYTES // max(widths)), _MAX_BATCH_ROWS)
+        self._buffers: list[Any] = [
+            np.empty((self.rows_per_batch, kind.byte_width), np.uint8)
+            if pyarrow.types.is_fixed_size_binary(kind)
+            else []
+            for kind in self._schema.types
+        ]
+        self._filled = 0
+        self._files: list[PackedFile] = []
+        self._stream: Any = None
+        self._rows = 0  # in the file being written
 
-    def add(self, chunk: Chunk) -> None:
-        """Append the images of a chunk."""
-        self._rows.add(chunk.images, chunk.labels.tolist(), chunk.captions)
+    def add(self, *columns: Sequence[Any] | np.ndarray) -> None:
+        """Append rows, column by column."""
+        taken, count = 0, len(columns[0])
+        while taken < count:
+            until = min(count, taken + self.rows_per_batch - self._filled)
+            for buffer, column in zip(self._buffers, columns, strict=True):
+                if isinstance(buffer, np.ndarray):
+                    buffer[self._filled : self._filled + until - taken] = column[taken:until]
+                else:
+                    buffer.extend(column[taken:until])
+            self._filled += until - taken
+            taken = until
+            if self._filled == self.rows_per_batch:
+                self._write_batch()
 
-    def close(self, facts: Facts) -> Manifest | None:
-        """Write what is left."""
-        files = self._rows.close()
-        return Manifest(rows_per_batch=self._rows.rows_per_batch, files=files, **facts._asdict()) if files else None
+    def close(self) -> list[PackedFile]:
+        """Write the remaining rows and return the files."""
+        if self._filled:
+            self._write_batch()
+        if self._stream is not None:
+            self._close_file()
+        return self._files
 
+    def _write_batch(self) -> None:
+        import pyarrow
 
-@contextmanager
-def _workplace(destination: Path) -> Iterator[Path]:
-    """Give a folder beside the destination to work in, which takes its name at the end or vanishes."""
-    folder = destination.with_name(f".{destination.name}.packing")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / _LOCK).open("a") as lock:
-            _take(lock.fileno(), folder, destination)
-            try:
-                for leftover in folder.iterdir():  # of a pack that was killed
-                    if leftover.is_dir():
-                        shutil.rmtree(leftover)
-                    elif leftover.name != _LOCK:
-                        leftover.unlink()
-                yield folder
-                folder.rename(destination)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            # Not before: whoever finds no lock under the old name must not find the folder there either.
-            (destination / _LOCK).unlink()
-    except OSError as error:
-        raise UserError(f"Packing into {destination} failed: {error}.") from error
+        columns = []
+        for field, buffer in zip(self._schema, self._buffers, strict=True):
+            if isinstance(buffer, np.ndarray):
+                content = [None, pyarrow.py_buffer(buffer[: self._filled])]
+                columns.append(pyarrow.FixedSizeBinaryArray.from_buffers(field.type, self._filled, content))
+            else:
+                columns.append(pyarrow.array(buffer, field.type))
+                buffer.clear()
+        batch = pyarrow.record_batch(columns, schema=self._schema)
+        if self._stream is not None and self._stream.tell() + batch.nbytes + _FOOTER_BYTES > _MAX_FILE_BYTES:
+            self._close_file()
+        if self._stream is None:
+            self._stream = pyarrow.OSFile(str(self._path()), "wb")
+            self._arrow = pyarrow.ipc.new_file(self._stream, self._schema)
+        self._arrow.write_batch(batch)
+        self._rows += self._filled
+        self._filled = 0
 
+    def _close_file(self) -> None:
+        self._arrow.close()
+        self._stream.close()
+        path = self._path()
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self._files.append(PackedFile(path.name, self._rows, path.stat().st_size, digest))
+        self._stream, self._rows = None, 0
 
-def _take(lock: int, folder: Path, destination: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = (folder / _LOCK).exists() and (folder / _LOCK).stat().st_ino == os.fstat(lock).st_ino
-    except BlockingIOError:
-        taken = False
-    except OSError:
-        taken = True  # some network disks have no locks; then two packs into one place are the user's to avoid
-    if not taken:
-        raise UserError(f"Another process is packing into {destination}.", fix="Wait for it, or choose another place.")
-
-
-def _is_finished(destination: Path, parts: dict[str, Source], img_size: Size, kind: Kind) -> bool:
-    """Say whether the destination holds this very pack; anything else there is refused."""
-    if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
-        return False
-    if not is_packed(destination):
-        raise UserError(f"{destination} exists and is not empty.", fix="Choose another place, or remove it.")
-    manifest = read_manifest(destination)
-    for name, source in parts.items():
-        packed = read_manifest(destination / name).source_fingerprint if is_packed(destination / name) else None
-        same_size = height_width(manifest.img_size) == height_width(img_size)
-        if not (same_size and kind.made(manifest) and packed == source.fingerprint()):
-            reason = "The images have changed since, or are others." if kind.made(manifest) else _OTHER_KIND
-            raise UserError(
-                f"{destination} holds another pack: of {manifest.source} at {size_words(manifest.img_size)} pixels.",
-                reason if same_size else "",
-                "Choose another place, or remove it.",
-            )
-        open_packed(destination / name, img_size)  # its files must all be there
-    return True
+    def _path(self) -> Path:
+        return self._folder / f"{self._prefix}{len(self._files):05}.arrow"
 
 
-def check_space(destination: Path, needed: int, fix: str = _LESS_SPACE) -> None:
-    """Refuse to go on where a disk cannot hold so many bytes more."""
-    place = next(parent for parent in destination.parents if parent.is_dir())
-    free = shutil.disk_usage(place).free
-    if needed > free:
+class Column(NamedTuple):
+    """The expected type of a column: `bytes` per row, integers from 0 to below `below`, or else text."""
+
+    bytes: int | None = None
+    below: int | None = None
+
+
+class RowReader:
+    """Reads rows of packed files as views of mapped memory."""
+
+    def __init__(
+        self, folder: Path, files: list[PackedFile], rows_per_batch: int, columns: Mapping[str, Column]
+    ) -> None:
+        self.folder, self.files, self.rows_per_batch, self.columns = folder, files, rows_per_batch, columns
+        for file in files:
+            path = folder / file.name
+            size = path.stat().st_size if path.is_file() else None
+            if size != file.bytes:
+                found = "is missing" if size is None else f"has {size:,} bytes instead of {file.bytes:,}"
+                raise UserError(f"The packed file {path} {found}.", "The copy may be incomplete.", PACK_AGAIN)
+        self._starts = np.cumsum([0, *(file.rows for file in files)])
+        self._mapped: LruCache[list[dict[str, Any]]] = LruCache(_MAX_MAPPED_FILES)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def locate(self, indices: np.ndarray) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield, for each row, the columns of its record batch and its index there."""
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"there are {len(self)} rows, but rows {indices.min()} to {indices.max()} were requested")
+        files = np.searchsorted(self._starts, indices, side="right") - 1
+        batches, rows = np.divmod(indices - self._starts[files], self.rows_per_batch)
+        for file, batch, row in zip(files.tolist(), batches.tolist(), rows.tolist(), strict=True):
+            yield self._mapped.get(file, self._map)[batch], row
+
+    def verify(self) -> None:
+        """Read every file and compare its hash with the manifest."""
+        for file in self.files:
+            with (self.folder / file.name).open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != file.sha256:
+                    raise UserError(f"The packed file {self.folder / file.name} is damaged.", fix=PACK_AGAIN)
+
+    def _map(self, number: int) -> list[dict[str, Any]]:
+        import pyarrow
+
+        path = self.folder / self.files[number].name
+        try:
+            # Closing the file frees its descriptor; the memory stays mapped while a view of it exists.
+            with pyarrow.memory_map(str(path)) as memory, pyarrow.ipc.open_file(memory) as reader:
+                batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
+                self._check_lengths([batch.num_rows for batch in batches], self.files[number].rows)
+                return [
+                    {name: _view(batch, name, column) for name, column in self.columns.items()} for batch in batches
+                ]
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            raise UserError(f"The packed file {path} is damaged: {error}.", fix=PACK_AGAIN) from error
+
+    def _check_lengths(self, found: list[int], rows: int) -> None:
+        """Check that record batches have the lengths by which `locate` computes the place of a row."""
+        full, rest = divmod(rows, self.rows_per_batch)
+        if found != [self.rows_per_batch] * full + [rest] * bool(rest):
+            raise ValueError(f"its {sum(found):,} rows in {len(found):,} batches are not those of the manifest")
+
+
+def _view(batch: Any, name: str, wanted: Column) -> Any:
+    """Return a view of a column: bytes as uint8 [rows, bytes], integers as a NumPy array, text as an Arrow array."""
+    from pyarrow import types
+
+    if batch.schema.names.count(name) != 1:
+        raise ValueError(f"it has {batch.schema.names.count(name)} columns called {name}")
+    column = batch.column(name)
+    column.validate(full=True)  # a damaged offset would make Arrow read beyond the file and crash
+    if column.null_count or column.offset:
+        raise ValueError(f"rows of its column {name} are empty")
+    if wanted.bytes is not None:
+        if not types.is_fixed_size_binary(column.type) or column.type.byte_width != wanted.bytes:
+            raise ValueError(f"its column {name} is {column.type}, not {wanted.bytes:,} bytes per row")
+        flat = np.frombuffer(column.buffers()[1], dtype=np.uint8, count=len(column) * wanted.bytes)
+        return flat.reshape(len(column), wanted.bytes)
+    if wanted.below is None:
+        if not types.is_string(column.type):
+            raise ValueError(f"its column {name} is {column.type}, not text")
+        return column
+    if not types.is_integer(column.type):
+        raise ValueError(f"its column {name} is {column.type}, not integers")
+    values = column.to_numpy()
+    if len(values) and not 0 <= values.min() <= values.max() < wanted.below:
+        raise ValueError(f"its column {name} holds values that are not from 0 to {wanted.below - 1:,}")
+    return values
+
+
+class PackedSource:
+    """The images of a packed folder."""
+
+    memory_mapped = True
+
+    def __init__(self, folder: Path, img_size: Size, caption: str | None = None) -> None:
+        self.folder, self.img_size = folder, img_size
+        self.manifest = Manifest.read(folder)
+        self._shape = (*height_width(img_size), 3)
+        check_size(folder, self.manifest, img_size)
+        self.label_names = self.manifest.label_names
+        columns = {
+            "image": Column(bytes=math.prod(self._shape)),
+            "label": Column(below=max(1, len(self.label_names))),
+            "caption": Column(),
+        }
+        self._rows = RowReader(folder, self.manifest.files, self.manifest.rows_per_batch, columns)
+        self._caption = CaptionTemplate.resolve_plain(caption, self.label_names, str(folder))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> Sample:
+        """Return a copy of image `index`."""
+        images, labels, captions = self.read_batch(np.array([index]))
+        return Sample(images[0], int(labels[0]), captions[0])
+
+    def read_batch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Gather images by index: uint8 [B, H, W, 3], labels int64 [B], captions."""
+        images = np.empty((len(indices), *self._shape), dtype=np.uint8)
+        labels = np.empty(len(indices), dtype=np.int64)
+        captions: list[str] = []
+        for slot, (columns, row) in enumerate(self._rows.locate(indices)):
+            images[slot] = columns["image"][row].reshape(self._shape)
+            labels[slot] = columns["label"][row]
+            caption, where = columns["caption"][row].as_py(), f"image {indices[slot]} of {self.folder}"
+            captions.append(self._caption.format_plain(caption, self.label_names, int(labels[slot]), where))
+        return images, labels, captions
+
+    def fingerprint(self) -> str:
+        """Hash the hashes of the files, the classes and the caption template."""
+        hashes = [file.sha256 for file in self.manifest.files]
+        return short_hash("packed", *hashes, *self.label_names, *self._caption.fingerprint_parts)
+
+    def verify(self) -> None:
+        """Read every file and compare its hash with the manifest."""
+        self._rows.verify()
+
+
+def check_size(folder: Path, manifest: Manifest, img_size: Size) -> None:
+    """Refuse a size other than that of a packed folder."""
+    if height_width(manifest.img_size) != height_width(img_size):
+        packed, wanted = format_size(manifest.img_size), format_size(img_size)
         raise UserError(
-            f"The packed images need {needed / 1e9:,.1f} GB, but {place} has {free / 1e9:,.1f} GB free.",
-            fix=fix,
+            f"{folder} was packed at {packed} pixels, but --img_size is {wanted}.",
+            fix=f"Train at {packed} pixels (--img_size), or pack the data set again at {wanted}.",
         )
-
-
-def _row_bytes(img_size: Size) -> int:
-    height, width = height_width(img_size)
-    return height * width * 3
-
-
-def _one_line(text: str) -> str:
-    return text.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")

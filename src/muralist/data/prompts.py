@@ -1,4 +1,4 @@
-"""The table of prompts: checked in one pass that keeps a few numbers per row, then read row by row."""
+"""The prompt table: validated in one pass that keeps a few numbers per row, then read row by row."""
 
 from __future__ import annotations
 
@@ -12,32 +12,61 @@ from typing import NamedTuple
 import numpy as np
 
 from muralist import data
-from muralist.data.coco_captions import CaptionRecords
-from muralist.data.fields import caption_text, pick
-from muralist.data.paths import check_exists
-from muralist.data.picture_names import file_stem, safe_id
-from muralist.data.prompt_records import TEXT_SUFFIXES, Cells, ParquetRecords, Records, TextRecords
-from muralist.errors import UserError, nearest
+from muralist.core.errors import UserError, closest_match
+from muralist.core.formatting import format_list
+from muralist.core.paths import check_exists
+from muralist.data.source import check_caption, first_present, short_hash
+from muralist.data.tables import (
+    TEXT_SUFFIXES,
+    Cells,
+    CocoCaptionTable,
+    ParquetTable,
+    Table,
+    TextTable,
+)
+
+# Separators, blanks, control characters, surrogates, and characters that other systems do not allow in a file name.
+_UNSAFE = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff/\\<>:\"|?*]")
+_RESERVED = re.compile(r"^(con|prn|aux|nul|com[0-9]|lpt[0-9])\.", re.IGNORECASE)  # device names on Windows
+_LEADING_DOTS = re.compile(r"^\.+")
+_MAX_ID_BYTES = 150  # a file name has 255 bytes, for the id, the seed and the suffix
+
+
+def safe_id(text: str) -> str:
+    """Make an id safe as part of a file name: one path component, not hidden, not too long; a safe id is unchanged."""
+    safe = _UNSAFE.sub("_", text.strip())
+    if safe.startswith("."):
+        safe = _LEADING_DOTS.sub(lambda dots: "_" * len(dots.group()), safe)
+    safe = _RESERVED.sub(r"\1_", safe)
+    data = safe.encode()
+    if len(data) <= _MAX_ID_BYTES:
+        return safe
+    ending = f"-{short_hash(safe)}"
+    return data[: _MAX_ID_BYTES - len(ending)].decode(errors="ignore") + ending
+
+
+def image_file_stem(id: str, seed: int) -> str:
+    """Return the file name of an image without its suffix, such as 000001_seed42; never a path out of the folder."""
+    return f"{safe_id(id)}_seed{seed}"
+
 
 _PROMPT = ("prompt", "caption")
 _ID = ("image_id", "id")
 _USED = (*_PROMPT, *_ID, "seed", "negative_prompt", "height", "width")
 
 _SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".json")
-_OWN = "muralist"
-_OWN_TABLE = Path(data.__file__).parent / "assets" / "prompts.csv"
+_BUILTIN = "muralist"
+_BUILTIN_TABLE = Path(data.__file__).parent / "assets" / "prompts.csv"
 _SEEDS_BELOW = 2**62  # as --seed_start
 _SIDES_BELOW = 2**31
-_ROWS_AT_ONCE = 1024
-_NAMES_SHOWN = 12
-
-_WHOLE = re.compile(r"([0-9]+)(\.0*)?")  # pandas writes 7 as 7.0 in a column with empty cells
+_MAX_NAMES_SHOWN = 12
+_INTEGER = re.compile(r"([0-9]+)(\.0*)?")  # pandas writes 7 as 7.0 in a column with empty cells
 
 
-class Row(NamedTuple):
-    """One row of the table; the id is already safe in a file name, and None stands where the table does not say."""
+class PromptRow(NamedTuple):
+    """A row of the prompt table, with an id that is safe in a file name; None stands for an empty cell."""
 
-    index: int  # type: ignore[assignment]  # hides a method of tuples that nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index
     id: str
     prompt: str
     seed: int | None
@@ -47,124 +76,90 @@ class Row(NamedTuple):
 
 
 class PromptTable:
-    """The rows of a table; they stay on disk, so a million of them take a few dozen MB. A pickled copy works elsewhere."""
+    """The rows of a prompt table; they stay on disk, so a million of them take a few dozen MB. Can be pickled."""
 
-    def __init__(self, path: Path, records: Records, limit: int | None) -> None:
-        self.path = path
+    def __init__(self, path: Path, table: Table, limit: int | None) -> None:
+        self.path, self._table, self._version = path, table, _file_version(path)
         self.notes: list[str] = []
-        self._records = records
-        self._state = _state(path)
-        if records.columns:
-            _check_columns(records.columns, str(path))
+        self.sizes: np.ndarray | None = None
+        """Heights and widths, int32 [N, 2], 0 for empty cells; None without such columns."""
+        self.seeds: np.ndarray | None = None
+        """Seeds, int64 [N], -1 for empty cells; None without such a column."""
+        self.id_hashes: np.ndarray | None = None
+        """Hashes of the ids, int64 [N]; None if ids are row numbers."""
+        if table.columns:
+            _check_columns(table.columns, str(path))
         self._scan(limit)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._positions)
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> PromptRow:
         """Read one row."""
         return self.rows([index])[0]
 
-    def rows(self, indices: Sequence[int]) -> list[Row]:
+    def rows(self, indices: Sequence[int]) -> list[PromptRow]:
         """Read some rows, in any order."""
-        numbers = [range(len(self))[index] for index in indices]
-        if _state(self.path) != self._state:
+        indices = [range(len(self))[index] for index in indices]
+        if _file_version(self.path) != self._version:
             raise UserError(
                 f"The table {self.path} was changed or removed while it was in use.",
-                fix="Run the same command again; pictures of rows that stayed the same are kept.",
+                fix="Run the same command again; images of unchanged rows are kept.",
             )
-        found = self._records.read(int(self._places[number]) for number in numbers)
-        return [_row(cells, number, str(self.path)) for cells, number in zip(found, numbers, strict=True)]
-
-    def sizes(self) -> np.ndarray | None:
-        """Heights and widths, int32 [N, 2], 0 where a row does not say; None if no row can."""
-        return self._sizes
-
-    def seeds(self) -> np.ndarray | None:
-        """Seeds, int64 [N], -1 where a row does not say; None if no row can."""
-        return self._seeds
-
-    def id_hashes(self) -> np.ndarray | None:
-        """Hashes of the ids, int64 [N]; None where ids are mere row numbers."""
-        return self._id_hashes
+        found = self._table.read(int(self._positions[index]) for index in indices)
+        return [_parse_row(cells, index, str(self.path)) for cells, index in zip(found, indices, strict=True)]
 
     def where(self, index: int) -> str:
-        """Say where a row is, for people; the table is read up to there, so this is for errors."""
-        record = next(islice(self._records.stream(), index, None))
-        return f"{self._records.unit} {record.line}"
+        """Return the place of a row for error messages; reads the table up to there."""
+        row = next(islice(self._table.stream(), index, None))
+        return f"{self._table.unit} {row.number}"
 
     def _scan(self, limit: int | None) -> None:
-        places, hashes, seeds, sizes = array("q"), array("q"), array("q"), array("i")
-        columns: set[str] = set(self._records.columns)
-        empty, changed = 0, _Changes()
-        unit, path = self._records.unit, str(self.path)
-        records = islice(self._records.stream(), limit)
-        while block := list(islice(records, _ROWS_AT_ONCE)):
-            columns.update(*(cells for _, _, cells in block))
-            rows = [
-                _row(cells, index, f"{unit} {line} of {path}")
-                for index, (_, line, cells) in enumerate(block, start=len(places))
-            ]
-            places.extend([place for place, _, _ in block])
-            seeds.extend([-1 if row.seed is None else row.seed for row in rows])
-            sizes.extend([side or 0 for row in rows for side in (row.height, row.width)])
-            # Every process hashes in its own way, but these are only compared with each other.
-            hashes.extend([hash(row.id) for row in rows])
-            empty += sum(not row.prompt for row in rows)
-            changed.count(rows, [cells for _, _, cells in block])
-        if not places:
+        positions, hashes, seeds, sizes = array("q"), array("q"), array("q"), array("i")
+        columns = set(self._table.columns)
+        empty, changed, example = 0, 0, ""
+        for position, number, cells in islice(self._table.stream(), limit):
+            row = _parse_row(cells, len(positions), f"{self._table.unit} {number} of {self.path}")
+            positions.append(position)
+            # Python's hashes differ between processes, but these are only compared with each other.
+            hashes.append(hash(row.id))
+            seeds.append(-1 if row.seed is None else row.seed)
+            sizes.extend((row.height or 0, row.width or 0))
+            if not self._table.columns:
+                columns.update(cells)
+            if not row.prompt:
+                empty += 1
+            if row.id != cells.get("image_id") and (written := _written_id(cells, "")) not in ("", row.id):
+                changed += 1
+                example = example or f"{written[:60]!r} became {row.id[:60]!r}"
+        if not positions:
             raise UserError(f"The table {self.path} has no rows.", fix="Give it at least one prompt.")
-        self._places = np.frombuffer(places, np.int64)
-        self._id_hashes = np.frombuffer(hashes, np.int64) if pick(columns, _ID) else None
-        self._seeds = np.frombuffer(seeds, np.int64) if "seed" in columns else None
-        has_sizes = not columns.isdisjoint(("height", "width"))
-        self._sizes = np.frombuffer(sizes, np.int32).reshape(-1, 2) if has_sizes else None
-        self._note(columns, limit, empty, changed)
-
-    def _note(self, columns: set[str], limit: int | None, empty: int, changed: _Changes) -> None:
-        count = len(self)
+        self._positions = np.frombuffer(positions, np.int64)
+        if first_present(columns, _ID):
+            self.id_hashes = np.frombuffer(hashes, np.int64)
+        if "seed" in columns:
+            self.seeds = np.frombuffer(seeds, np.int64)
+        if not columns.isdisjoint(("height", "width")):
+            self.sizes = np.frombuffer(sizes, np.int32).reshape(-1, 2)
+        count = len(positions)
         if limit is not None and count < limit:
-            self.notes.append(f"{self.path} has only {count:,} of the {limit:,} rows asked for: all of them are used.")
+            self.notes.append(f"{self.path} has only {count:,} of the {limit:,} requested rows: all of them are used.")
         if columns.issuperset(_PROMPT):
             self.notes.append(f"{self.path} has both a prompt and a caption: the prompt is used.")
         if columns.issuperset(_ID):
             self.notes.append(f"{self.path} has both an image_id and an id: the image_id is used.")
         if unused := sorted(name for name in columns.difference(_USED) if name):
-            more = f" and {len(unused) - _NAMES_SHOWN:,} more" if len(unused) > _NAMES_SHOWN else ""
-            self.notes.append(f"Columns of {self.path} without a use: {', '.join(unused[:_NAMES_SHOWN])}{more}.")
+            self.notes.append(f"Unused columns of {self.path}: {format_list(unused, _MAX_NAMES_SHOWN)}.")
         if empty:
-            self.notes.append(
-                f"{empty:,} of {count:,} prompts are empty: their pictures are drawn from the empty text."
-            )
-        if changed.number:
-            self.notes.append(
-                f"{changed.number:,} of {count:,} ids were changed to be safe as file names: {changed.example}."
-            )
+            self.notes.append(f"{empty:,} of {count:,} prompts are empty: their images are made from the empty text.")
+        if changed:
+            self.notes.append(f"{changed:,} of {count:,} ids were changed to be safe as file names: {example}.")
 
 
-class _Changes:
-    """How many ids could not stay as they are written, and the first of them."""
-
-    def __init__(self) -> None:
-        self.number, self.example = 0, ""
-
-    def count(self, rows: list[Row], cells: list[Cells]) -> None:
-        """Take in some rows and what they were made from."""
-        for row, written_cells in zip(rows, cells, strict=True):
-            if row.id == written_cells.get("image_id"):
-                continue  # at once, since nearly all are
-            written = _written_id(written_cells, "")
-            if written not in ("", row.id):
-                self.number += 1
-                self.example = self.example or f"{written[:60]!r} became {row.id[:60]!r}"
-
-
-def open_table(path: str, limit: int | None = None) -> PromptTable:
-    """Open the table at `path`, or the project's own, and check its first `limit` rows, or all."""
-    place = _OWN_TABLE if path == _OWN else Path(path).expanduser()
-    kinds = (
-        f"Give --prompts_csv a file that ends in {' '.join(_SUFFIXES)}, or {_OWN} for a hundred prompts that are here."
-    )
+def open_prompt_table(path: str, limit: int | None = None) -> PromptTable:
+    """Open the table at `path`, or the built-in one, and check its first `limit` rows, or all."""
+    place = _BUILTIN_TABLE if path == _BUILTIN else Path(path).expanduser()
+    kinds = f"Give --prompts_csv a file that ends in {' '.join(_SUFFIXES)}, or {_BUILTIN} for the built-in prompts."
     try:
         check_exists(place, "prompt table", kinds)
         if not place.is_file():
@@ -174,21 +169,21 @@ def open_table(path: str, limit: int | None = None) -> PromptTable:
         if suffix not in _SUFFIXES:
             raise UserError(f"{place} is not a kind of file that holds prompts.", fix=kinds)
         if place.stat().st_size == 0:
-            raise UserError(f"The prompt table {place} is empty.", fix="Was it copied completely?")
-        return PromptTable(place, _records(place, suffix), limit)
+            raise UserError(f"The prompt table {place} is empty.", fix="Check that it was copied completely.")
+        return PromptTable(place, _open_table(place, suffix), limit)
     except OSError as error:
         raise UserError(f"The prompt table {place} could not be read: {error.strerror}.") from error
 
 
-def _records(place: Path, suffix: str) -> Records:
+def _open_table(place: Path, suffix: str) -> Table:
     if suffix == ".parquet":
-        return ParquetRecords(place, _USED)
-    return CaptionRecords(place) if suffix == ".json" else TextRecords(place)
+        return ParquetTable(place, _USED)
+    return CocoCaptionTable(place) if suffix == ".json" else TextTable(place)
 
 
 def find_collision(table: PromptTable, seeds: np.ndarray) -> tuple[int, int] | None:
-    """Return two rows of one id and one seed, which would get one file; `seeds` are [N], or [N, C] for C copies of each."""
-    hashes = table.id_hashes()
+    """Find two rows with the same id and seed, hence the same file; `seeds` is [N], or [N, C] for C copies per row."""
+    hashes = table.id_hashes
     if hashes is None:
         return None
     copies = seeds.reshape(len(table), -1)
@@ -198,38 +193,38 @@ def find_collision(table: PromptTable, seeds: np.ndarray) -> tuple[int, int] | N
     same = np.flatnonzero((keys[order][1:] == keys[order][:-1]) & (flat[order][1:] == flat[order][:-1]))
     pairs = np.stack((rows[order[same]], rows[order[same + 1]]), axis=1)
     for first, second in pairs[np.argsort(pairs[:, 1], kind="stable")].tolist():
-        if first != second and table.row(first).id == table.row(second).id:  # not merely two ids of one hash
+        if first != second and table.row(first).id == table.row(second).id:  # not only the same hash
             return first, second
     return None
 
 
 def refuse_collision(table: PromptTable, seeds: np.ndarray) -> None:
-    """Refuse a table of which two rows would be written to one file."""
+    """Raise a UserError if two rows would be written to the same file."""
     if (found := find_collision(table, seeds)) is None:
         return
     first, second = found
     id = table.row(first).id
     shared = np.intersect1d(seeds.reshape(len(table), -1)[first], seeds.reshape(len(table), -1)[second])
     raise UserError(
-        f"Two rows of {table.path} would be written to one file, {file_stem(id, int(shared[0]))}: "
-        f"those in {table.where(first)} and {table.where(second)}.",
-        "They have the same id, in the form that is safe in a file name, and the same seed.",
+        f"Two rows of {table.path} would be written to the same file, {image_file_stem(id, int(shared[0]))}: "
+        f"{table.where(first)} and {table.where(second)}.",
+        "They have the same id, once it is made safe as a file name, and the same seed.",
         "Give them different ids or seeds.",
     )
 
 
-def _row(cells: Cells, index: int, where: str) -> Row:
-    prompt_field = pick(cells, _PROMPT)
+def _parse_row(cells: Cells, index: int, where: str) -> PromptRow:
+    prompt_field = first_present(cells, _PROMPT)
     if prompt_field is None:
         raise _no_prompt(cells, where)
     written = _written_id(cells, where)
-    # Most tables lack most columns, and there may be a million rows: what is not there is not looked into.
+    # There may be a million rows, and most tables lack most columns: absent columns are not parsed.
     height, width = _size(cells, where) if "height" in cells or "width" in cells else (None, None)
-    return Row(
+    return PromptRow(
         index,
         safe_id(written) if written else f"{index + 1:06d}",
         _text(cells, prompt_field, where),
-        _whole(cells, "seed", where, 0, _SEEDS_BELOW) if "seed" in cells else None,
+        _parse_integer(cells, "seed", where, 0, _SEEDS_BELOW) if "seed" in cells else None,
         (_text(cells, "negative_prompt", where) or None) if "negative_prompt" in cells else None,
         height,
         width,
@@ -237,8 +232,8 @@ def _row(cells: Cells, index: int, where: str) -> Row:
 
 
 def _size(cells: Cells, where: str) -> tuple[int | None, int | None]:
-    height = _whole(cells, "height", where, 1, _SIDES_BELOW)
-    width = _whole(cells, "width", where, 1, _SIDES_BELOW)
+    height = _parse_integer(cells, "height", where, 1, _SIDES_BELOW)
+    width = _parse_integer(cells, "width", where, 1, _SIDES_BELOW)
     if (height is None) != (width is None):
         given, missing = ("width", "height") if height is None else ("height", "width")
         raise UserError(f"There is a {given} but no {missing} in {where}.", fix="Give both or neither.")
@@ -248,12 +243,12 @@ def _size(cells: Cells, where: str) -> tuple[int | None, int | None]:
 def _text(cells: Cells, field: str, where: str) -> str:
     if _is_missing(value := cells.get(field)):
         return ""
-    return caption_text(value, where, field).strip()
+    return check_caption(value, where, field).strip()
 
 
 def _written_id(cells: Cells, where: str) -> str:
-    """Return the id as it is written, or nothing."""
-    field = pick(cells, _ID)
+    """Return the id as it is written; empty if there is none."""
+    field = first_present(cells, _ID)
     value = cells[field] if field else None
     if isinstance(value, str):
         return value.strip()
@@ -266,21 +261,21 @@ def _written_id(cells: Cells, where: str) -> str:
     return str(value)
 
 
-def _whole(cells: Cells, field: str, where: str, least: int, below: int) -> int | None:
-    """Return the whole number of a cell, or None for an empty one."""
+def _parse_integer(cells: Cells, field: str, where: str, least: int, below: int) -> int | None:
+    """Return the integer in a cell, or None for an empty cell."""
     if _is_missing(value := cells.get(field)) or (isinstance(value, str) and not value.strip()):
         return None
     number = None
     if isinstance(value, str):
-        # No number in range is longer, and Python refuses to read very long ones.
-        if len(value) < 100 and (match := _WHOLE.fullmatch(value.strip())):
+        # No valid number is longer, and Python refuses to parse very long ones.
+        if len(value) < 100 and (match := _INTEGER.fullmatch(value.strip())):
             number = int(match[1])
     elif isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
         number = int(value)
     if number is None or not least <= number < below:
         power = below.bit_length() - 1
         raise UserError(
-            f"The {field} {value!r:.60} in {where} is not a whole number from {least} to 2^{power} - 1.",
+            f"The {field} {value!r:.60} in {where} is not an integer from {least} to 2^{power} - 1.",
             fix="Leave the cell empty to use the value of the command.",
         )
     return number
@@ -291,7 +286,7 @@ def _is_missing(value: object) -> bool:
 
 
 def _check_columns(columns: list[str], where: str) -> None:
-    if pick(columns, _PROMPT) is None:
+    if first_present(columns, _PROMPT) is None:
         raise _no_prompt(columns, where)
     if double := next((name for name in _USED if columns.count(name) > 1), None):
         raise UserError(f"{where} has {columns.count(double)} columns called {double}.", fix="Rename all but one.")
@@ -299,18 +294,18 @@ def _check_columns(columns: list[str], where: str) -> None:
 
 def _no_prompt(columns: Iterable[str], where: str) -> UserError:
     names = list(columns)
-    hints = [f"{name}: {hint}" for name in names if (hint := nearest(name, _PROMPT))]
+    hints = [f"{name}: {hint}" for name in names if (hint := closest_match(name, _PROMPT))]
     return UserError(
         f"There is no prompt or caption in {where}.",
-        f"Its columns are {', '.join(names[:_NAMES_SHOWN]) or 'none'}. {' '.join(hints[:1])}".strip(),
+        f"Its columns are {', '.join(names[:_MAX_NAMES_SHOWN]) or 'none'}. {' '.join(hints[:1])}".strip(),
         "Call the column of prompts prompt; columns are separated by commas in .csv files and by tabs in .tsv files.",
     )
 
 
-def _state(path: Path) -> tuple[int, int] | None:
-    """Return what changes when a file is written to; None if it is gone."""
+def _file_version(path: Path) -> tuple[int, int] | None:
+    """Return size and modification time of a file; None if it is gone."""
     try:
-        state = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    return state.st_size, state.st_mtime_ns
+    return status.st_size, status.st_mtime_ns

@@ -1,113 +1,350 @@
-"""CSV, TSV and JSONL tables that name image files, with captions and labels."""
+"""Read tables from disk: CSV, TSV, JSONL, plain lines, Parquet and MS-COCO captions.
+
+Prompt tables, image tables and the metadata of image folders all go through here. A table is streamed once in order,
+then read row by row from the file, so that a million rows never lie in memory together.
+"""
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
+import codecs
+import csv
+import io
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
+from muralist.core.errors import UserError
+from muralist.data.source import LruCache
 
-from muralist.data.captions import Caption
-from muralist.data.fields import LABEL_FIELDS, label_number, pick, sample_files, settle_labels, short_hash
-from muralist.data.images import Size, read_cropped, stored_shape
-from muralist.data.item import Item
-from muralist.data.paths import is_file, start_of_paths
-from muralist.data.rows import table_rows
-from muralist.errors import UserError
+Cells = dict[str, object]
+"""The cells of a row by column name in lower case."""
 
-_IMAGE_FIELDS = ("image", "image_path", "img_path", "path", "file_name")
+_MAX_CELL = 2**24  # characters: far above any caption, and an unclosed quote cannot fill the memory
+_PARQUET_BLOCK_ROWS = 32_768
+_ROWS_AT_ONCE = 1024  # converted to Python objects, which take ten times the memory
+_BLOCKS_KEPT = 2
+_BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
 
-_LIST_FOLDER_FROM = 256  # so many files of one folder are looked up faster by listing it than one by one
+
+class TableRow(NamedTuple):
+    """A row of a table."""
+
+    position: int  # by which `Table.read` finds the row again
+    number: int  # line of the file (where the row ends), or number of the row, from 1
+    cells: Cells
 
 
-class TableSource:
-    """The rows of a table; image paths start from its folder, or as HunyuanDiT writes them, and may lead out of it."""
+class Table(Protocol):
+    """The rows of one file; a pickled copy opens the file again."""
 
-    def __init__(self, path: Path, img_size: Size, known: list[str] | None = None, caption: str | None = None) -> None:
+    unit: str
+    """What the number of a row counts: "line", "row" or "annotation"."""
+    columns: list[str]
+    """The names in the header, in lower case; empty where each row names its own columns."""
+
+    def stream(self) -> Iterator[TableRow]:
+        """Yield all rows in order."""
+        ...
+
+    def read(self, positions: Iterable[int]) -> list[Cells]:
+        """Return the rows at some positions."""
+        ...
+
+
+class TextTable:
+    """CSV, TSV, JSONL or plain lines, in UTF-8 or in UTF-16 with a byte order mark; positions are byte offsets.
+
+    `strict` refuses stray and unclosed quotes, where csv would guess, and accepts blanks before a quote.
+    """
+
+    unit = "line"
+
+    def __init__(self, path: Path, strict: bool = True) -> None:
+        self.path, self.strict = path, strict
+        self.columns: list[str] = []
+        suffix = path.suffix.lower()
+        self._parse, self._delimiter = _PARSERS[suffix], "\t" if suffix == ".tsv" else ","
+        with path.open("rb") as file:
+            start = file.read(4)
+        mark = next((mark for mark in _BYTE_ORDER_MARKS if start.startswith(mark)), b"")
+        self._encoding = _BYTE_ORDER_MARKS.get(mark, "utf-8")
+        self._first_row, self._header_lines = len(mark), 0
+        if self._parse is _parse_csv:
+            with self._lines(len(mark)) as lines, self._explain_csv_errors(lines):
+                header = next((cells for cells in self.csv_reader(lines) if cells), [])  # blank lines may precede it
+                self.columns = [name.strip().lower() for name in header]
+                self._first_row, self._header_lines = lines.offset, lines.number
+
+    def stream(self) -> Iterator[TableRow]:
+        """Yield all rows in order, with the byte offsets at which they begin."""
+        with self._lines(self._first_row, self._header_lines) as lines, self._explain_csv_errors(lines):
+            for cells in self._parse(self, lines):
+                yield TableRow(lines.row_offset, lines.number, cells)
+                lines.begin_row()
+
+    def read(self, positions: Iterable[int]) -> list[Cells]:
+        """Return the rows that begin at some byte offsets."""
+        found: list[Cells] = []
+        with ExitStack() as stack:
+            lines: _Lines | None = None
+            rows: Iterator[Cells] = iter(())
+            for offset in positions:
+                if lines is None or lines.offset != offset:  # reading on from the last row halves the time
+                    stack.close()
+                    lines = stack.enter_context(self._lines(offset))
+                    rows = self._parse(self, lines)
+                found.append(next(rows))
+        return found
+
+    def csv_reader(self, lines: Iterable[str]) -> Iterator[list[str]]:
+        """Return a reader of cells."""
+        csv.field_size_limit(_MAX_CELL)
+        if self.strict and self._delimiter == "\t":
+            lines = _quote_unquoted(lines)
+        return csv.reader(lines, delimiter=self._delimiter, strict=self.strict, skipinitialspace=self.strict)
+
+    def _lines(self, offset: int, number: int = 0) -> _Lines:
+        return _Lines(self.path, self._encoding, offset, number)
+
+    @contextmanager
+    def _explain_csv_errors(self, lines: _Lines) -> Iterator[None]:
+        try:
+            yield
+        except csv.Error as error:
+            raise UserError(
+                f"The row that begins in line {lines.row_number} of {self.path} could not be read: {error}.",
+                "Often a quote is not closed, or a cell begins with a quote that is not doubled.",
+                'Write a cell that holds quotes as "He said ""hello"" to her".',
+            ) from error
+
+
+class _Lines:
+    """The lines of a file from a byte offset on; counts the bytes and lines taken."""
+
+    def __init__(self, path: Path, encoding: str, offset: int, number: int) -> None:
+        self.path, self.encoding, self.offset, self.number = path, encoding, offset, number
+        self.begin_row()
+        file = path.open("rb")
+        file.seek(offset)
+        # Undecodable bytes pass here and fail below, in the line that holds them.
+        errors = "surrogateescape" if encoding == "utf-8" else "surrogatepass"
+        self._file = io.TextIOWrapper(file, encoding, errors, newline="")
+
+    def begin_row(self) -> None:
+        """Note that a row begins here."""
+        self.row_offset, self.row_number = self.offset, self.number + 1
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for line in self._file:
+                size = len(line.encode(self.encoding))
+                self.offset += size
+                self.number += 1
+                yield line
+        except UnicodeError as error:
+            raise UserError(
+                f"Line {self.number + 1} of {self.path}, from byte {self.offset:,} on, is not "
+                f"{self.encoding[:6].upper()} text.",
+                fix="Save the file as UTF-8.",
+            ) from error
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _parse_csv(table: TextTable, lines: _Lines) -> Iterator[Cells]:
+    header = table.columns
+    for cells in table.csv_reader(lines):
+        if not cells:
+            continue
+        if len(cells) != len(header):
+            missing = "Is it truncated? A row has as many separators as the header, also where fields are empty."
+            many = "Put quotes around fields that hold the separator or a line break."
+            raise UserError(
+                f"Line {lines.number} of {table.path} has {len(cells)} field{'s' if len(cells) > 1 else ''}, "
+                f"but the header has {len(header)}.",
+                fix=many if len(cells) > len(header) else missing,
+            )
+        yield dict(zip(header, cells, strict=True))
+
+
+def _quote_unquoted(lines: Iterable[str]) -> Iterator[str]:
+    """Quote the cells of TSV lines that were written without quoting, such as `"STOP" on a sign` in PartiPrompts."""
+    inside = False  # a quoted cell that continues in the next line
+    for line in lines:
+        if inside or '"' in line:
+            continues, inside = inside, False
+            try:
+                next(
+                    csv.reader(['"' + line if continues else line], delimiter="\t", strict=True, skipinitialspace=True)
+                )
+            except csv.Error as error:
+                inside = "unexpected end of data" in str(error)
+                if not inside and not continues:  # text follows a closing quote
+                    body = line.rstrip("\r\n")
+                    line = '"' + body.replace('"', '""').replace("\t", '"\t"') + '"' + line[len(body) :]
+        yield line
+
+
+def _parse_json_lines(table: TextTable, lines: _Lines) -> Iterator[Cells]:
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            at = f"{error.msg}, at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else error
+            raise UserError(f"Line {lines.number} of {table.path} is not JSON: {at}.") from error
+        if not isinstance(row, dict):
+            raise UserError(f"Line {lines.number} of {table.path} is not a JSON object with named fields.")
+        yield _lower_case_names(row)
+
+
+def _parse_plain_lines(table: TextTable, lines: _Lines) -> Iterator[Cells]:
+    for line in lines:
+        if prompt := line.strip():
+            yield {"prompt": prompt}
+
+
+_PARSERS: dict[str, Callable[[TextTable, _Lines], Iterator[Cells]]] = {
+    ".csv": _parse_csv,
+    ".tsv": _parse_csv,
+    ".jsonl": _parse_json_lines,
+    ".txt": _parse_plain_lines,
+}
+TEXT_SUFFIXES = tuple(_PARSERS)
+
+
+class ParquetTable:
+    """The rows of a Parquet file; positions are row numbers. Caches a few blocks, however large its row groups are."""
+
+    unit = "row"
+
+    def __init__(self, path: Path, wanted: Iterable[str]) -> None:
+        self.path = path
+        self._files: LruCache[Any] = LruCache(1)
+        self._blocks: LruCache[Any] = LruCache(_BLOCKS_KEPT)
+        with self._explain_damage():
+            names = self._file().schema_arrow.names
+        self.columns = [name.strip().lower() for name in names]
+        wanted = set(wanted)
+        self._names = [name for name, column in zip(names, self.columns, strict=True) if column in wanted]
+        self._block_places: list[tuple[int, int]] = []  # row group of each block, and its number there
+        self._starts = [0]  # first row of each block
+
+    def stream(self) -> Iterator[TableRow]:
+        """Yield all rows in order, and note where blocks begin, which `read` needs for the rows seen so far."""
+        row = 0
+        for group in range(self._file().num_row_groups):
+            for number, block in enumerate(self._read_blocks(group)):
+                if row == self._starts[-1]:
+                    self._block_places.append((group, number))
+                    self._starts.append(row + block.num_rows)
+                for start in range(0, block.num_rows, _ROWS_AT_ONCE):
+                    for cells in self._to_cells(block.slice(start, _ROWS_AT_ONCE)):
+                        yield TableRow(row, row + 1, cells)
+                        row += 1
+
+    def read(self, positions: Iterable[int]) -> list[Cells]:
+        """Return rows by number."""
+        found = []
+        for row in positions:
+            index = bisect_right(self._starts, row) - 1
+            block = self._blocks.get(index, self._read_block)
+            found += self._to_cells(block.slice(row - self._starts[index], 1))
+        return found
+
+    def _read_block(self, index: int) -> Any:
+        group, number = self._block_places[index]
+        return next(islice(self._read_blocks(group), number, None))
+
+    def _read_blocks(self, group: int) -> Iterator[Any]:
+        with self._explain_damage():
+            # Threads of the parent process do not exist in a forked worker, so none are used.
+            yield from self._file().iter_batches(_PARQUET_BLOCK_ROWS, [group], self._names, use_threads=False)
+
+    def _to_cells(self, block: Any) -> list[Cells]:
+        with self._explain_damage():
+            return [_lower_case_names(row) for row in block.to_pylist()]
+
+    def _file(self) -> Any:
+        return self._files.get(0, self._open)
+
+    def _open(self, _: int) -> Any:
+        import pyarrow.parquet
+
+        with self._explain_damage():
+            return pyarrow.parquet.ParquetFile(self.path, memory_map=True)
+
+    @contextmanager
+    def _explain_damage(self) -> Iterator[None]:
         import pyarrow
 
-        self.path, self.img_size = path, img_size
-        rule: Caption | None = None
-        images: list[str] = []
-        captions: list[str] = []
-        labels: list[int] = []
-        lines: list[int] = []
-        for line, row in table_rows(path):
-            where = f"line {line} of {path}"
-            images.append(_image(row, where))
-            if label_field := pick(row, LABEL_FIELDS):
-                labels.append(label_number(row[label_field], where))
-                row.setdefault("label", labels[-1])
-            # Rows of JSON may differ in their columns: without a rule, each has the caption that it names so itself.
-            if rule is None or caption is None:
-                rule = Caption.settle(caption, row, str(path))
-            captions.append(rule.text(row, where))
-            lines.append(line)
-            if len(labels) not in (0, len(images)):
-                raise UserError(
-                    f"Some rows of {path} have a label and others none; the first change is in line {line}."
-                )
-        if not images:
-            raise UserError(f"The table {path} has no rows.")
-        self._start = start_of_paths(path, images[0])
-        _check_files(path, self._start, images, lines)
-        self._labels, self.label_names = settle_labels(np.array(labels, dtype=np.int64), known, str(path))
-        self._images = pyarrow.array([os.fsencode(image) for image in images], pyarrow.large_binary())
-        self._captions = pyarrow.array(captions, pyarrow.large_string())
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    def read(self, index: int) -> Item:
-        """Decode the image of row `index`."""
-        label = 0 if self._labels is None else int(self._labels[index])
-        return Item(read_cropped(self._path_of(index), self.img_size), label, self._captions[index].as_py())
-
-    def shape(self, index: int) -> tuple[int, int]:
-        """Return height and width of the image of row `index` in its file."""
-        return stored_shape(self._path_of(index))
-
-    def fingerprint(self) -> str:
-        """Hash what the rows say, and samples of the files they name."""
-        labels = b"" if self._labels is None else self._labels
-        return short_hash("table", self._images, self._captions, labels, sample_files(len(self), self._path_of))
-
-    def _path_of(self, index: int) -> Path:
-        return self._start / os.fsdecode(self._images[index].as_py())
+        try:
+            yield
+        # ValueError: names or texts that are not UTF-8; OverflowError: a date beyond the calendar.
+        except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
+            raise UserError(f"The Parquet file {self.path} could not be read: {error}.") from error
 
 
-def _image(row: dict[str, object], where: str) -> str:
-    field = pick(row, _IMAGE_FIELDS)
-    if field is None:
-        raise UserError(
-            f"No column names the image in {where}.",
-            f"Its columns are {', '.join(row) or 'none'}.",
-            f"Name the column one of {', '.join(_IMAGE_FIELDS)}.",
-        )
-    image = row[field]
-    if not isinstance(image, str) or not image.strip():
-        raise UserError(f"There is no image in {where}: its {field} is {image!r:.60}.")
-    return image.strip()
+class CocoCaptionTable:
+    """The annotations of a file such as captions_val2014.json, in its order; positions are annotation numbers.
+
+    JSON can only be parsed as one document, so captions stay in memory: some 50 MB for MS-COCO.
+    """
+
+    unit = "annotation"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.columns: list[str] = []
+        self._annotations: LruCache[list[Cells]] = LruCache(1)
+
+    def stream(self) -> Iterator[TableRow]:
+        """Yield all annotations in order."""
+        for index, cells in enumerate(self._annotations.get(0, self._load)):
+            yield TableRow(index, index + 1, cells)
+
+    def read(self, positions: Iterable[int]) -> list[Cells]:
+        """Return annotations by number."""
+        rows = self._annotations.get(0, self._load)
+        return [rows[index] for index in positions]
+
+    def _load(self, _: int) -> list[Cells]:
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{self.path} is not JSON: {error}.", fix="Check that it was copied completely.") from error
+        annotations = content.get("annotations") if isinstance(content, dict) else None
+        if not isinstance(annotations, list) or not all(isinstance(row, dict) for row in annotations):
+            raise UserError(
+                f"{self.path} is not a file of MS-COCO captions.",
+                "Such a file is an object with a list of annotations, each with an image_id and a caption.",
+                "Save other prompts as .jsonl, one object with a prompt per line.",
+            )
+        # An annotation's own id would name images that nobody can find again.
+        return [{name: row[name] for name in ("image_id", "caption") if name in row} for row in annotations]
 
 
-def _check_files(table: Path, start: Path, images: list[str], lines: list[int]) -> None:
-    """Find the first row whose file is missing; large folders are listed once, not asked a million times."""
-    rows_of_folder: dict[str, list[int]] = defaultdict(list)
-    for row, image in enumerate(images):
-        rows_of_folder[image[: image.rfind("/") + 1]].append(row)
-    missing: list[int] = []
-    for folder, rows in rows_of_folder.items():
-        where = start / folder
-        if len(rows) < _LIST_FOLDER_FROM or not where.is_dir():
-            missing += [row for row in rows if not is_file(start / images[row])]
-        else:
-            present = set(os.listdir(where))  # noqa: PTH208  (names are wanted, not Path objects)
-            missing += [row for row in rows if images[row].rpartition("/")[2] not in present]
-    if missing:
-        first = min(missing)
-        raise UserError(
-            f"Line {lines[first]} of {table} names {images[first]}, but there is no such file.",
-            f"{len(missing):,} of {len(images):,} rows name missing files.",
-            f"Image paths are relative to {start}.",
-        )
+def table_rows(path: Path) -> Iterator[tuple[int, Cells]]:
+    """Yield line numbers and rows of a CSV, TSV or JSONL table of images."""
+    try:
+        for row in TextTable(path, strict=False).stream():
+            yield row.number, row.cells
+    except OSError as error:
+        raise UserError(f"The table {path} could not be read: {error}.") from error
+
+
+def _lower_case_names(cells: dict[str, Any]) -> Cells:
+    return {name.strip().lower(): value for name, value in cells.items()}

@@ -1,1 +1,1 @@
-"""Objectives and solvers: small pure functions, no state."""
+"""Training objectives and samplers: small pure functions without state."""

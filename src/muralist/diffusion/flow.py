@@ -1,7 +1,7 @@
-"""The flow objective on the straight path z = t x + (1 - t) e from noise e at t = 0 to data x at t = 1.
+"""Flow matching on the linear path z = t x + (1 - t) e from noise e at t = 0 to data x at t = 1.
 
-A network may predict the data x, the velocity v = x - e or the noise e, and the loss may compare any of the three: nine
-pairs. The default is x-prediction with v-loss. Every draw is keyed by the sample, never by what was drawn before.
+A network may predict the data x, the velocity v = x - e or the noise e, and the loss may be taken on any of the three:
+nine pairs. The default is x-prediction with v-loss. Random numbers are functions of the sample's key, not of a stream.
 """
 
 from __future__ import annotations
@@ -11,54 +11,42 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from muralist.keyed_random import Purpose, SampleKeys
+from muralist.core.rng import Purpose, SampleKeys
 
-Kind = Literal["x", "v", "eps"]
+Prediction = Literal["x", "v", "eps"]
 
-T_EPS = 0.05  # the official bound below which a divisor 1 - t (or t) does not go
+T_EPS = 0.05  # the official lower bound of the divisor 1 - t (or t)
 
 
-def _like(t: Tensor, image: Tensor) -> Tensor:
-    """Times [B] shaped to multiply a batch of images."""
+def _broadcast(t: Tensor, image: Tensor) -> Tensor:
+    """Reshape times [B] to multiply a batch of images."""
     return t.view(-1, *[1] * (image.ndim - 1))
 
 
-def draw_time(keys: SampleKeys, mean: float = -0.8, std: float = 0.8) -> Tensor:
-    """Times [B] in (0, 1), logit-normal: t = sigmoid(mean + std n)."""
+def sample_time(keys: SampleKeys, mean: float = -0.8, std: float = 0.8) -> Tensor:
+    """Draw logit-normal times [B] in (0, 1): t = sigmoid(mean + std n)."""
     return torch.sigmoid(keys.normal(Purpose.TIME) * std + mean)
 
 
-def draw_noise(keys: SampleKeys, shape: tuple[int, ...], scale: float = 1.0) -> Tensor:
-    """Normal noise e, [B, *shape]."""
+def sample_noise(keys: SampleKeys, shape: tuple[int, ...], scale: float = 1.0) -> Tensor:
+    """Draw normal noise e, [B, *shape]."""
     return keys.normal(Purpose.NOISE, shape) * scale
 
 
 def drop_labels(labels: Tensor, keys: SampleKeys, probability: float, null_label: int) -> Tensor:
-    """Replace labels [B] by the null label with this probability, which is what guidance learns from."""
+    """Replace labels [B] by the null label with this probability: classifier-free guidance needs it."""
     return torch.where(keys.uniform(Purpose.LABEL_DROP) < probability, null_label, labels)
 
 
 def interpolate(x: Tensor, e: Tensor, t: Tensor) -> Tensor:
-    """The point of the path at time t: z = t x + (1 - t) e."""
-    t = _like(t, x)
+    """z = t x + (1 - t) e."""
+    t = _broadcast(t, x)
     return t * x + (1 - t) * e
 
 
-def to_x(kind: Kind, output: Tensor, z: Tensor, t: Tensor, t_eps: float = T_EPS) -> Tensor:
-    """The data that a prediction implies: z + (1 - t) v, or (z - (1 - t) e) / t."""
-    t = _like(t, z)
-    match kind:
-        case "x":
-            return output
-        case "v":
-            return z + (1 - t) * output
-        case "eps":
-            return (z - (1 - t) * output) / t.clamp_min(t_eps)
-
-
-def to_v(kind: Kind, output: Tensor, z: Tensor, t: Tensor, t_eps: float = T_EPS) -> Tensor:
-    """The velocity that a prediction implies: (x - z) / (1 - t), or (z - e) / t."""
-    t = _like(t, z)
+def to_v(kind: Prediction, output: Tensor, z: Tensor, t: Tensor, t_eps: float = T_EPS) -> Tensor:
+    """Convert a prediction to a velocity: v = (x - z) / (1 - t) = (z - e) / t."""
+    t = _broadcast(t, z)
     match kind:
         case "x":
             return (output - z) / (1 - t).clamp_min(t_eps)
@@ -68,21 +56,9 @@ def to_v(kind: Kind, output: Tensor, z: Tensor, t: Tensor, t_eps: float = T_EPS)
             return (z - output) / t.clamp_min(t_eps)
 
 
-def to_eps(kind: Kind, output: Tensor, z: Tensor, t: Tensor, t_eps: float = T_EPS) -> Tensor:
-    """The noise that a prediction implies: (z - t x) / (1 - t), or z - t v."""
-    t = _like(t, z)
-    match kind:
-        case "x":
-            return (z - t * output) / (1 - t).clamp_min(t_eps)
-        case "v":
-            return z - t * output
-        case "eps":
-            return output
-
-
-def _gain(prediction: Kind, compared: Kind, t: Tensor, t_eps: float) -> Tensor:
-    """How much an error of the prediction grows in the conversions above, which are linear in the output."""
-    match prediction, compared:
+def _loss_weight(prediction: Prediction, space: Prediction, t: Tensor, t_eps: float) -> Tensor:
+    """Return the factor of an error when the prediction is converted to another space; conversions are linear."""
+    match prediction, space:
         case "x", "v":
             return 1 / (1 - t).clamp_min(t_eps)
         case "x", "eps":
@@ -100,9 +76,9 @@ def _gain(prediction: Kind, compared: Kind, t: Tensor, t_eps: float) -> Tensor:
 
 
 def loss(
-    prediction: Kind, compared: Kind, output: Tensor, x: Tensor, e: Tensor, t: Tensor, t_eps: float = T_EPS
+    prediction: Prediction, space: Prediction, output: Tensor, x: Tensor, e: Tensor, t: Tensor, t_eps: float = T_EPS
 ) -> Tensor:
-    """Mean squared error [B] in the compared quantity; prediction and target are converted alike, bound included."""
+    """Mean squared error [B] in a space; prediction and target are converted alike, with the same t_eps."""
     target = {"x": x, "v": x - e, "eps": e}[prediction]
     error = (output.float() - target).square().flatten(1).mean(dim=1)
-    return _gain(prediction, compared, t, t_eps).square() * error
+    return _loss_weight(prediction, space, t, t_eps).square() * error

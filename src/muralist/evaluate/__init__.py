@@ -1,1 +1,1 @@
-"""How good pictures are: features of every image, numbers that compare two sets, and a page to look at."""
+"""Evaluation of generated images: features, metrics against a reference, report.json and its page."""

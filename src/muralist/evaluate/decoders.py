@@ -1,36 +1,89 @@
-"""The processes that decode pictures for one GPU, and the threads that ask them."""
+"""Processes that decode images for one GPU into shared memory.
+
+Many cores feed one GPU; the threads of one process would share an interpreter, and pixels sent through pipes would be
+copied by the process that feeds the GPU. The processes import this module, which therefore imports nothing heavy.
+"""
 
 from __future__ import annotations
 
-import json
+import mmap
 import os
-import subprocess
-import sys
-import threading
+import tempfile
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count, cycle
+from multiprocessing import reduction
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from muralist.data.images import BrokenImage
-from muralist.errors import UserError
-from muralist.evaluate.decoding import decoded, unchanged
-from muralist.evaluate.shared_memory import SharedMemory
+from muralist.core.errors import UserError
+from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited
+from muralist.data.decode import ImageDecodeError, decode_pixels, read_unchanged_image
 
-_AT_ONCE = 8  # pictures of one request
-_FAREWELL = 5.0  # seconds
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_KEPT = 256 << 20  # bytes of a buffer that is kept for the next batch: 64 images of more than a million pixels
+_CHUNK = 8  # images of one message
+_POLL = 1.0  # seconds
+
+
+class SharedMemory:
+    """A file without a name that grows as needed, mapped here and written by other processes."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = _nameless_file() if descriptor is None else descriptor
+        self._bytes = np.empty(0, np.uint8)
+
+    def __reduce__(self) -> tuple[Callable[[Any], SharedMemory], tuple[Any]]:
+        return _received, (reduction.DupFd(self.descriptor),)
+
+    def view(self, size: int) -> np.ndarray:
+        """Return the first bytes; earlier, smaller views go on showing the same memory."""
+        if size > len(self._bytes):
+            os.ftruncate(self.descriptor, size)
+            self._bytes = np.frombuffer(mmap.mmap(self.descriptor, size), np.uint8)
+        return self._bytes[:size]
+
+    def write(self, pixels: np.ndarray, start: int) -> None:
+        """Write pixels without mapping the memory."""
+        view = np.ascontiguousarray(pixels).reshape(-1).data
+        while view:
+            written = os.pwrite(self.descriptor, view, start)
+            view, start = view[written:], start + written
+
+    def shrink(self) -> None:
+        """Free the memory of unusually large batches; nobody may look at earlier views any more."""
+        if len(self._bytes) > _KEPT:
+            os.ftruncate(self.descriptor, 0)
+            self._bytes = np.empty(0, np.uint8)
+
+    def close(self) -> None:
+        """Close the file; views stay valid."""
+        self._bytes = np.empty(0, np.uint8)
+        os.close(self.descriptor)
+
+
+def _received(descriptor: Any) -> SharedMemory:
+    return SharedMemory(descriptor.detach())
+
+
+def _nameless_file() -> int:
+    """Prefer a memfd to /dev/shm, of which containers often have only 64 MB."""
+    try:
+        return os.memfd_create("muralist")
+    except (AttributeError, OSError):  # some builds of Python lack the call, and a kernel may refuse it
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A file, the SHA-256 that its content has, and the height and width that its header tells."""
+class DecodeRequest:
+    """A file, the SHA-256 of its content, and the height and width in its header."""
 
     path: Path
     key: bytes
@@ -38,125 +91,124 @@ class Wanted:
 
     @property
     def size(self) -> int:
-        """How many bytes its pixels are."""
+        """The bytes of its pixels."""
         return 3 * self.shape[0] * self.shape[1] if self.shape else 0
 
 
-class Decoders:
-    """Some processes; each is asked by one thread of ours, which waits for it without holding the interpreter."""
+class _Chunk(NamedTuple):
+    """Some images of a batch: each with the place of its pixels in one of the shared memories."""
+
+    number: int
+    memory: int
+    requests: Sequence[DecodeRequest]
+    starts: Sequence[int]
+
+
+def _serve(inbox: Inbox, send: Send, memories: Sequence[SharedMemory]) -> None:
+    """Run in a process: decode chunks, answer with the shape of each image, the reason why it has none, or an error."""
+    while (chunk := inbox.get()) is not None:
+        answers: list[tuple[int, ...] | str | UserError] = []
+        for request, start in zip(chunk.requests, chunk.starts, strict=True):
+            try:
+                pixels = decode_pixels(read_unchanged_image(request.path, request.key))
+                if pixels.nbytes == request.size:  # else the header is wrong, and there is no place for the pixels
+                    memories[chunk.memory].write(pixels, start)
+                answers.append(pixels.shape[:2])
+            except ImageDecodeError as error:
+                answers.append(error.reason)
+            except UserError as error:
+                answers.append(error)
+        send((chunk.number, answers))
+
+
+class DecoderPool:
+    """Processes that decode batches ahead of the one that wants them."""
 
     def __init__(self, processes: int, ahead: int) -> None:
-        self._all_memory = [SharedMemory() for _ in range(ahead)]
-        self._unused = list(self._all_memory)
-        descriptors = [memory.descriptor for memory in self._all_memory]
-        # -P: a file in the current folder must not take the place of a library.
-        command = [sys.executable, "-P", "-m", "muralist.evaluate.decoding"]
-        self._processes = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=descriptors)
-            for _ in range(processes)
-        ]
-        self._free = list(self._processes)
-        self._own = threading.local()
-        self._pool = ThreadPoolExecutor(processes, initializer=self._adopt)
+        self._memories = [SharedMemory() for _ in range(ahead)]
+        self._unused = list(range(ahead))
+        labels = [str(number) for number in range(processes)]
+        self._pool = ProcessPool("muralist-decode", _serve, dict.fromkeys(labels, (self._memories,)))
+        self._pending: dict[str, deque[_Chunk]] = {label: deque() for label in labels}
+        self._labels, self._numbers = cycle(labels), count()
+        self._answers: dict[int, list[Any]] = {}
+        for label in labels:
+            self._pool.start(label)
 
-    def _adopt(self) -> None:
-        self._own.process = self._free.pop()
-
-    def decode(self, wanted: Sequence[Wanted]) -> Underway:
-        """Begin with a batch; as many as `ahead` may be begun and not forgotten."""
+    def decode(self, requests: Sequence[DecodeRequest]) -> PendingDecode:
+        """Start a batch; up to `ahead` batches may be started and not released."""
         memory = self._unused.pop()
-        *starts, size = accumulate((one.size for one in wanted), initial=0)
-        pixels = memory.of(size)
-        futures = []
-        for start in range(0, len(wanted), _AT_ONCE):
-            part, places = wanted[start : start + _AT_ONCE], starts[start : start + _AT_ONCE]
-            futures.append(self._pool.submit(self._ask, part, places, memory.descriptor, pixels))
+        *starts, size = accumulate((request.size for request in requests), initial=0)
+        pixels = self._memories[memory].view(size)
+        chunks = [
+            _Chunk(next(self._numbers), memory, requests[first : first + _CHUNK], starts[first : first + _CHUNK])
+            for first in range(0, len(requests), _CHUNK)
+        ]
+        for chunk, label in zip(chunks, self._labels, strict=False):
+            self._pending[label].append(chunk)
+            self._pool.send(label, chunk)
 
-        def forget() -> None:
-            memory.give_back()
+        def release() -> None:
+            self._memories[memory].shrink()
             self._unused.append(memory)
 
-        return Underway(futures, forget, size)
+        return PendingDecode(lambda: [row for chunk in chunks for row in self._rows(chunk, pixels)], release, size)
 
-    def _ask(self, wanted: Sequence[Wanted], places: Sequence[int], memory: int, pixels: Tensor) -> list[Tensor | str]:
-        process: subprocess.Popen[bytes] = self._own.process
-        assert process.stdin and process.stdout
-        asked = [
-            (os.fspath(one.path), one.key.hex(), start, one.size) for one, start in zip(wanted, places, strict=True)
+    def _rows(self, chunk: _Chunk, pixels: np.ndarray) -> list[Tensor | str]:
+        while chunk.number not in self._answers:
+            for label, message in self._pool.receive(_POLL):
+                if isinstance(message, WorkerExited):
+                    raise self._lost(label, message)
+                number, answers = message
+                self._answers[number] = answers
+                self._pending[label].popleft()
+        answers = self._answers.pop(chunk.number)
+        return [
+            _row(request, answer, pixels[start:])
+            for request, answer, start in zip(chunk.requests, answers, chunk.starts, strict=True)
         ]
-        try:
-            _write(process.stdin.fileno(), json.dumps((memory, asked)).encode() + b"\n")
-            answer = _line(process.stdout.fileno())
-        except (OSError, EOFError):
-            names = ", ".join(str(one.path) for one in wanted)
-            raise UserError(
-                "A process that decodes pictures ended.",
-                f"It was busy with {names}.",
-                "The same command again goes on from what is done.",
-            ) from None
-        return [_picture(one, said, pixels[start:]) for one, said, start in zip(wanted, answer, places, strict=True)]
 
-    def __enter__(self) -> Decoders:
+    def _lost(self, label: str, exited: WorkerExited) -> UserError:
+        busy = ", ".join(str(request.path) for chunk in list(self._pending[label])[:1] for request in chunk.requests)
+        return UserError(
+            f"A process that decodes images {exited.reason}.",
+            f"It was busy with {busy}." if busy else "",
+            "Run the same command again to resume.",
+        )
+
+    def __enter__(self) -> DecoderPool:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            for process in self._processes:
-                process.kill()
-        self._pool.shutdown(cancel_futures=True)
-        for process in self._processes:
-            assert process.stdin and process.stdout
-            process.stdin.close()  # which it takes for the end
-            process.stdout.close()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_FAREWELL)
-            process.kill()
-            process.wait()
-        for memory in self._all_memory:
+        self._pool.close(0.0)  # they hold nothing that could be lost
+        for memory in self._memories:
             memory.close()
 
 
-class Underway:
-    """A batch that others prepare."""
+@dataclass
+class PendingDecode:
+    """A batch that other processes or threads prepare."""
 
-    def __init__(self, futures: list[Future[list[Tensor | str]]], forget: Callable[[], None], size: int = 0) -> None:
-        self._futures = futures
-        self.size = size
-        """Bytes of memory that is held for it."""
-        self.forget = forget
-        """To be called when nobody looks at the pixels any more: others come in their place."""
-
-    def rows(self) -> list[Tensor | str]:
-        """Wait for each one's row, such as pixels, uint8 [H, W, 3], or the reason why there is none."""
-        return [row for future in self._futures for row in future.result()]
+    rows: Callable[[], list[Tensor | str]]
+    """Waits for each item's row, such as pixels, uint8 [H, W, 3], or the reason why there is none."""
+    release: Callable[[], None]
+    """Call it when nobody reads the rows any more: their memory is used again."""
+    size: int = 0
+    """Bytes of memory that the batch holds."""
 
 
-def _write(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+def _row(request: DecodeRequest, answer: Any, pixels: np.ndarray) -> Tensor | str:
+    import torch  # not in the processes that decode
 
-
-def _line(descriptor: int) -> list[Any]:
-    data = b""
-    while not data.endswith(b"\n"):
-        if not (more := os.read(descriptor, 1 << 16)):
-            raise EOFError
-        data += more
-    return json.loads(data)
-
-
-def _picture(wanted: Wanted, said: Any, pixels: Tensor) -> Tensor | str:
-    """Where its pixels are, or why there are none."""
-    if isinstance(said, dict):
-        raise UserError(**said)
-    if isinstance(said, str):
-        return said
-    if tuple(said) == wanted.shape:
-        return pixels[: wanted.size].view(*said, 3)
-    try:  # rare: what its header tells is not how large it is, so that there was no place for it
-        return torch.from_numpy(decoded(unchanged(wanted.path, wanted.key)))
-    except BrokenImage as error:
+    if isinstance(answer, UserError):
+        raise answer
+    if isinstance(answer, str):
+        return answer
+    if answer == request.shape:
+        return torch.from_numpy(pixels[: request.size].reshape(*answer, 3))
+    try:  # rare: the header tells another size than the image has, so that there was no place for it
+        return torch.from_numpy(decode_pixels(read_unchanged_image(request.path, request.key)))
+    except ImageDecodeError as error:
         return error.reason

@@ -1,8 +1,8 @@
-"""What one process does: decode ahead, compute in batches of one shape, keep the rows; all three at the same time.
+"""Feature extraction in one process: decode ahead, compute in batches, cache the rows; all three at the same time.
 
-An item's features are the same to the last bit whichever process computes them, in whichever batch: batches have one
-shape, padded where items are missing; a CPU process computes in one thread; and a device whose results depend on the place
-in a batch is found out at the start and computes one item at a time.
+The features of an item are the same to the last bit whichever process computes them, in whichever batch: batches have
+one shape, padded where items are missing; a CPU process computes in one thread; a device whose results depend on the
+position in a batch is detected at the start and computes one item at a time.
 """
 
 from __future__ import annotations
@@ -18,118 +18,104 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muralist.data.images import BrokenImage
-from muralist.evaluate.cache import Cache, Item
-from muralist.evaluate.data_pictures import DataPicture
-from muralist.evaluate.decoders import Decoders, Underway, Wanted
-from muralist.evaluate.decoding import unchanged
-from muralist.evaluate.extractors import AT_ONCE, Extractor, Loaded
-from muralist.loading import loading
-from muralist.machine import usable_cores
+from muralist.core.hardware import available_cpus
+from muralist.core.progress import loading_progress
+from muralist.data.decode import ImageDecodeError
+from muralist.evaluate.decoders import DecodeRequest, DecoderPool, PendingDecode
+from muralist.evaluate.encoders import GPU_BATCH, Encoder, LoadedEncoder
+from muralist.evaluate.feature_cache import FeatureCache, FeatureItem
 
-BATCH = {"cpu": 1, "cuda": AT_ONCE}  # a CPU is no faster with more
-# Batches: enough that every core of a large machine has something to decode, and more when it is done; of large photographs
-# fewer, by their bytes.
-DECODING_AHEAD = 6
-_MOST_AHEAD = 2 << 30
+BATCH = {"cpu": 1, "cuda": GPU_BATCH}  # larger batches are no faster on a CPU
+DECODING_AHEAD = 6  # batches: every core of a large machine has images to decode, and the next ones when it is done
+_MAX_BYTES_AHEAD = 2 << 30  # of decoded pixels: fewer batches of large photographs are decoded ahead
 
-Batch = Sequence[Item]
+Batch = Sequence[FeatureItem]
 NextBatch = Callable[[bool], Batch | None]
-"""The next batch; None: there is none now, or, where the caller said that it waits, never again."""
+"""Return the next batch. None: there is none yet, or, if the argument (wait) is true, there are no more."""
 
 
-class Finished(NamedTuple):
-    """A batch whose features are kept; `broken` are those that cannot be decoded, and why."""
+class FinishedBatch(NamedTuple):
+    """A batch whose features are cached; `broken` holds why items cannot be decoded, by key."""
 
     items: int
     broken: dict[bytes, str]
 
 
-def content(item: Item) -> bytes | str:
-    """A prompt, or the bytes of a file."""
-    if isinstance(item.content, str):
-        return item.content
-    if isinstance(item.content, DataPicture):
-        return item.content.file()
-    return unchanged(item.content, item.key)
-
-
 def extract(
-    extractor: Extractor, cache: Cache, next_batch: NextBatch, device: torch.device, processes: int = 1
-) -> Iterator[Finished]:
-    """Compute and keep, batch after batch; while a GPU computes one, the one before it is kept and the next put together."""
+    encoder: Encoder, cache: FeatureCache, next_batch: NextBatch, device: torch.device, processes: int = 1
+) -> Iterator[FinishedBatch]:
+    """Compute and cache batches; while a GPU computes one, the previous one is written and the next one prepared."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # events and page-locked memory belong to the current one
+        torch.cuda.set_device(device)  # events and pinned memory belong to the current device
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
-        stack.enter_context(_exact())
+        stack.enter_context(_reproducible())
         write = stack.enter_context(cache.writer())
-        with loading(f"the weights of {extractor.name}", extractor.source):
-            loaded = extractor.load(device)
-        prepare = stack.enter_context(_preparing(loaded, max(1, usable_cores() // processes)))
-        size = 0
-        ahead: deque[tuple[Batch, Underway]] = deque()
-        computing: tuple[list[bytes], _Rows | None, Finished] | None = None
+        with loading_progress(f"the weights of {encoder.name}", encoder.source):
+            loaded = encoder.load(device)
+        prepare = stack.enter_context(_preparing(loaded, max(1, available_cpus() // processes)))
+        batch_size = 0
+        ahead: deque[tuple[Batch, PendingDecode]] = deque()
+        computing: tuple[list[bytes], _DeviceRows | None, FinishedBatch] | None = None
         while True:
-            idle = computing is None  # else what is computed is kept before anything is waited for
-            while _has_room(ahead) and (taken := next_batch(idle and not ahead)) is not None:
-                ahead.append((taken, prepare(taken)))
+            idle = computing is None  # otherwise the computed batch is written before anything is waited for
+            while _may_decode_ahead(ahead) and (batch := next_batch(idle and not ahead)) is not None:
+                ahead.append((batch, prepare(batch)))
             if idle and not ahead:
                 return
-            before, computing = computing, None
+            previous, computing = computing, None
             if ahead:
-                batch, underway = ahead.popleft()
-                rows = underway.rows()
-                good = [(item.key, row) for item, row in zip(batch, rows, strict=True) if not isinstance(row, str)]
-                broken = {item.key: row for item, row in zip(batch, rows, strict=True) if isinstance(row, str)}
+                batch, pending = ahead.popleft()
+                inputs = pending.rows()
+                good = [(item.key, row) for item, row in zip(batch, inputs, strict=True) if not isinstance(row, str)]
+                broken = {item.key: row for item, row in zip(batch, inputs, strict=True) if isinstance(row, str)}
                 if good:
-                    size = size or _batch_size(loaded, good[0][1], BATCH[device.type])
-                made = _in_batches(loaded, [row for _, row in good], size) if good else None
-                underway.forget()
-                computing = [key for key, _ in good], made, Finished(len(batch), broken)
-            if before:
-                keys, made, finished = before
-                if made:
-                    write(keys, made.fetch())
+                    batch_size = batch_size or _safe_batch_size(loaded, good[0][1], BATCH[device.type])
+                rows = _compute_padded(loaded, [row for _, row in good], batch_size) if good else None
+                pending.release()
+                computing = [key for key, _ in good], rows, FinishedBatch(len(batch), broken)
+            if previous:
+                keys, rows, finished = previous
+                if rows:
+                    write(keys, rows.to_numpy())
                 yield finished
 
 
-def _has_room(ahead: Sequence[tuple[Batch, Underway]]) -> bool:
-    return len(ahead) < DECODING_AHEAD and sum(underway.size for _, underway in ahead) < _MOST_AHEAD
-
-
-Prepare = Callable[[Batch], Underway]
+def _may_decode_ahead(ahead: Sequence[tuple[Batch, PendingDecode]]) -> bool:
+    return len(ahead) < DECODING_AHEAD and sum(pending.size for _, pending in ahead) < _MAX_BYTES_AHEAD
 
 
 @contextmanager
-def _preparing(loaded: Loaded, cores: int) -> Iterator[Prepare]:
-    """What turns items into rows ahead of time: threads; or processes, where files only need to be decoded."""
+def _preparing(loaded: LoadedEncoder, cores: int) -> Iterator[Callable[[Batch], PendingDecode]]:
+    """Yield a function that prepares a batch in threads, or in processes where image files only need to be decoded."""
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(cores))
-        decoders: Decoders | None = None
+        decoders: DecoderPool | None = None
 
-        def prepare(batch: Batch) -> Underway:
+        def prepare(batch: Batch) -> PendingDecode:
             nonlocal decoders
-            files = [Wanted(item.content, item.key, item.shape) for item in batch if isinstance(item.content, Path)]
+            files = [
+                DecodeRequest(item.content, item.key, item.shape) for item in batch if isinstance(item.content, Path)
+            ]
             if not loaded.takes_pixels or len(files) < len(batch):
-                return Underway([pool.submit(_prepared, loaded, item) for item in batch], lambda: None)
-            decoders = decoders or stack.enter_context(Decoders(cores, DECODING_AHEAD))
+                futures = [pool.submit(_prepare_item, loaded, item) for item in batch]
+                return PendingDecode(lambda: [future.result() for future in futures], lambda: None)
+            decoders = decoders or stack.enter_context(DecoderPool(cores, DECODING_AHEAD))
             return decoders.decode(files)
 
         yield prepare
 
 
-def _prepared(loaded: Loaded, item: Item) -> list[Tensor | str]:
-    # Each thread has its own modes: these pixels are computed outside the worker's.
-    with torch.inference_mode():
+def _prepare_item(loaded: LoadedEncoder, item: FeatureItem) -> Tensor | str:
+    with torch.inference_mode():  # which is per thread
         try:
-            return [loaded.prepare(content(item))]
-        except BrokenImage as error:
-            return [error.reason]
+            return loaded.prepare(item.read())
+        except ImageDecodeError as error:
+            return error.reason
 
 
-class _Rows:
-    """Features on their way to the CPU."""
+class _DeviceRows:
+    """Features on their way from the device to the host."""
 
     def __init__(self, features: Tensor) -> None:
         self._event = torch.cuda.Event() if features.is_cuda else None
@@ -139,25 +125,25 @@ class _Rows:
             self._rows.copy_(features, non_blocking=True)
             self._event.record(torch.cuda.current_stream(features.device))
 
-    def fetch(self) -> np.ndarray:
-        """Wait for them alone, not for what was begun after them."""
+    def to_numpy(self) -> np.ndarray:
+        """Wait for this copy, not for kernels launched after it."""
         if self._event:
             self._event.synchronize()
         return self._rows.numpy()
 
 
-def _in_batches(loaded: Loaded, rows: Sequence[Tensor], size: int) -> _Rows:
-    """Features of rows, in batches of one shape."""
-    made = []
-    for start in range(0, len(rows), size):
-        part = list(rows[start : start + size])
-        batch = loaded.stack(part + [part[-1]] * (size - len(part)))
-        made.append(loaded.compute(batch)[: len(part)].float())
-    return _Rows(torch.cat(made))
+def _compute_padded(loaded: LoadedEncoder, inputs: Sequence[Tensor], batch_size: int) -> _DeviceRows:
+    """Compute features in batches of one shape."""
+    features = []
+    for start in range(0, len(inputs), batch_size):
+        part = list(inputs[start : start + batch_size])
+        batch = loaded.stack(part + [part[-1]] * (batch_size - len(part)))
+        features.append(loaded.compute(batch)[: len(part)].float())
+    return _DeviceRows(torch.cat(features))
 
 
-def _batch_size(loaded: Loaded, row: Tensor, size: int) -> int:
-    """The usual number of items at once, or 1 where a row's features change with its place or its neighbours."""
+def _safe_batch_size(loaded: LoadedEncoder, row: Tensor, size: int) -> int:
+    """Return `size`, or 1 where an item's features change with its position or its neighbors in the batch."""
     if size == 1:
         return 1
     other = row.roll(1, -1)
@@ -168,9 +154,11 @@ def _batch_size(loaded: Loaded, row: Tensor, size: int) -> int:
 
 
 @contextmanager
-def _exact() -> Iterator[None]:
-    """Float32, unless an extractor has it otherwise, the same kernels every time, one thread on a CPU: then results do not
-    depend on who computes. Beside a GPU other threads would only be in the way of the processes that decode."""
+def _reproducible() -> Iterator[None]:
+    """Compute in float32 (unless the encoder allows TF32) with deterministic kernels and one CPU thread.
+
+    Beside a GPU, more threads would only compete with the processes that decode.
+    """
     threads = torch.get_num_threads()
     cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
     matmul = torch.backends.cuda.matmul.allow_tf32

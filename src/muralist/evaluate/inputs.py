@@ -1,52 +1,97 @@
-"""What an evaluation reads: folders of pictures, reference statistics, prompts, and the ledger beside the pictures."""
+"""Inputs of an evaluation: image folders, data sets, reference statistics, prompts and the ledger beside the images."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import math
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from muralist.data import ledger_lines
-from muralist.data.images import EXTENSIONS
-from muralist.data.prompts import open_table
-from muralist.errors import UserError
+from muralist.core.errors import UserError, first_line
+from muralist.data import ledger_reader
+from muralist.data.decode import IMAGE_EXTENSIONS
+from muralist.data.prompts import open_prompt_table
+from muralist.data.source import Source
+from muralist.data.sources.registry import open_source
 from muralist.evaluate.inception import FEATURES
 from muralist.evaluate.metrics import Moments
 
-LEDGER = "ledger.jsonl"
-_SEEDED = re.compile(r"(.*)_seed(\d+)")
+_EXACT_DIR = ".exact"  # beside the images of `generate --preset fast`: some of them again, generated in exact mode
+_SEED_SUFFIX = re.compile(r"(.*)_seed(\d+)")
 
 
-def find_images(folder: Path, flag: str, without: Path | None = None) -> list[Path]:
-    """Every picture below a folder, in the order of their names; hidden ones and those below `without` do not count."""
+def find_images(folder: Path, flag: str, exclude: Path | None = None) -> list[Path]:
+    """Return every image below a folder, sorted by name, except hidden ones and those below `exclude`."""
     if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder}, which {flag} names, {what}.", fix="Check the path.")
-    skipped = without.absolute() if without else None
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder}, which {flag} names, {problem}.", fix="Check the path.")
+    excluded = exclude.absolute() if exclude and exclude.absolute() != folder.absolute() else None
     found = [
         path
         for path in folder.rglob("*")
-        if path.suffix.lower() in EXTENSIONS
+        if path.suffix.lower() in IMAGE_EXTENSIONS
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and not (skipped and skipped != folder.absolute() and path.absolute().is_relative_to(skipped))
+        and not (excluded and path.absolute().is_relative_to(excluded))
         and path.is_file()
     ]
     if len(found) < 2:
-        few = f"only one image in {folder}" if found else f"no image in {folder}"
         raise UserError(
-            f"There is {few}, which {flag} names.", f"Looked for {' '.join(EXTENSIONS)}.", "Two are the least."
+            f"{'Only one' if found else 'No'} image was found in {folder}, which {flag} names.",
+            f"Looked for {' '.join(IMAGE_EXTENSIONS)}.",
+            "Statistics need at least two images.",
         )
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
+_SOURCE_LOCK = threading.Lock()  # images are prepared in threads, and a source shares open files
+
+
+@dataclass(frozen=True)
+class DatasetImage:
+    """One image of a data set, cropped as in training."""
+
+    data_path: str
+    img_size: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"image {self.index} of {self.data_path}"
+
+    def file_bytes(self) -> bytes:
+        """Return the image as a BMP file, the fastest format to write."""
+        with _SOURCE_LOCK:
+            pixels = _source(self.data_path, self.img_size).read(self.index).image
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "BMP")
+        return buffer.getvalue()
+
+
+def dataset_images(data_path: str, img_size: int, limit: int | None) -> list[tuple[bytes, DatasetImage]]:
+    """Return the first images of a data set, or all, each with a key that changes when the data change."""
+    source = _source(data_path, img_size)
+    images = [DatasetImage(data_path, img_size, index) for index in range(min(len(source), limit or len(source)))]
+    version = f"{source.fingerprint()}/{img_size}"
+    return [(hashlib.sha256(f"{version}/{image.index}".encode()).digest(), image) for image in images]
+
+
+@lru_cache(maxsize=1)
+def _source(data_path: str, img_size: int) -> Source:
+    return open_source(data_path, img_size)
+
+
 @dataclass(frozen=True)
 class Statistics:
-    """A reference known by its statistics; features only where `muralist stats` wrote them."""
+    """Reference statistics; `features` only where `muralist stats` wrote the file."""
 
     moments: Moments
     features: np.ndarray | None
@@ -56,30 +101,33 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Dinov2Statistics:
-    """Features of a reference by the DINOv2 with this digest."""
+    """Reference features by the DINOv2 checkpoint with this SHA-256."""
 
     features: np.ndarray
-    digest: str
+    sha256: str
+
+
+_KEYS = ("mu", "sigma", "features", "number", "dinov2_features", "dinov2_sha256")
+_STATS_FIX = "`muralist stats DIR -o stats.npz` writes such a file."
 
 
 def read_statistics(path: Path) -> Statistics:
-    """Read mu and sigma, whoever wrote them."""
+    """Read an .npz file with mu and sigma, by muralist, pytorch-fid or another tool."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            held = {name: file[name] for name in _KEYS if name in file.files}
-            if missing := [name for name in ("mu", "sigma") if name not in held]:
+            arrays = {name: file[name] for name in _KEYS if name in file.files}
+            if missing := [name for name in ("mu", "sigma") if name not in arrays]:
                 raise UserError(
                     f"{path} holds no {missing[0]!r}.",
                     "Reference statistics are an .npz file with mu and sigma.",
                     _STATS_FIX,
                 )
-            mean, covariance = held["mu"].astype(np.float64), held["sigma"].astype(np.float64)
+            mean, covariance = arrays["mu"].astype(np.float64), arrays["sigma"].astype(np.float64)
     except UserError:
         raise
-    except Exception as error:  # what damaged bytes make NumPy, zipfile and zlib raise has no end
-        said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    except Exception as error:  # NumPy, zipfile and zlib raise nearly any exception on damaged bytes
         raise UserError(
-            f"{path} cannot be read as reference statistics.", f"The reader said: {said}", _STATS_FIX
+            f"{path} cannot be read as reference statistics.", f"The reader reported: {first_line(error)}.", _STATS_FIX
         ) from None
     if mean.shape != (FEATURES,) or covariance.shape != (FEATURES, FEATURES):
         raise UserError(
@@ -88,96 +136,107 @@ def read_statistics(path: Path) -> Statistics:
             _STATS_FIX,
         )
     if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
-        raise UserError(f"{path} holds numbers that are not finite.", fix=_STATS_FIX)
-    features, number = held.get("features"), held.get("number")
-    if not _fit(features, FEATURES) or (
-        number is not None and (number.ndim or number.dtype.kind not in "iu" or number < 0)
-    ):
+        raise UserError(f"{path} holds NaN or Inf.", fix=_STATS_FIX)
+    features, number = arrays.get("features"), arrays.get("number")
+    valid_number = number is None or (number.ndim == 0 and number.dtype.kind in "iu" and number >= 0)
+    if not valid_number or (features is not None and not _is_feature_matrix(features, FEATURES)):
         raise UserError(f"{path} holds features or a number that `muralist stats` did not write.", fix=_STATS_FIX)
     dinov2 = None
-    if "dinov2_features" in held and "dinov2_sha256" in held:
-        if not _fit(held["dinov2_features"]) or held["dinov2_sha256"].dtype.kind != "U":
+    if "dinov2_features" in arrays and "dinov2_sha256" in arrays:
+        if not _is_feature_matrix(arrays["dinov2_features"]) or arrays["dinov2_sha256"].dtype.kind != "U":
             raise UserError(f"{path} holds DINOv2 features that `muralist stats` did not write.", fix=_STATS_FIX)
-        dinov2 = Dinov2Statistics(held["dinov2_features"], str(held["dinov2_sha256"]))
+        dinov2 = Dinov2Statistics(arrays["dinov2_features"], str(arrays["dinov2_sha256"]))
     return Statistics(Moments(mean, covariance), features, None if number is None else int(number), dinov2)
 
 
-def _fit(features: np.ndarray | None, width: int | None = None) -> bool:
-    """Whether these are rows of features; none at all are fine too."""
-    if features is None:
-        return True
+def _is_feature_matrix(features: np.ndarray, width: int | None = None) -> bool:
     return features.ndim == 2 and features.dtype.kind == "f" and width in (None, features.shape[1])
 
 
-_KEYS = ("mu", "sigma", "features", "number", "dinov2_features", "dinov2_sha256")
-_STATS_FIX = "`muralist stats DIR -o stats.npz` writes such a file."
-
-
-_OF_DONE = ("file", "prompt", "gpu", "seconds", "gpu_busy")
-_OF_FAILED = ("id", "seed", "prompt", "error", "gpu")
-
-
 @dataclass
-class Told:
-    """What a ledger tells of a folder of pictures."""
+class LedgerFacts:
+    """Prompts, failures, speed and exact-mode duplicates that a generation ledger records."""
 
     prompts: dict[str, str] = field(default_factory=dict)  # by file name
     failures: list[dict[str, Any]] = field(default_factory=list)
     speed: dict[str, dict[str, float]] = field(default_factory=dict)  # by GPU
+    exact_pairs: ExactPairs | None = None
 
 
-def read_ledger(folder: Path) -> Told:
-    """Prompts, failures and speed; nothing where there is no ledger. The last line about a sample counts."""
+@dataclass(frozen=True)
+class ExactPairs:
+    """Images that `generate --preset fast` generated in exact mode too."""
+
+    fast: list[Path]
+    exact: list[Path]
+    prompts: list[str]
+    psnr: list[float]
+
+
+_DONE_FIELDS = ("file", "prompt", "gpu", "seconds", "gpu_busy", "psnr_to_exact")
+_FAILED_FIELDS = ("id", "seed", "prompt", "error", "gpu")
+
+
+def read_ledger(folder: Path) -> LedgerFacts:
+    """Read a folder's ledger, if there is one; the last line about a sample counts."""
     last: dict[tuple[int, int], dict[str, Any]] = {}
-    for line in ledger_lines.read_lines(folder / LEDGER):
-        names = _OF_DONE if line["status"] == ledger_lines.DONE else _OF_FAILED
-        last[line["index"], line["copy"]] = {
-            name: line[name] for name in names if name in line
-        }  # the rest fills memory
-    told = Told()
-    seconds: dict[str, float] = defaultdict(float)
-    made: dict[str, int] = defaultdict(int)
-    busy: dict[str, list[float]] = defaultdict(list)
-    for _, line in sorted(last.items(), key=lambda item: item[0]):
-        if "error" in line:
-            told.failures.append(line)
-        else:
-            told.prompts[line["file"]] = line["prompt"]
-            made[line["gpu"]] += 1
-            seconds[line["gpu"]] += line.get("seconds", 0)
-            if isinstance(share := line.get("gpu_busy"), float):
-                busy[line["gpu"]].append(share)
-    for gpu, images in sorted(made.items()):
-        rate = images / seconds[gpu] if seconds[gpu] else 0.0
-        told.speed[gpu] = {"images": images, "images_per_second": round(rate, 4)}
-        if busy[gpu]:
-            told.speed[gpu]["gpu_busy"] = round(sum(busy[gpu]) / len(busy[gpu]), 4)
-    return told
+    for line in ledger_reader.read_lines(folder / ledger_reader.LEDGER):
+        names = _DONE_FIELDS if line["status"] == ledger_reader.DONE else _FAILED_FIELDS
+        last[line["index"], line["copy"]] = {name: line[name] for name in names if name in line}  # to save memory
+    lines = [line for _, line in sorted(last.items(), key=lambda item: item[0])]
+    done = [line for line in lines if "error" not in line]
+    by_gpu: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in done:
+        by_gpu[line["gpu"]].append(line)
+    return LedgerFacts(
+        {line["file"]: line["prompt"] for line in done},
+        [line for line in lines if "error" in line],
+        {gpu: _speed(of_gpu) for gpu, of_gpu in sorted(by_gpu.items())},
+        _exact_pairs(folder, done),
+    )
+
+
+def _speed(done: Sequence[dict[str, Any]]) -> dict[str, float]:
+    seconds = sum(line.get("seconds", 0) for line in done)
+    speed = {"images": len(done), "images_per_second": round(len(done) / seconds if seconds else 0.0, 4)}
+    busy = [share for line in done if isinstance(share := line.get("gpu_busy"), float)]
+    return speed | ({"gpu_busy": round(sum(busy) / len(busy), 4)} if busy else {})
+
+
+def _exact_pairs(folder: Path, done: Sequence[dict[str, Any]]) -> ExactPairs | None:
+    if not (folder / _EXACT_DIR).is_dir():
+        return None
+    by_file = {line["file"]: line for line in done if Path(line["file"]).name == line["file"]}
+    pairs = [
+        (line, folder / file, folder / _EXACT_DIR / file)
+        for file, line in by_file.items()
+        if (folder / file).is_file() and (folder / _EXACT_DIR / file).is_file()
+    ]
+    values = [line.get("psnr_to_exact") for line, _, _ in pairs]
+    psnr = [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
+    if not psnr:
+        return None
+    fast, exact, prompts = ([*column] for column in zip(*((f, e, line["prompt"]) for line, f, e in pairs), strict=True))
+    return ExactPairs(fast, exact, prompts, psnr)
 
 
 def match_prompts(table_path: str, files: Sequence[Path]) -> dict[str, str]:
-    """Prompts by file name: a file called ID or ID_seedN has the prompt of the row with that id.
+    """Return prompts by file name: a file called ID or ID_seedN has the prompt of the row with that id.
 
-    Rows may share an id if their seeds differ; then only the file with the row's seed is its picture.
+    Rows may share an id if their seeds differ; then only the file with the row's seed belongs to it.
     """
-    table = open_table(table_path)
+    table = open_prompt_table(table_path)
     by_id: dict[str, dict[int | None, str]] = defaultdict(dict)
     for row in table.rows(range(len(table))):
         by_id[row.id][row.seed] = row.prompt
     found = {}
     for file in files:
-        for name, seed in _readings(file.stem):
+        seeded = _SEED_SUFFIX.fullmatch(file.stem)
+        candidates: list[tuple[str, int | None]] = [(seeded[1], int(seeded[2]))] if seeded else []
+        for name, seed in [*candidates, (file.stem, None)]:
             prompts = by_id.get(name, {})
-            if seed in prompts:
-                found[file.name] = prompts[seed]
-            elif len(set(prompts.values())) == 1:
-                found[file.name] = next(iter(prompts.values()))
-            if file.name in found:
+            prompt = prompts.get(seed, next(iter(prompts.values())) if len(set(prompts.values())) == 1 else None)
+            if prompt is not None:
+                found[file.name] = prompt
                 break
     return found
-
-
-def _readings(stem: str) -> list[tuple[str, int | None]]:
-    """The ids and seeds that a file's name may mean."""
-    seeded = _SEEDED.fullmatch(stem)
-    return [(seeded[1], int(seeded[2])), (stem, None)] if seeded else [(stem, None)]

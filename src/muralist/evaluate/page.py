@@ -1,342 +1,274 @@
-"""The page's HTML. Whatever comes from a file, prompts and names above all, passes through `escape`."""
+"""The page of one evaluation, or of several side by side: one HTML file that needs no network.
+
+The markup is in static/report.html, where jinja2 escapes every prompt, name and other text.
+"""
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from typing import Any, NamedTuple
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
-from muralist.evaluate.charts import Chart, clip_chart, score_charts, speed_chart
-from muralist.evaluate.measures import MEASURES, best, measured, title
-from muralist.evaluate.results import Run, Score
-from muralist.evaluate.thumbnails import Choice
-from muralist.words import duration
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-_LONGEST_TEXT = 1000  # of a prompt or an error: some are books
-_FAILURES_SHOWN = 300
-_DIFFERENT = "These runs were not measured in the same way, so their scores may not be comparable."
+from muralist.core.errors import UserError
+from muralist.core.formatting import format_duration
+from muralist.core.images import thumbnail
+from muralist.core.run_dir import atomic_write
+from muralist.evaluate.report import (
+    METRICS,
+    REPORT,
+    EvaluationRun,
+    MetricScore,
+    available_metrics,
+    find_best,
+    metric_title,
+    read_runs,
+)
+
+PAGE = "index.html"
+IMAGES_PER_RUN = 200
+_MAX_IMAGES = 600
+_MAX_BYTES = 3_300_000  # of all thumbnails, before base64 adds a third: with plotly, the page stays below 10 MB
+_MAX_EXTREMES = 12
+_MAX_ROWS = 50
+_MAX_FAILURES = 300
+_MAX_UNREADABLE = 50
+_MAX_TEXT = 1000  # characters of a prompt or an error message
+_MAX_LABEL = 24
+_MAX_FOLDERS_UP = 4  # originals further away are not linked
+_SIDES_AND_QUALITIES = ((448, 82), (320, 80), (256, 75), (192, 70), (128, 60), (96, 40), (48, 20))
+_HISTOGRAM_BINS = 30
+_STATIC = Path(__file__).parent / "static"
+_PALETTE = Path(__file__).parents[1] / "core" / "static" / "palette.css"
+Chart = dict[str, Any]
+T = TypeVar("T")
 
 
-class Picture(NamedTuple):
-    """A picture on the page."""
+def write_report(folders: Sequence[Path], destination: Path) -> Path:
+    """Write the page of one or several evaluations into a folder, and return its path."""
+    if not folders:
+        raise UserError("No evaluation was given.", fix=f"Give folders that hold a {REPORT}.")
+    runs = read_runs([Path(folder) for folder in folders])
+    text = render(runs, select_images(runs), destination)
+    atomic_write(destination / PAGE, text.encode(errors="replace"))  # a prompt may hold half a surrogate pair
+    return destination / PAGE
 
-    thumbnail: str | None  # a data URI; None if it could not be read
-    original: str | None  # its address, where it is near
 
-
-Pictures = Mapping[tuple[int, int], Picture]  # by number of the run, and number of the picture there
-
-
-def page(runs: Sequence[Run], choice: Choice, pictures: Pictures, style: str, script: str, plotly: str) -> str:
-    """Return the whole page as one text."""
-    maker = _Page(runs, choice, pictures)
-    name = " · ".join(run.name for run in runs)
-    sections = [(key, heading, body) for key, heading, body in maker.sections() if body]
-    links = "".join(f'<a href="#{key}">{escape(heading)}</a>' for key, heading, _ in sections)
-    bodies = "".join(
-        f'<section id="{key}"><h2>{escape(heading)}</h2>{body}</section>' for key, heading, body in sections
+def render(runs: Sequence[EvaluationRun], selection: ImageSelection, destination: Path) -> str:
+    """Return the HTML of the page."""
+    environment = Environment(
+        loader=FileSystemLoader(_STATIC),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    policy = "default-src 'none'; img-src data: file: 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<title>{escape(name)}: evaluation</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<header><p class="product">muralist · evaluation</p><h1>{maker.heading()}</h1><p class="facts">{maker.facts()}</p></header>
-<nav aria-label="Sections">{links}</nav>
-<main>{bodies}</main>
-{_VIEWER}
-<script type="application/json" id="thumbnail-data">{_json(maker.used)}</script>
-<script type="application/json" id="chart-data">{_json(maker.charts)}</script>
-<script>{plotly}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
-
-
-_VIEWER = """<dialog id="viewer" aria-label="Enlarged picture">
-<button type="button" class="close" aria-label="Close">×</button>
-<div class="stage"><button type="button" class="previous" aria-label="Previous picture">‹</button>
-<img alt=""><button type="button" class="next" aria-label="Next picture">›</button></div>
-<p class="prompt"></p><p class="facts"><span class="about"></span> <a target="_blank">original</a></p>
-</dialog>"""
-
-
-class _Page:
-    """The parts of the page; pictures and charts they use are collected on the way."""
-
-    def __init__(self, runs: Sequence[Run], choice: Choice, pictures: Pictures) -> None:
-        self.runs, self.choice, self.pictures = runs, choice, pictures
-        self.used: list[str] = []  # every thumbnail once, however often it is shown
-        self.charts: list[Chart] = []
-        self._numbers: dict[tuple[int, int], int] = {}
-
-    def heading(self) -> str:
-        """Say what was evaluated."""
-        return "<span> · </span>".join(f"{self._dot(number)}{escape(run.name)}" for number, run in enumerate(self.runs))
-
-    def facts(self) -> str:
-        """Say how much of it, against what, in how long; for several runs, they are compared further down."""
-        if len(self.runs) > 1:
-            return f"{len(self.runs)} runs side by side"
-        results = self.runs[0].results
-        count = len(self.runs[0].files) if results.images.count is None else results.images.count
-        facts = [_images(count)]
-        if results.reference and results.reference.path:
-            size = f" ({_images(results.reference.count)})" if results.reference.count is not None else ""
-            facts.append(f"against {escape(results.reference.path)}{size}")
-        if results.seconds is not None:
-            facts.append(f"measured in {duration(results.seconds)}")
-        return " · ".join(facts)
-
-    def sections(self) -> Iterable[tuple[str, str, str]]:
-        """Yield every section as (id, heading, body); one without a body has nothing to say."""
-        yield "scores", "Scores", self._warnings() + self._scores() + self._missing()
-        yield "side-by-side", "Side by side", self._rows()
-        yield "extremes", "Best and worst by CLIP score", self._extremes()
-        yield "pictures", "Pictures", self._grids()
-        yield "failures", "Failures", self._failures()
-        yield "speed", "Speed", self._speed()
-        yield "settings", "Settings and versions", self._settings()
-
-    def _warnings(self) -> str:
-        found = self._by_text([[escape(text) for text in run.results.warnings] for run in self.runs])
-        if self._measured_differently():
-            found.insert(0, f"{_DIFFERENT} Their settings below show what differs.")
-        return "".join(f'<p class="warning" role="note">{text}</p>' for text in found)
-
-    def _measured_differently(self) -> bool:
-        results = [run.results for run in self.runs]
-        references = {result.reference.path if result.reference else None for result in results}
-        return len(references) > 1 or len({result.images.count for result in results}) > 1
-
-    def _scores(self) -> str:
-        if not (metrics := measured(self.runs)):
-            return "<p>Nothing was measured.</p>"
-        rows = "".join(self._score_row(metric) for metric in metrics)
-        heads = "".join(f"<th>{self._dot(number)}{escape(run.name)}</th>" for number, run in enumerate(self.runs))
-        table = f"<thead><tr><th>Score</th>{heads}</tr></thead><tbody>{rows}</tbody>"
-        charts = "".join(
-            f"<figure><figcaption>{escape(name)} {self._direction(metric)}</figcaption>{self._chart(chart)}</figure>"
-            for metric, (name, chart) in zip(metrics, score_charts(self.runs), strict=False)
-        )
-        charts = charts and f'<div class="small-charts">{charts}</div>'
-        return f'<div class="wide"><table class="scores">{table}</table></div>{charts}'
-
-    def _score_row(self, metric: str) -> str:
-        winner = best(metric, self.runs)
-        cells = []
-        for number, run in enumerate(self.runs):
-            cell = _score_cell(run.scores.get(metric))
-            if winner and winner.run == number:
-                word = "best" if winner.clear else "best, not clearly"
-                hint = "" if winner.clear else ' title="its interval, if known, touches another"'
-                cells.append(f'<td class="best">{cell}<span class="mark"{hint}>★ {word}</span></td>')
-            else:
-                cells.append(f"<td>{cell}</td>")
-        meaning = MEASURES[metric].meaning if metric in MEASURES else ""
-        name = f"<b>{escape(title(metric))}</b> {self._direction(metric)}<small>{escape(meaning)}</small>"
-        return f"<tr><th>{name}</th>{''.join(cells)}</tr>"
-
-    def _direction(self, metric: str) -> str:
-        if metric not in MEASURES:
-            return ""
-        return f'<span class="direction">{"higher" if MEASURES[metric].higher_is_better else "lower"} is better</span>'
-
-    def _missing(self) -> str:
-        texts = []
-        for run in self.runs:
-            titles: dict[str, list[str]] = {}  # by reason, since several often lack the same file
-            for missing in run.results.missing:
-                titles.setdefault(missing.reason, []).append(title(missing.metric))
-            texts.append([f"<b>{escape(', '.join(of))}</b>: {escape(reason)}" for reason, of in titles.items()])
-        items = "".join(f"<li>{text}</li>" for text in self._by_text(texts))
-        return items and f'<h3>Not measured</h3><ul class="missing">{items}</ul>'
-
-    def _rows(self) -> str:
-        if not self.choice.rows:
-            return ""
-        rows = "".join(
-            f'<div class="row" data-group>{self._text(self.runs[0].prompts[row[0]] or self.runs[0].files[row[0]])}'
-            f"<div>{''.join(self._figure(number, index, named=True) for number, index in enumerate(row))}</div></div>"
-            for row in self.choice.rows
-        )
-        return f"<p>The same prompt and seed, by every run.</p>{_filter_box()}<div class='rows'>{rows}</div>"
-
-    def _extremes(self) -> str:
-        blocks = ""
-        for number in range(len(self.runs)):
-            for word, chosen in (("Best", self.choice.best[number]), ("Worst", self.choice.worst[number])):
-                if chosen:
-                    figures = "".join(self._figure(number, index) for index in chosen)
-                    blocks += f'<h3>{self._of(number)}{word}</h3><div class="strip" data-group>{figures}</div>'
-        chart = clip_chart(self.runs)
-        return blocks and blocks + (self._chart(chart) if chart else "")
-
-    def _grids(self) -> str:
-        blocks = ""
-        for number, (run, shown) in enumerate(zip(self.runs, self.choice.shown, strict=True)):
-            if shown:
-                figures = "".join(self._figure(number, index) for index in shown)
-                count = f"all {len(shown):,} pictures"
-                if len(shown) < len(run.files):
-                    count = f"{len(shown):,} of {len(run.files):,} pictures, evenly chosen, with the best and worst"
-                summary = f"<summary>{self._of(number)}<small>{count}</small></summary>"
-                # Where rows have shown pictures already, each run's own wait until they are asked for.
-                state = "" if self.choice.rows else " open"
-                blocks += f'<details{state}>{summary}<div class="grid" data-group>{figures}</div></details>'
-        # With side-by-side rows the box stands there, above everything it filters.
-        return blocks and ("" if self.choice.rows else _filter_box()) + blocks
-
-    def _figure(self, number: int, index: int, named: bool = False) -> str:
-        run, picture = self.runs[number], self.pictures[number, index]
-        prompt, file, score = run.prompts[index], run.files[index], run.clip_scores[index]
-        about = file if score is None else f"{file} · CLIP score {_short(score)}"
-        if len(self.runs) > 1:
-            about = f"{run.name} · {about}"
-        if picture.thumbnail is None:
-            seen = '<span class="absent">This picture could not be read.</span>'
-        else:
-            original = f' data-original="{escape(picture.original)}"' if picture.original else ""
-            place = self._numbers.setdefault((number, index), len(self._numbers))
-            if place == len(self.used):
-                self.used.append(picture.thumbnail)
-            data = f'data-picture="{place}" data-about="{escape(about)}"{original}'
-            seen = f'<button type="button" aria-label="Enlarge {escape(file)}"><img alt="" {data}></button>'
-        badge = "" if score is None else f'<span class="badge">{_short(score)}</span>'
-        label = f'<span class="run">{self._of(number)}</span>' if named else ""
-        text = self._text(prompt or file)
-        hidden = text if not named else text.replace("<p ", "<p hidden ", 1)
-        words = escape(f"{prompt} {file}"[:_LONGEST_TEXT].lower())
-        return f'<figure data-words="{words}">{seen}{badge}<figcaption>{label}{hidden}</figcaption></figure>'
-
-    def _failures(self) -> str:
-        rows, count, unreadable = "", 0, ""
-        for number, run in enumerate(self.runs):
-            count += len(run.results.failures)
-            for failure in run.results.failures[: _FAILURES_SHOWN // len(self.runs)]:
-                values = (failure.id, failure.seed, failure.prompt, failure.error, failure.gpu)
-                cells = "".join(f"<td>{escape(_cut(value or ''))}</td>" for value in values)
-                rows += f"<tr>{f'<td>{self._of(number)}</td>' if len(self.runs) > 1 else ''}{cells}</tr>"
-            if names := run.results.images.unreadable:
-                shown = ", ".join(escape(_cut(str(name))) for name in names[:50])
-                more = f" and {len(names) - 50:,} more" if len(names) > 50 else ""
-                unreadable += f"<p>{self._of(number)}{_images(len(names))} could not be read: {shown}{more}.</p>"
-        if not count:
-            return unreadable or "<p>None are recorded.</p>"
-        run_head = "<th>Run</th>" if len(self.runs) > 1 else ""
-        head = f"<tr>{run_head}<th>Id</th><th>Seed</th><th>Prompt</th><th>Error</th><th>GPU</th></tr>"
-        many = f"<p>{count:,} prompt{' has' if count == 1 else 's have'} no picture"
-        many += "." if rows.count("<tr>") == count else f"; {rows.count('<tr>'):,} of them are shown."
-        table = f'<table class="failures"><thead>{head}</thead><tbody>{rows}</tbody></table>'
-        return f'{many}</p><div class="wide">{table}</div>{unreadable}'
-
-    def _speed(self) -> str:
-        if (chart := speed_chart(self.runs)) is None:
-            return ""
-        totals = []
-        for number, run in enumerate(self.runs):
-            if run.results.speed:
-                rate = sum(one.images_per_second or 0.0 for one in run.results.speed.values())
-                gpus = len(run.results.speed)
-                words = f"{_short(rate)} images per second on {gpus} GPU{'s' if gpus > 1 else ''}"
-                totals.append(f"<li>{self._of(number)}{words}</li>")
-        return f'<ul class="plain">{"".join(totals)}</ul>{self._chart(chart)}'
-
-    def _settings(self) -> str:
-        columns = [_facts_of(run) for run in self.runs]
-        rows = ""
-        for name in dict.fromkeys(name for column in columns for name in column):
-            values = [column.get(name, "–") for column in columns]
-            mark = ' class="differs"' if len(set(values)) > 1 else ""
-            rows += f"<tr{mark}><th>{escape(name)}</th>{''.join(f'<td>{escape(_cut(value))}</td>' for value in values)}</tr>"
-        heads = "".join(f"<th>{self._dot(number)}{escape(run.name)}</th>" for number, run in enumerate(self.runs))
-        head = f"<thead><tr><th>Setting</th>{heads}</tr></thead>" if len(self.runs) > 1 else ""
-        return f'<div class="wide"><table class="settings">{head}<tbody>{rows}</tbody></table></div>' if rows else ""
-
-    def _by_text(self, texts: Sequence[Sequence[str]]) -> list[str]:
-        """Put before each text the runs that say it, and none before one that all of them say."""
-        found = []
-        for text in dict.fromkeys(text for said in texts for text in said):
-            speakers = [number for number, said in enumerate(texts) if text in said]
-            names = "" if len(speakers) == len(self.runs) else "".join(map(self._of, speakers))
-            found.append(f"{names}{text}")
-        return found
-
-    def _chart(self, chart: Chart) -> str:
-        self.charts.append(chart)
-        return f'<div class="chart" data-chart="{len(self.charts) - 1}"></div>'
-
-    def _dot(self, number: int) -> str:
-        return f'<i class="dot run-{number % 6}"></i>' if len(self.runs) > 1 else ""
-
-    def _of(self, number: int) -> str:
-        """Name the run, where there are several."""
-        return (
-            f'<span class="of">{self._dot(number)}{escape(self.runs[number].name)}</span> '
-            if len(self.runs) > 1
-            else ""
-        )
-
-    @staticmethod
-    def _text(prompt: str) -> str:
-        return f'<p class="prompt">{escape(_cut(prompt))}</p>'
-
-
-def _filter_box() -> str:
-    return (
-        '<div class="filter"><input type="search" id="filter" placeholder="Filter by prompt or file name" '
-        'aria-label="Filter pictures by prompt or file name"><output id="found" for="filter"></output></div>'
+    environment.filters |= {"short": _format_value, "truncated": _truncate, "duration": format_duration}
+    environment.globals |= {"metric_title": metric_title, "metrics": METRICS, "find_best": find_best}
+    thumbnails, images = _page_images(runs, selection, destination)
+    metrics = available_metrics(runs)
+    charts = [_score_chart(metric, runs) for metric in metrics] if len(runs) > 1 else []
+    clip_chart, speed_chart = _clip_chart(runs), _speed_chart(runs)
+    charts += [chart for chart in (clip_chart, speed_chart) if chart]
+    return environment.get_template("report.html").render(
+        runs=runs,
+        selection=selection,
+        images=images,
+        available_metrics=metrics,
+        warnings=_group([run.report.warnings for run in runs]),
+        comparable=_are_comparable(runs),
+        missing=_group([_missing_by_reason(run) for run in runs]),
+        failures=[run.report.failures[: _MAX_FAILURES // len(runs)] for run in runs],
+        max_unreadable=_MAX_UNREADABLE,
+        settings=_settings_table(runs),
+        thumbnails=thumbnails,
+        charts=charts,
+        clip_chart=charts.index(clip_chart) if clip_chart else None,
+        speed_chart=charts.index(speed_chart) if speed_chart else None,
+        style=_PALETTE.read_text(encoding="utf-8") + (_STATIC / "report.css").read_text(encoding="utf-8"),
+        script=(_STATIC / "report.js").read_text(encoding="utf-8"),
+        plotly=_plotly(),
     )
 
 
-def _score_cell(score: Score | None) -> str:
-    if score is None:
-        return "–"
-    interval = f'<span class="interval">{_short(score.low)} – {_short(score.high)}</span>' if score.has_interval else ""
-    note = f"<small>{escape(score.note)}</small>" if score.note else ""
-    return f'<span class="value">{_short(score.value)}</span>{interval}{note}'
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return get_plotlyjs()
 
 
-def _facts_of(run: Run) -> dict[str, str]:
-    """Return everything that was set, and what it ran on, under dotted names."""
-    results = run.results
-    facts: dict[str, Any] = {"images": results.images.folder, "images counted": results.images.count}
-    facts |= _sizes("image sizes", results.images.sizes)
-    if results.reference:
-        facts |= {"reference": results.reference.path, "reference images": results.reference.count}
-        facts |= _sizes("reference sizes", results.reference.sizes)
-    facts |= _flat(results.settings, "") | _flat(results.versions, "version of ")
-    if results.seconds is not None:
-        facts["time taken"] = duration(results.seconds)
+class ImageSelection(NamedTuple):
+    """The images on the page, by their indices in each run."""
+
+    shown: list[list[int]]
+    best: list[list[int]]
+    worst: list[list[int]]
+    rows: list[tuple[int, ...]]
+    """One image of each run, all of the same prompt and seed."""
+
+
+def select_images(runs: Sequence[EvaluationRun]) -> ImageSelection:
+    """Select the best and worst images of each run, rows that all runs share, and others evenly spaced."""
+    limit = max(1, min(IMAGES_PER_RUN, _MAX_IMAGES // len(runs)))
+    rows = _evenly_spaced(_shared_rows(runs), min(_MAX_ROWS, limit // 4))
+    shown, best, worst = [], [], []
+    for position, run in enumerate(runs):
+        scores = [(score, index) for index, score in enumerate(run.clip_scores) if score is not None]
+        ranked = [index for _, index in sorted(scores)]
+        count = min(_MAX_EXTREMES, limit // 4, len(ranked) // 2)  # no image is among both
+        worst.append(ranked[:count])
+        best.append(ranked[::-1][:count])
+        fixed = {*best[-1], *worst[-1], *(row[position] for row in rows)}
+        others = [index for index in range(len(run.files)) if index not in fixed]
+        shown.append(sorted({*fixed, *_evenly_spaced(others, limit - len(fixed))}))
+    return ImageSelection(shown, best, worst, rows)
+
+
+def _shared_rows(runs: Sequence[EvaluationRun]) -> list[tuple[int, ...]]:
+    if len(runs) < 2:
+        return []
+    by_key = [{run.key(index): index for index in reversed(range(len(run.files)))} for run in runs]
+    first, *others = by_key
+    keys = [key for key in reversed(first) if all(key in other for other in others)]
+    return [tuple(indices[key] for indices in by_key) for key in keys]
+
+
+def _evenly_spaced(items: Sequence[T], count: int) -> list[T]:
+    count = min(count, len(items))
+    return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
+
+
+class PageImage(NamedTuple):
+    """An image on the page."""
+
+    file: str
+    prompt: str
+    score: float | None
+    about: str
+    search_text: str
+    thumbnail: int | None
+    """The index of its thumbnail, which the page holds once; None if the image cannot be read."""
+    original: str | None
+    """The relative address of the image file, unless it is too far away to be moved together with the page."""
+
+
+def _page_images(
+    runs: Sequence[EvaluationRun], selection: ImageSelection, destination: Path
+) -> tuple[list[str], dict[tuple[int, int], PageImage]]:
+    """Return the thumbnails as data URIs, and the selected images by run and index."""
+    places = [(number, index) for number, shown in enumerate(selection.shown) for index in shown]
+    paths = [runs[number].path(index) for number, index in places]
+    thumbnails: list[str] = []
+    images = {}
+    for (number, index), path, data in zip(places, paths, encode_thumbnails(paths), strict=True):
+        run = runs[number]
+        file, prompt, score = run.files[index], run.prompts[index], run.clip_scores[index]
+        about = [run.name] if len(runs) > 1 else []
+        about += [file] if score is None else [file, f"CLIP score {_format_value(score)}"]
+        images[number, index] = PageImage(
+            file,
+            prompt,
+            score,
+            " · ".join(about),
+            f"{prompt} {file}"[:_MAX_TEXT].lower(),
+            None if data is None else len(thumbnails),
+            _relative_address(path, destination),
+        )
+        thumbnails += [] if data is None else [data]
+    return thumbnails, images
+
+
+def encode_thumbnails(paths: Sequence[Path]) -> list[str | None]:
+    """Return each image as a data URI of bounded size, or None if it cannot be read."""
+    bound = _MAX_BYTES // max(1, len(paths))
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda path: _encode_thumbnail(path, bound), paths))
+
+
+def _encode_thumbnail(path: Path, bound: int) -> str | None:
+    if (image := thumbnail(path, _SIDES_AND_QUALITIES[0][0])) is None:
+        return None
+    for side, quality in _SIDES_AND_QUALITIES:
+        image.thumbnail((side, side))
+        buffer = io.BytesIO()
+        image.save(buffer, "WEBP", quality=quality)
+        if buffer.tell() <= bound:
+            break
+    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def _relative_address(path: Path, destination: Path) -> str | None:
+    relative = Path(os.path.relpath(path.absolute(), destination.absolute()))
+    if relative.parts.count("..") > _MAX_FOLDERS_UP:
+        return None
+    return "/".join(quote(part, safe="", errors="replace") for part in relative.parts)
+
+
+def _group(texts: Sequence[Sequence[T]]) -> list[tuple[list[int], T]]:
+    """Return every text once, with the numbers of the runs that have it; no numbers if all have it."""
+    grouped = []
+    for text in dict.fromkeys(text for of_run in texts for text in of_run):
+        numbers = [number for number, of_run in enumerate(texts) if text in of_run]
+        grouped.append(([] if len(numbers) == len(texts) else numbers, text))
+    return grouped
+
+
+def _missing_by_reason(run: EvaluationRun) -> list[tuple[str, str]]:
+    """Return titles and reason of missing metrics; several often lack the same file."""
+    titles: dict[str, list[str]] = {}
+    for missing in run.report.missing:
+        titles.setdefault(missing.reason, []).append(metric_title(missing.metric))
+    return [(", ".join(of_reason), reason) for reason, of_reason in titles.items()]
+
+
+def _are_comparable(runs: Sequence[EvaluationRun]) -> bool:
+    reports = [run.report for run in runs]
+    references = {report.reference.path if report.reference else None for report in reports}
+    return len(references) == 1 and len({report.images.count for report in reports}) == 1
+
+
+def _settings_table(runs: Sequence[EvaluationRun]) -> list[tuple[str, list[str]]]:
+    """Return rows of a setting's dotted name and its value in each run."""
+    columns = [_settings_of(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [(name, [column.get(name, "–") for column in columns]) for name in names]
+
+
+def _settings_of(run: EvaluationRun) -> dict[str, str]:
+    report = run.report
+    facts: dict[str, Any] = {"images": report.images.folder, "images counted": report.images.count}
+    facts |= _sizes("image sizes", report.images.sizes)
+    if report.reference:
+        facts |= {"reference": report.reference.path, "reference images": report.reference.count}
+        facts |= _sizes("reference sizes", report.reference.sizes)
+    facts |= _flatten(report.settings, "") | _flatten(report.versions, "version of ")
+    if report.seconds is not None:
+        facts["time taken"] = format_duration(report.seconds)
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
 
 
 def _sizes(name: str, sizes: Mapping[str, int]) -> dict[str, str]:
-    said = ", ".join(f"{size} ({count:,})" for size, count in sizes.items())
-    return {name: said} if said else {}
+    text = ", ".join(f"{size} ({count:,})" for size, count in sizes.items())
+    return {name: text} if text else {}
 
 
-def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
 
 
-def _images(count: int) -> str:
-    return f"{count:,} image{'' if count == 1 else 's'}"
-
-
-def _short(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     if value is None:
         return "?"
     if 1e-4 <= abs(value) < 1000:
@@ -344,10 +276,78 @@ def _short(value: float | None) -> str:
     return f"{value:,.1f}" if abs(value) < 1e6 and (value == 0 or abs(value) > 1) else f"{value:.2e}"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+def _truncate(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
 
 
-def _json(value: Any) -> str:
-    """JSON that no text inside it can end."""
-    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+def _score_chart(metric: str, runs: Sequence[EvaluationRun]) -> Chart:
+    """Return a bar for each run, with its interval."""
+    scores = [run.scores.get(metric, MetricScore()) for run in runs]
+    names = _chart_labels(runs)
+    bars = {
+        "type": "bar",
+        "x": list(range(len(runs))),
+        "customdata": names,
+        "y": [score.value for score in scores],
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [_difference(score.value, score.high) for score in scores],
+            "arrayminus": [_difference(score.low, score.value) for score in scores],
+            "thickness": 1.5,
+        },
+        "hovertemplate": "%{customdata}: %{y:.4g}<extra></extra>",
+    }
+    # Bars are placed by number, because two long names may become the same label.
+    ticks = {"tickvals": bars["x"], "ticktext": names, "showgrid": False, "zeroline": False}
+    return {"data": [bars], "layout": {"showlegend": False, "xaxis": ticks}, "style": "bars"}
+
+
+def _clip_chart(runs: Sequence[EvaluationRun]) -> Chart | None:
+    """Return histograms of the images' CLIP scores."""
+    scores = [[score for score in run.clip_scores if score is not None] for run in runs]
+    if not any(scores):
+        return None
+    edges = np.histogram_bin_edges(np.concatenate(scores), _HISTOGRAM_BINS)  # the same for all runs
+    step = edges[1] - edges[0]
+    centers = np.arange(-1, len(edges)) * step + (edges[0] + step / 2)  # with an empty bin on both sides
+    traces = []
+    for name, of_run in zip(_chart_labels(runs), scores, strict=True):
+        if of_run:
+            percent = np.pad(100 * np.histogram(of_run, edges)[0] / len(of_run), 1)
+            x, y = centers.round(4).tolist(), percent.round(3).tolist()
+            traces.append({"type": "scatter", "name": name, "x": x, "y": y, "mode": "lines", "fill": "tozeroy"})
+    axes = {
+        "xaxis": {"title": {"text": "CLIP score of an image"}},
+        "yaxis": {"title": {"text": "% of the images"}, "rangemode": "tozero"},
+    }
+    return {"data": traces, "layout": {"showlegend": len(runs) > 1, **axes}, "style": "steps"}
+
+
+def _speed_chart(runs: Sequence[EvaluationRun]) -> Chart | None:
+    """Return the images per second of every GPU."""
+    traces = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": [f"GPU {html.escape(gpu)}" for gpu in run.report.speed],
+            "y": [speed.images_per_second for speed in run.report.speed.values()],
+            "hovertemplate": "%{x}: %{y:.3g} images/s<extra></extra>",
+        }
+        for name, run in zip(_chart_labels(runs), runs, strict=True)
+        if run.report.speed
+    ]
+    if not traces:
+        return None
+    layout = {"barmode": "group", "showlegend": len(runs) > 1, "xaxis": {"showgrid": False}}
+    layout["yaxis"] = {"title": {"text": "images per second"}}
+    return {"data": traces, "layout": layout, "style": "traces"}
+
+
+def _chart_labels(runs: Sequence[EvaluationRun]) -> list[str]:
+    short = [run.name if len(run.name) <= _MAX_LABEL else f"…{run.name[1 - _MAX_LABEL :]}" for run in runs]
+    return [html.escape(name) for name in short]  # plotly interprets labels as a subset of HTML
+
+
+def _difference(low: float | None, high: float | None) -> float:
+    return 0.0 if low is None or high is None else max(0.0, high - low)

@@ -1,1 +1,1 @@
-"""Thousands of pictures from a table of prompts, on every GPU, each the same whatever the number of GPUs."""
+"""Batch generation from a prompt table, on every GPU; the images do not depend on the number of GPUs."""

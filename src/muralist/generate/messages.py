@@ -1,4 +1,4 @@
-"""What the fleet and its workers tell each other."""
+"""Messages between the scheduler and its workers."""
 
 from __future__ import annotations
 
@@ -6,116 +6,116 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muralist.errors import UserError
+from muralist.core.errors import UserError
+from muralist.core.worker_pool import WorkerExited
 from muralist.generate.plan import Sample
 from muralist.settings import GenerateSettings
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a worker is told at its start."""
+class GenerationJob:
+    """Everything a worker needs at its start."""
 
     settings: GenerateSettings
-    folder: Path
+    output_dir: Path
     digest: str  # of the ledger's settings
-    facts: dict[str, Any]  # what every file says of its making, beside its own prompt and seed
+    metadata: dict[str, Any]  # written into every image beside its own prompt and seed
 
 
 @dataclass(frozen=True)
-class Begin:
-    """The first word to a process: what it works at, by which name, and where."""
-
-    job: Job
-    label: str
-    device: str
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Find the largest batch that fits, up to a limit, painting this sample."""
+class MeasureBatchSize:
+    """Find the largest batch of this sample that fits into memory."""
 
     sample: Sample
-    most: int
+    limit: int
 
 
 @dataclass(frozen=True)
-class Task:
-    """Samples of one size to paint in one call of `shape` pictures; missing ones are padded."""
+class GenerateBatch:
+    """Generate samples of one size in one call of `batch_size` images; missing ones are padded."""
 
     samples: tuple[Sample, ...]
-    shape: int
-    agreed: int  # the ledger's shape: pictures made in another one are marked
-    alone: bool = False  # nothing else is with the device meanwhile: a worker died with this before
+    batch_size: int
+    recorded_batch_size: int  # the ledger's: images of another batch size are marked
+    exclusive: bool = False  # nothing else is on the device meanwhile: a worker died with one of these samples before
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The sample indices."""
+        return tuple(sample.sample_index for sample in self.samples)
 
 
 @dataclass(frozen=True)
-class Stop:
-    """No more tasks come."""
+class StopWorker:
+    """No more batches come."""
 
 
 @dataclass(frozen=True)
-class Ready:
+class WorkerReady:
     """The model is loaded."""
 
-    batches: bool  # whether it may paint several at once
-    made_with: dict[str, str]
+    supports_batching: bool
+    environment: dict[str, str]  # versions and device, on which the last bits of an image depend
 
 
 @dataclass(frozen=True)
-class Measured:
+class BatchSizeMeasured:
     """The largest batch that fits."""
 
-    shape: int
+    batch_size: int
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A denoising step was made."""
+class Heartbeat:
+    """The worker took a denoising step."""
 
 
 @dataclass(frozen=True)
-class Began:
-    """A batch is being painted; should the worker die now, one of its samples may be why."""
+class BatchStarted:
+    """Samples that are on the device: if the worker dies now, one of them may be the cause."""
 
-    numbers: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Done:
+class SampleDone:
     """A sample's file and its line in the ledger are on disk."""
 
-    number: int
+    sample_index: int
 
 
 @dataclass(frozen=True)
-class Failed:
-    """A sample was tried alone and could not be painted; the ledger says so."""
+class SampleFailed:
+    """A sample failed, tried by itself; the ledger says so."""
 
-    number: int
+    sample_index: int
     reason: str
 
 
 @dataclass(frozen=True)
-class Remark:
-    """Something a person should read."""
+class WorkerNote:
+    """A sentence for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Hopeless:
-    """This worker can paint no more; `everyone`: nor can any other."""
+class WorkerFailed:
+    """This worker cannot generate any more; `all_workers`: nor can any other."""
 
     error: UserError
-    everyone: bool
+    all_workers: bool
 
 
-@dataclass(frozen=True)
-class Gone:
-    """The worker's process has ended."""
-
-    how: str
-
-
-Order = Measure | Task | Stop
-Report = Ready | Measured | Beat | Began | Done | Failed | Remark | Hopeless | Gone
+Request = MeasureBatchSize | GenerateBatch | StopWorker
+Report = (
+    WorkerReady
+    | BatchSizeMeasured
+    | Heartbeat
+    | BatchStarted
+    | SampleDone
+    | SampleFailed
+    | WorkerNote
+    | WorkerFailed
+    | WorkerExited
+)

@@ -1,4 +1,4 @@
-"""What is to be made: every row of the table as often as asked, with seeds and file names that depend on the row alone."""
+"""The plan of a command: all samples of a table, with seeds and file names that depend on the row alone."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from muralist.data.picture_names import file_stem
-from muralist.data.prompts import PromptTable, Row, refuse_collision
+from muralist.data.prompts import PromptRow, PromptTable, image_file_stem, refuse_collision
 
-SEEDS_BETWEEN_COPIES = 1_000_000
-"""Copy c of a row has the row's seed plus c times this: the same whatever the number of rows or copies."""
+SEED_STRIDE = 1_000_000
+"""Copy c of a row has the row's seed plus c times this: the same for any number of rows or copies."""
 
-_READ_AT_ONCE = 1024
-# Fractions in 64 bits. The first was the best of some hundred: with it, shares of 1 to 32 workers need the fewest batches.
-_STEP_OF_ROWS, _STEP_OF_COPIES = 0x5CD9B3836CEA0001, 0x9E3779B97F4A7C15
+_ROWS_READ_AT_ONCE = 1024
+# Fractions in 64 bits. The first was the best of some hundred: shares of 1 to 32 workers need the fewest batches.
+_ROW_STEP, _COPY_STEP = 0x5CD9B3836CEA0001, 0x9E3779B97F4A7C15
 
 
 class Sample(NamedTuple):
-    """One picture to make; `number` counts within this command, row and copy say which picture it is for good."""
+    """One image to generate; `sample_index` counts within this command, row and copy identify the image for good."""
 
-    number: int
+    sample_index: int
     row: int
     copy: int
     id: str
@@ -37,117 +36,118 @@ class Sample(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Tells this picture from any other that the same row of another table would give."""
+        """Hash of everything that the row determines."""
         parts = (self.id, self.seed, self.prompt, self.negative_prompt, self.height, self.width)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The samples of one command, by number: row 0's copies first."""
+    """The samples of one command, by index: row 0's copies first."""
 
     table: PromptTable
     copies: int
     seed_start: int
     negative_prompt: str
-    size: tuple[int, int]  # height and width of rows that say nothing
+    size: tuple[int, int]  # height and width of rows that have none
     extension: str
 
     def __len__(self) -> int:
         return len(self.table) * self.copies
 
-    def sample(self, number: int) -> Sample:
-        """Everything about one sample."""
-        return self._sample(number, self.table.row(number // self.copies))
+    def sample(self, index: int) -> Sample:
+        """Return one sample."""
+        return self._sample(index, self.table.row(index // self.copies))
 
-    def samples(self, numbers: np.ndarray) -> Iterator[Sample]:
-        """Everything about many samples, in order; rows are read some at a time."""
-        for first in range(0, len(numbers), _READ_AT_ONCE):
-            part = numbers[first : first + _READ_AT_ONCE].tolist()
-            rows = self.table.rows([number // self.copies for number in part])
+    def samples(self, indices: np.ndarray) -> Iterator[Sample]:
+        """Yield many samples in order; rows are read some at a time."""
+        for first in range(0, len(indices), _ROWS_READ_AT_ONCE):
+            part = indices[first : first + _ROWS_READ_AT_ONCE].tolist()
+            rows = self.table.rows([index // self.copies for index in part])
             yield from map(self._sample, part, rows)
 
-    def _sample(self, number: int, row: Row) -> Sample:
-        index, copy = divmod(number, self.copies)
-        seed = int(self.row_seeds[index]) + copy * SEEDS_BETWEEN_COPIES
+    def _sample(self, index: int, row: PromptRow) -> Sample:
+        row_index, copy = divmod(index, self.copies)
+        seed = int(self.row_seeds[row_index]) + copy * SEED_STRIDE
         height, width = (row.height, row.width) if row.height and row.width else self.size
         negative = self.negative_prompt if row.negative_prompt is None else row.negative_prompt
-        file = f"{file_stem(row.id, seed)}.{self.extension}"
-        return Sample(number, index, copy, row.id, seed, row.prompt, negative, height, width, file)
+        file = f"{image_file_stem(row.id, seed)}.{self.extension}"
+        return Sample(index, row_index, copy, row.id, seed, row.prompt, negative, height, width, file)
 
     @cached_property
     def row_seeds(self) -> np.ndarray:
         """The seed of each row's first copy."""
         seeds = self.seed_start + np.arange(len(self.table), dtype=np.int64)
-        own = self.table.seeds()
+        own = self.table.seeds
         return seeds if own is None else np.where(own < 0, seeds, own)
 
     @cached_property
-    def _sizes(self) -> np.ndarray | None:
+    def _row_sizes(self) -> np.ndarray | None:
         """Height and width of each row, where rows differ."""
-        own = self.table.sizes()
+        own = self.table.sizes
         return None if own is None else np.where(own == 0, np.array(self.size, dtype=own.dtype), own)
 
-    def place_in(self, shape: int, number: int) -> int:
-        """The place of a sample in a batch, without reading its row."""
-        return place_of(*divmod(number, self.copies), shape)
+    def slot(self, index: int, batch_size: int) -> int:
+        """Return a sample's slot in a batch, without reading its row."""
+        return batch_slot(*divmod(index, self.copies), batch_size)
 
-    def size_of(self, number: int) -> tuple[int, int]:
-        """Height and width of a sample, without reading its row."""
-        if self._sizes is None:
+    def size_of(self, index: int) -> tuple[int, int]:
+        """Return a sample's height and width, without reading its row."""
+        if self._row_sizes is None:
             return self.size
-        height, width = self._sizes[number // self.copies].tolist()
+        height, width = self._row_sizes[index // self.copies].tolist()
         return height, width
 
-    def sizes_of(self, numbers: np.ndarray) -> list[tuple[int, int]]:
-        """The heights and widths that some samples have, each once."""
-        if self._sizes is None:
+    def distinct_sizes(self, indices: np.ndarray) -> list[tuple[int, int]]:
+        """Return the heights and widths of some samples, each once."""
+        if self._row_sizes is None:
             return [self.size]
-        return [(height, width) for height, width in np.unique(self._sizes[numbers // self.copies], axis=0).tolist()]
+        sizes = np.unique(self._row_sizes[indices // self.copies], axis=0).tolist()
+        return [(height, width) for height, width in sizes]
 
-    def in_order(self, numbers: np.ndarray) -> np.ndarray:
-        """Samples in the order in which they are made: as in the table, but one size after another."""
-        if self._sizes is None:
-            return numbers
-        sizes = self._sizes[numbers // self.copies].astype(np.int64)
+    def grouped_by_size(self, indices: np.ndarray) -> np.ndarray:
+        """Order samples as they are generated: as in the table, but one size after another."""
+        if self._row_sizes is None:
+            return indices
+        sizes = self._row_sizes[indices // self.copies].astype(np.int64)
         _, first, which = np.unique(sizes[:, 0] << 32 | sizes[:, 1], return_index=True, return_inverse=True)
-        return numbers[np.argsort(first[which], kind="stable")]
+        return indices[np.argsort(first[which], kind="stable")]
 
-    def check(self) -> None:
+    def check_file_names(self) -> None:
         """Refuse a table whose rows would overwrite each other's files."""
-        copies = np.arange(self.copies, dtype=np.int64) * SEEDS_BETWEEN_COPIES
+        copies = np.arange(self.copies, dtype=np.int64) * SEED_STRIDE
         refuse_collision(self.table, self.row_seeds[:, None] + copies)
 
-    def prompts_not(self, known: Callable[[str], bool]) -> list[str]:
-        """The prompts of rows that something does not know."""
+    def unknown_prompts(self, is_known: Callable[[str], bool]) -> list[str]:
+        """Return the prompts that are not known, one for each row."""
         unknown = []
-        for first in range(0, len(self.table), _READ_AT_ONCE):
-            rows = self.table.rows(range(first, min(first + _READ_AT_ONCE, len(self.table))))
-            unknown += [row.prompt for row in rows if not known(row.prompt)]
+        for first in range(0, len(self.table), _ROWS_READ_AT_ONCE):
+            rows = self.table.rows(range(first, min(first + _ROWS_READ_AT_ONCE, len(self.table))))
+            unknown += [row.prompt for row in rows if not is_known(row.prompt)]
         return unknown
 
 
-def place_of(row: int, copy: int, shape: int) -> int:
-    """The place of a sample in every batch of `shape` pictures: kernels may sum in another order at another place.
+def batch_slot(row: int, copy: int, batch_size: int) -> int:
+    """Return a sample's slot in every batch: kernels may sum in another order in another slot.
 
-    Fractions of multiples of such a number fall evenly into `shape` places, and so do every second, third or W-th of them:
+    Fractions of multiples of such a step fall evenly into the slots, and so do every second, third or W-th of them:
     the rows of one worker among any number fill their batches well.
     """
-    return ((row * _STEP_OF_ROWS + copy * _STEP_OF_COPIES) % 2**64) * shape >> 64
+    return ((row * _ROW_STEP + copy * _COPY_STEP) % 2**64) * batch_size >> 64
 
 
-def apart(samples: Sequence[Sample], shape: int) -> list[tuple[Sample, ...]]:
-    """Samples in as few batches as their places allow."""
+def split_by_slot(samples: Sequence[Sample], batch_size: int) -> list[tuple[Sample, ...]]:
+    """Split samples into as few batches as their slots allow."""
     batches: list[dict[int, Sample]] = []
     for sample in samples:
-        place = place_of(sample.row, sample.copy, shape)
-        batch = next((batch for batch in batches if place not in batch), None)
+        slot = batch_slot(sample.row, sample.copy, batch_size)
+        batch = next((batch for batch in batches if slot not in batch), None)
         if batch is None:
             batches.append(batch := {})
-        batch[place] = sample
+        batch[slot] = sample
     return [tuple(batch.values()) for batch in batches]
 
 
-def shares(numbers: np.ndarray, workers: int) -> Sequence[np.ndarray]:
-    """Round-robin: worker w of W takes numbers w, w + W, w + 2 W, ..."""
-    return [numbers[worker::workers] for worker in range(workers)]
+def round_robin(indices: np.ndarray, workers: int) -> list[np.ndarray]:
+    """Split samples: worker w of W takes w, w + W, w + 2 W, ..."""
+    return [indices[worker::workers] for worker in range(workers)]

@@ -1,8 +1,8 @@
-"""One worker: a model on one device, painting what the fleet asks for and storing it.
+"""One worker: a model on one device, which generates the batches that the scheduler sends and saves the images.
 
-What it does to a picture does not depend on which worker it is, what it painted before, or what else is in a batch: batches
-have one shape, every picture has its own place in them, what is missing is padded with the first picture's order, and every
-picture draws from its own seed.
+An image does not depend on which worker makes it, what that worker made before, or what else is in a batch: all batches
+have one size, every sample has its own slot in them, missing samples are padded with the first one's request, and every
+sample has its own seed.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import gc
 import hashlib
 import logging
+import math
 import os
-import queue
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -22,369 +23,389 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from muralist import compiled_code
-from muralist.errors import UserError
-from muralist.generate import exactness, messages, store
-from muralist.generate.card import is_out_of_memory
-from muralist.generate.folder import OutputFolder, cannot_write
-from muralist.generate.ledger import CUT, Shard
-from muralist.generate.messages import Job, Measure, Stop, Task
-from muralist.generate.painter import CannotPaint, Painter, Pending, Way
-from muralist.generate.painter import Order as PaintOrder
-from muralist.generate.plan import Sample, apart, place_of
-from muralist.runfolder import write_atomically
+from muralist.core import compile_cache
+from muralist.core.errors import UserError
+from muralist.core.run_dir import atomic_write
+from muralist.core.worker_pool import Inbox
+from muralist.generate import image_files, messages
+from muralist.generate.gpu_execution import is_out_of_memory
+from muralist.generate.ledger import PROMPT_TRUNCATED, PSNR, Shard
+from muralist.generate.messages import GenerateBatch, GenerationJob, MeasureBatchSize, StopWorker
+from muralist.generate.output_dir import OutputDir, explain_write_errors
+from muralist.generate.pipeline import GenerationMode, PendingBatch, Pipeline, PipelineError, SampleRequest
+from muralist.generate.plan import Sample, batch_slot, split_by_slot
 
 log = logging.getLogger("muralist")
 
 Send = Callable[[messages.Report], None]
-Inbox = queue.Queue[messages.Order]
 
-_MEMORY_TO_USE = 0.92  # of a GPU's; what is left is for the pieces into which memory breaks over hours
-_SECONDS_BETWEEN_BEATS = 1.0
-_SAVERS = 4  # a picture of 1024 x 1024 is a file after a quarter of a second; no model makes sixteen of them in one
+_MEMORY_TO_USE = 0.92  # of a GPU's; the rest is for fragmentation over hours
+_HEARTBEAT_INTERVAL = 1.0  # seconds
+_SAVE_THREADS = 4  # encoding a PNG of 1024 x 1024 takes a quarter of a second; no model makes sixteen of them in one
+_COMPARED_ROWS = 8  # of a table, generated in fast mode and in exact mode
+_PSNR_EQUAL = 99.0  # dB for equal images, whose PSNR is infinite
 STATUS_BROKEN_DEVICE = 70
 
 
-def work(job: Job, label: str, device: torch.device, inbox: Inbox, send: Send) -> None:
+def psnr(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the peak signal-to-noise ratio of uint8 images, in dB."""
+    error = float(np.mean((one.astype(np.float64) - other.astype(np.float64)) ** 2))
+    return _PSNR_EQUAL if error == 0 else min(_PSNR_EQUAL, 10 * math.log10(255**2 / error))
+
+
+def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, send: Send) -> None:
     """Load the model and serve until told to stop; everything that ends a worker early is reported."""
     try:
-        from muralist.generate.pipelines import made_with, open_painter, settle
+        from muralist.generate.pipeline import environment_info, load_pipeline, make_deterministic
 
-        settle(device)
-        kept = compiled_code.keep()
-        painter = open_painter(job.settings, device)
-        send(messages.Ready(painter.batches(), made_with(device) | painter.made_with()))
-        Worker(job, label, device, painter, _telling(kept, send)).serve(inbox)
+        make_deterministic(device)
+        cache = compile_cache.use_compile_cache()
+        pipeline = load_pipeline(job.settings, device)
+        environment = environment_info(device) | pipeline.execution_info()
+        send(messages.WorkerReady(pipeline.supports_batching(), environment))
+        Worker(job, label, device, pipeline, _with_compile_note(cache, send)).serve(inbox)
     except UserError as error:
-        send(messages.Hopeless(error, everyone=True))
+        send(messages.WorkerFailed(error, all_workers=True))
     except Exception as error:
-        if not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            failure = UserError(
+                f"The model does not fit into the memory of GPU {label}.",
+                fix="Give --cpu_offload true, --dtype bf16, or a GPU that other programs leave free.",
+            )
+        else:
             log.debug("GPU %s", label, exc_info=True)
-        short = _too_large(label) if is_out_of_memory(error) else UserError(f"GPU {label}: {_in_words(error)}.")
-        send(messages.Hopeless(short, everyone=False))
+            failure = UserError(f"GPU {label}: {_describe(error)}.")
+        send(messages.WorkerFailed(failure, all_workers=False))
 
 
-def _telling(kept: compiled_code.Kept, send: Send) -> Send:
-    """Reports go on their way; with the first picture, what was compiled for it is told as well."""
-    told = False
+def _with_compile_note(cache: compile_cache.CompileCache, send: Send) -> Send:
+    """Report after the first image what was compiled for it."""
+    noted = False
 
-    def passed_on(report: messages.Report) -> None:
-        nonlocal told
+    def send_and_note(report: messages.Report) -> None:
+        nonlocal noted
         send(report)
-        if isinstance(report, messages.Done) and not told:
-            told = True
-            if words := kept.words():
-                send(messages.Remark(words))
+        if isinstance(report, messages.SampleDone) and not noted:
+            noted = True
+            if note := cache.summary():
+                send(messages.WorkerNote(note))
 
-    return passed_on
+    return send_and_note
 
 
-class _Painted(NamedTuple):
+class _Image(NamedTuple):
+    """An image to save, with the fields of its line in the ledger that not every image has."""
+
     sample: Sample
     pixels: np.ndarray
     seconds: float
-    facts: dict[str, Any]  # for the ledger
+    extra: dict[str, Any]
 
 
-class _Part(NamedTuple):
-    """What one call of the painter makes: all of a task, or less of it when memory is short."""
+class _Call(NamedTuple):
+    """One call of the pipeline: all of a batch, or less of it when memory is short."""
 
     samples: tuple[Sample, ...]
-    shape: int
-    pending: Pending
+    batch_size: int
+    pending: PendingBatch
 
-    def pictures(self) -> dict[Sample, np.ndarray]:
-        """Wait for them."""
-        made = self.pending.wait()
-        return {sample: made[place_of(sample.row, sample.copy, self.shape)] for sample in self.samples}
+    def images(self) -> dict[Sample, np.ndarray]:
+        """Wait for the images."""
+        images = self.pending.wait()
+        return {sample: images[batch_slot(sample.row, sample.copy, self.batch_size)] for sample in self.samples}
 
 
-class _Batch(NamedTuple):
-    """A task that was handed to the device, or the reason why it could not be."""
+class _RunningBatch(NamedTuple):
+    """A batch that was handed to the device, or the reason why it could not be."""
 
-    task: Task
+    batch: GenerateBatch
     started: float
-    parts: list[_Part]
-    reason: str | None
+    calls: list[_Call]
+    failure: str | None
 
     @property
-    def there(self) -> bool:
-        return all(part.pending.there for part in self.parts)
+    def is_ready(self) -> bool:
+        return all(call.pending.ready for call in self.calls)
 
 
 @dataclass
 class Worker:
-    """A loaded painter and where its pictures go."""
+    """A loaded pipeline and where its images go."""
 
-    job: Job
+    job: GenerationJob
     label: str
     device: torch.device
-    painter: Painter
+    pipeline: Pipeline
     send: Send
-    prepared: set[PaintOrder] = field(default_factory=set)
-    in_flight: tuple[int, ...] = ()  # samples that the device is at work on while the next are begun
-    exact: dict[Sample, np.ndarray] = field(default_factory=dict)  # as exact mode makes them, until fast mode has too
-    ended: float = 0.0
+    waiting: deque[GenerateBatch] = field(default_factory=deque)
+    prepared: set[SampleRequest] = field(default_factory=set)
+    running: _RunningBatch | None = None
+    on_device: tuple[int, ...] = ()  # samples that the device works on while the next batch is started
+    exact: dict[Sample, np.ndarray] = field(default_factory=dict)  # images of exact mode, until fast mode has made them
+    last_end: float = 0.0
+    last_heartbeat: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.output = OutputDir(self.job.output_dir)
 
     def serve(self, inbox: Inbox) -> None:
-        """Paint task after task; text of all tasks that are waiting is encoded at once.
+        """Generate batch after batch.
 
-        A task is handed to the device before the pictures of the one before it are waited for, so that it has always work.
+        A batch is handed to the device before the images of the one before it are waited for, so that the device always
+        has work.
         """
-        waiting: list[Task] = []
-        beaten = 0.0
+        with explain_write_errors(self.job.output_dir):
+            shard = Shard(self.output.shard(self.label), self.job.digest)
+        with closing(shard), ThreadPoolExecutor(_SAVE_THREADS) as savers:
+            self.shard, self.savers = shard, savers
+            self.saving: list[Future[None]] = []
+            while (batch := self._next_batch(inbox)) is not None:
+                self._run(batch)
 
-        def beat() -> None:
-            nonlocal beaten
-            if time.monotonic() - beaten > _SECONDS_BETWEEN_BEATS:
-                beaten = time.monotonic()
-                self.send(messages.Beat())
+    def _next_batch(self, inbox: Inbox) -> GenerateBatch | None:
+        """Read all messages; returns the next batch, or None when no more come."""
+        while not self.waiting or not inbox.empty():
+            if not self.waiting and inbox.empty():
+                self._finish()  # errors are reported before waiting for messages, which may never come
+            message = inbox.get()
+            if isinstance(message, StopWorker):
+                self._finish()
+                return None
+            if isinstance(message, MeasureBatchSize):
+                self.send(messages.BatchSizeMeasured(self._largest_batch(message)))
+            else:
+                self.waiting.append(message)
+        return self.waiting.popleft()
 
+    def _run(self, batch: GenerateBatch) -> None:
+        """Start a batch, then save the one before it."""
+        self._encode_prompts([batch, *self.waiting])
+        compared = tuple(sample for sample in batch.samples if self._is_compared(sample))
+        if batch.exclusive or compared:
+            self._complete()  # the time for comparing would count as that of the batch before
+        if compared:
+            self._generate_exact(compared, batch.batch_size)
         try:
-            shard = Shard(OutputFolder(self.job.folder).shard(self.label), self.job.digest)
-        except OSError as error:
-            raise cannot_write(error, self.job.folder) from None
-        with closing(shard), ThreadPoolExecutor(_SAVERS) as savers:
-            saving: list[Future[None]] = []
-            flying: _Batch | None = None
+            started = self._start(batch)
+        except PipelineError:
+            self._finish()
+            raise
+        self._complete(following=batch.indices)
+        self.running, self.on_device = started, batch.indices
+        if started.is_ready or batch.exclusive:
+            self._complete()
 
-            def land(following: tuple[int, ...] = ()) -> None:
-                nonlocal saving, flying
-                if flying is not None:
-                    self.in_flight = following  # what is with the device when one of the landing batch is tried alone
-                    painted = self._painted(flying, shard, beat)
-                    flying, self.in_flight = None, ()
-                    _finish(saving)  # at most one batch waits for the disk
-                    saving = [savers.submit(self._save, picture, shard) for picture in painted]
+    def _complete(self, following: tuple[int, ...] = ()) -> None:
+        """Wait for the running batch and start saving it; `following` samples are on the device meanwhile."""
+        if self.running is not None:
+            self.on_device = following  # in case a sample of the running batch is tried alone
+            images = self._collect(self.running)
+            self.running, self.on_device = None, ()
+            self._wait_until_saved()  # at most one batch waits for the disk
+            self.saving = [self.savers.submit(self._save, image) for image in images]
 
-            while True:
-                while not waiting or not inbox.empty():
-                    if not waiting and inbox.empty():
-                        land()
-                        _finish(saving)  # whatever goes wrong is told before waiting for more, which may never come
-                    message = inbox.get()
-                    if isinstance(message, Stop):
-                        land()
-                        _finish(saving)
-                        return
-                    if isinstance(message, Measure):
-                        self.send(messages.Measured(self._largest_batch(message, beat)))
-                    else:
-                        waiting.append(message)
-                task = waiting.pop(0)
-                self._prepare([task, *waiting])
-                compared = self._to_compare(task)
-                if task.alone or compared:
-                    land()  # or the time that comparing takes would count as that of the batch before
-                if compared:
-                    self._paint_exactly(compared, task.shape, beat)
-                numbers = tuple(sample.number for sample in task.samples)
-                try:
-                    begun = self._begin(task, beat)
-                except CannotPaint:
-                    land()  # what was begun before is there
-                    _finish(saving)
-                    raise
-                land(following=numbers)
-                flying, self.in_flight = begun, numbers
-                if begun.there or task.alone:
-                    land()
+    def _wait_until_saved(self) -> None:
+        for future in self.saving:
+            future.result()
 
-    def _prepare(self, tasks: list[Task]) -> None:
-        """Have the painter prepare these, if it has not prepared the first two: the second while it paints the first."""
-        if all(_order(sample) in self.prepared for task in tasks[:2] for sample in task.samples):
+    def _finish(self) -> None:
+        self._complete()
+        self._wait_until_saved()
+
+    def _heartbeat(self) -> None:
+        if time.monotonic() - self.last_heartbeat > _HEARTBEAT_INTERVAL:
+            self.last_heartbeat = time.monotonic()
+            self.send(messages.Heartbeat())
+
+    def _encode_prompts(self, batches: Sequence[GenerateBatch]) -> None:
+        """Encode the prompts of all waiting batches together, unless those of the next two are encoded already."""
+        if all(_request(sample) in self.prepared for batch in batches[:2] for sample in batch.samples):
             return
-        orders = [_order(sample) for task in tasks for sample in task.samples]
+        requests = [_request(sample) for batch in batches for sample in batch.samples]
         try:
-            self.painter.prepare(orders)
-        except Exception as error:  # one of these prompts; painting says which
-            log.debug("Text could not be encoded ahead: %s", error)
+            self.pipeline.prepare(requests)
+        except Exception as error:  # one of these prompts; generating finds out which
+            log.debug("Prompts could not be encoded ahead: %s", error)
             if is_out_of_memory(error):
                 _free_memory()
-        self.prepared = set(orders)
+        self.prepared = set(requests)
 
-    def _to_compare(self, task: Task) -> tuple[Sample, ...]:
-        """In fast mode: samples that are painted in exact mode too."""
-        fast = self.job.settings.preset == "fast"
-        return tuple(sample for sample in task.samples if fast and exactness.is_compared(sample))
+    # Fast mode: some samples are generated in exact mode too.
 
-    def _paint_exactly(self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None]) -> None:
-        """Samples as exact mode makes them, kept for comparison and written aside."""
-        folder = OutputFolder(self.job.folder).exact
-        self._announce(samples)
+    def _is_compared(self, sample: Sample) -> bool:
+        return self.job.settings.preset == "fast" and sample.row < _COMPARED_ROWS and sample.copy == 0
+
+    def _generate_exact(self, samples: tuple[Sample, ...], batch_size: int) -> None:
+        """Generate samples in exact mode, keep them for comparison and save them in a folder of their own."""
+        self._report_on_device(samples)
         try:
-            for part in self._parts(samples, shape, beat, Way.EXACT):
-                self.exact |= part.pictures()
-        except CannotPaint:
+            for call in self._calls(samples, batch_size, GenerationMode.EXACT):
+                self.exact |= call.images()
+        except PipelineError:
             raise
-        except Exception as error:  # in fast mode it will fail too, and be told
-            self._check_device(error)
+        except Exception as error:  # fast mode will fail too, and report it
+            self._exit_if_broken(error)
             return
-        try:
-            folder.mkdir(exist_ok=True)
+        with explain_write_errors(self.job.output_dir):
+            self.output.exact.mkdir(exist_ok=True)
             for sample in samples:
                 try:
-                    data = store.encode(self.exact[sample], sample, {}, self.job.settings.video_format)
-                except Exception:  # it cannot be a file in fast mode either, which will be told
+                    data = image_files.encode(self.exact[sample], sample, {}, self.job.settings.video_format)
+                except Exception:  # fast mode will fail too, and report it
                     self.exact.pop(sample)
                     continue
-                write_atomically(folder / sample.file, data)
-        except OSError as error:
-            raise cannot_write(error, self.job.folder) from None
+                atomic_write(self.output.exact / sample.file, data)
 
-    def _begin(self, task: Task, beat: Callable[[], None]) -> _Batch:
-        """Hand a task to the device; an error itself, which holds on to memory, is gone by the time this returns."""
-        started, parts, reason = time.monotonic(), [], None
-        self._announce(task.samples)
+    # From a batch to images.
+
+    def _start(self, batch: GenerateBatch) -> _RunningBatch:
+        """Hand a batch to the device; an exception, which would hold on to memory, is gone when this returns."""
+        started, calls, failure = time.monotonic(), [], None
+        self._report_on_device(batch.samples)
         try:
-            parts = self._parts(task.samples, task.shape, beat)
-        except CannotPaint:
+            calls = self._calls(batch.samples, batch.batch_size)
+        except PipelineError:
             raise
         except Exception as error:
-            self._check_device(error)
-            reason = _in_words(error)
-        return _Batch(task, started, parts, reason)
+            self._exit_if_broken(error)
+            failure = _describe(error)
+        return _RunningBatch(batch, started, calls, failure)
 
-    def _announce(self, samples: tuple[Sample, ...]) -> None:
-        self.send(messages.Began((*self.in_flight, *(sample.number for sample in samples))))
+    def _report_on_device(self, samples: tuple[Sample, ...]) -> None:
+        self.send(messages.BatchStarted((*self.on_device, *(sample.sample_index for sample in samples))))
 
-    def _painted(self, batch: _Batch, shard: Shard, beat: Callable[[], None]) -> list[_Painted]:
-        """The pictures of a batch; of one that fails, each sample is tried once more alone, in the same shape."""
-        painted, reason = self._wait(batch)
-        if reason is None:
-            return painted
-        for sample in batch.task.samples:
-            alone = replace(batch.task, samples=(sample,))
+    def _collect(self, running: _RunningBatch) -> list[_Image]:
+        """Return the images of a batch; if it fails, each sample is tried once more alone, at the same batch size."""
+        images, failure = self._wait(running)
+        if failure is None:
+            return images
+        for sample in running.batch.samples:
             started = time.monotonic()
-            again, reason = self._wait(self._begin(alone, beat))
-            painted += again
-            if reason is not None:
-                self._fail(sample, reason, time.monotonic() - started, shard)
-        return painted
+            again, failure = self._wait(self._start(replace(running.batch, samples=(sample,))))
+            images += again
+            if failure is not None:
+                self._record_failure(sample, failure, time.monotonic() - started)
+        return images
 
-    def _wait(self, batch: _Batch) -> tuple[list[_Painted], str | None]:
-        """Pictures, or the reason why there are none."""
-        if batch.reason is not None:
-            return [], batch.reason
-        painted: list[_Painted] = []
+    def _wait(self, running: _RunningBatch) -> tuple[list[_Image], str | None]:
+        """Return images, or the reason why there are none."""
+        if running.failure is not None:
+            return [], running.failure
+        pixels: dict[Sample, np.ndarray] = {}
+        extra: dict[Sample, dict[str, Any]] = {}
         try:
-            for part in batch.parts:
-                facts: dict[str, Any] = {} if part.shape == batch.task.agreed else {"batch_size": part.shape}
-                pictures = part.pictures()
-                if part.pending.gpu_busy is not None:
-                    facts["gpu_busy"] = round(part.pending.gpu_busy, 4)
-                painted += [
-                    _Painted(sample, pixels, 0.0, facts | self._cut(sample)) for sample, pixels in pictures.items()
-                ]
+            for call in running.calls:
+                images = call.images()
+                pixels |= images
+                extra |= {sample: self._extra_fields(sample, call, running) for sample in images}
         except Exception as error:
-            self._check_device(error)
-            return [], _in_words(error)
-        # A batch that waited for the one before it was not being painted yet.
-        seconds = (time.monotonic() - max(batch.started, self.ended)) / len(painted)
-        self.ended = time.monotonic()
-        return [picture._replace(seconds=seconds, facts=self._compared(picture)) for picture in painted], None
+            self._exit_if_broken(error)
+            return [], _describe(error)
+        # A batch that waited for the one before it was not being generated yet.
+        seconds = (time.monotonic() - max(running.started, self.last_end)) / len(pixels)
+        self.last_end = time.monotonic()
+        for sample in pixels:
+            if (exact := self.exact.pop(sample, None)) is not None:
+                extra[sample][PSNR] = round(psnr(pixels[sample], exact), 2)
+        return [_Image(sample, image, seconds, extra[sample]) for sample, image in pixels.items()], None
 
-    def _cut(self, sample: Sample) -> dict[str, Any]:
-        return {CUT: True} if self.painter.cut_short(sample.prompt) else {}
+    def _extra_fields(self, sample: Sample, call: _Call, running: _RunningBatch) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        if call.batch_size != running.batch.recorded_batch_size:
+            fields["batch_size"] = call.batch_size
+        if call.pending.gpu_busy is not None:
+            fields["gpu_busy"] = round(call.pending.gpu_busy, 4)
+        if self.pipeline.is_truncated(sample.prompt):
+            fields[PROMPT_TRUNCATED] = True
+        return fields
 
-    def _compared(self, painted: _Painted) -> dict[str, Any]:
-        exact = self.exact.pop(painted.sample, None)
-        if exact is None:
-            return painted.facts
-        return painted.facts | {exactness.PSNR: round(exactness.psnr(painted.pixels, exact), 2)}
-
-    def _parts(
-        self, samples: tuple[Sample, ...], shape: int, beat: Callable[[], None], way: Way = Way.USUAL
-    ) -> list[_Part]:
-        """Samples in as many calls as needed: tried twice when memory is short, then in halves where allowed."""
-        orders = [_order(samples[0])] * shape
+    def _calls(
+        self, samples: tuple[Sample, ...], batch_size: int, mode: GenerationMode = GenerationMode.DEFAULT
+    ) -> list[_Call]:
+        """Start as many pipeline calls as needed: tried twice when memory is short, then in halves where allowed."""
+        requests = [_request(samples[0])] * batch_size
         for sample in samples:
-            orders[place_of(sample.row, sample.copy, shape)] = _order(sample)
+            requests[batch_slot(sample.row, sample.copy, batch_size)] = _request(sample)
         size = (samples[0].height, samples[0].width)
         for _ in range(2):
             try:
-                return [_Part(samples, shape, self.painter.begin(orders, size, beat, way))]
+                pending = self.pipeline.generate_async(requests, size, self._heartbeat, mode)
+                return [_Call(samples, batch_size, pending)]
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
             _free_memory()
-        if not self.job.settings.allow_batch_change or shape == 1:
-            raise CannotPaint(*_out_of_memory(self.label, samples[0], shape))
-        half = shape // 2
-        self.send(messages.Remark(f"GPU {self.label} is out of memory: {half} at once instead of {shape}."))
-        return [part for few in apart(samples, half) for part in self._parts(few, half, beat, way)]
+        if not self.job.settings.allow_batch_change or batch_size == 1:
+            raise _out_of_memory_error(self.label, samples[0], batch_size)
+        half = batch_size // 2
+        self.send(messages.WorkerNote(f"GPU {self.label} is out of memory: batch size {half} instead of {batch_size}."))
+        return [call for part in split_by_slot(samples, half) for call in self._calls(part, half, mode)]
 
-    def _save(self, painted: _Painted, shard: Shard) -> None:
-        sample, pixels, seconds, facts = painted
-        path = self.job.folder / sample.file
+    # From images to files.
+
+    def _save(self, image: _Image) -> None:
+        sample = image.sample
+        path = self.job.output_dir / sample.file
         try:
-            data = store.encode(pixels, sample, self.job.facts, self.job.settings.video_format)
-        except Exception as error:  # this one cannot be a file; the next one can
-            self._fail(sample, _in_words(error), seconds, shard)
+            data = image_files.encode(image.pixels, sample, self.job.metadata, self.job.settings.video_format)
+        except Exception as error:  # this sample cannot become a file; the next one can
+            self._record_failure(sample, _describe(error), image.seconds)
             return
-        try:
-            shard.check_there()
+        with explain_write_errors(self.job.output_dir):
+            self.shard.check_not_deleted()
             try:
-                write_atomically(path, data)
-                shard.check_there()
-                shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, facts)
+                atomic_write(path, data)
+                self.shard.check_not_deleted()
+                sha256 = hashlib.sha256(data).hexdigest()
+                self.shard.done(sample, path, sha256, self.label, image.seconds, image.extra)
             except FileNotFoundError:
-                path.unlink(missing_ok=True)  # alone in a new folder, it would stand in the way of the next command
-                shard.check_there()  # which says it better
+                path.unlink(missing_ok=True)  # without a ledger it would make the next command refuse the folder
+                self.shard.check_not_deleted()  # whose message is the better one
                 raise
-        except OSError as error:
-            raise cannot_write(error, self.job.folder) from None
-        self.send(messages.Done(sample.number))
+        self.send(messages.SampleDone(sample.sample_index))
 
-    def _fail(self, sample: Sample, reason: str, seconds: float, shard: Shard) -> None:
-        try:
-            shard.failed(sample, reason, self.label, seconds)
-        except OSError as error:
-            raise cannot_write(error, self.job.folder) from None
-        self.send(messages.Failed(sample.number, reason))
+    def _record_failure(self, sample: Sample, reason: str, seconds: float) -> None:
+        with explain_write_errors(self.job.output_dir):
+            self.shard.failed(sample, reason, self.label, seconds)
+        self.send(messages.SampleFailed(sample.sample_index, reason))
 
-    def _largest_batch(self, asked: Measure, beat: Callable[[], None]) -> int:
-        """Twice as many as fitted, until they do not; on a CPU, where memory ends in a kill, one at a time."""
-        if not self.painter.batches() or self.device.type == "cpu":
+    # The device.
+
+    def _largest_batch(self, request: MeasureBatchSize) -> int:
+        """Double the batch size until memory is short; 1 on a CPU, where the process would be killed."""
+        if not self.pipeline.supports_batching() or self.device.type == "cpu":
             return 1
-        sample, fitted, shape = asked.sample, 1, 1
-        while shape <= asked.most:
+        sample, fitting, batch_size = request.sample, 1, 1
+        limit = _MEMORY_TO_USE * torch.cuda.get_device_properties(self.device).total_memory
+        while batch_size <= request.limit:
             torch.cuda.reset_peak_memory_stats(self.device)
             try:
-                self.painter.paint([_order(sample)] * shape, (sample.height, sample.width), beat, Way.TRIAL)
+                requests, size = [_request(sample)] * batch_size, (sample.height, sample.width)
+                self.pipeline.generate(requests, size, self._heartbeat, GenerationMode.MEMORY_PROBE)
             except Exception as error:
-                if not is_out_of_memory(error) or shape == 1:
+                if not is_out_of_memory(error) or batch_size == 1:
                     raise
                 break
             finally:
                 _free_memory()
-            if torch.cuda.max_memory_reserved(self.device) > _MEMORY_TO_USE * _memory(self.device) and shape > 1:
+            if torch.cuda.max_memory_reserved(self.device) > limit and batch_size > 1:
                 break
-            fitted, shape = shape, shape * 2
-        return fitted
+            fitting, batch_size = batch_size, batch_size * 2
+        return fitting
 
-    def _check_device(self, error: Exception) -> None:
-        """End at once where the device itself is broken: after some errors of CUDA every further call fails."""
+    def _exit_if_broken(self, error: Exception) -> None:
+        """End the process where the device itself is broken: after some CUDA errors every further call fails."""
         if self.device.type != "cuda":
             return
         try:
             torch.cuda.synchronize(self.device)
         except Exception:
-            log.error("GPU %s does not work any more: %s", self.label, _in_words(error))
+            log.error("GPU %s does not work any more: %s", self.label, _describe(error))
             os._exit(STATUS_BROKEN_DEVICE)
 
 
-def _order(sample: Sample) -> PaintOrder:
-    return PaintOrder(sample.prompt, sample.negative_prompt, sample.seed)
-
-
-def _finish(saving: list[Future[None]]) -> None:
-    for future in saving:
-        future.result()
-
-
-def _memory(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).total_memory)
+def _request(sample: Sample) -> SampleRequest:
+    return SampleRequest(sample.prompt, sample.negative_prompt, sample.seed)
 
 
 def _free_memory() -> None:
@@ -393,28 +414,21 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _out_of_memory(label: str, sample: Sample, shape: int) -> tuple[str, str, str]:
-    if shape == 1:
-        return (
-            f"GPU {label} ran out of memory with one picture, {sample.file}: {sample.height} x {sample.width} pixels.",
-            "It is too large, or another program holds some of the memory; it was tried twice. What was made is whole.",
-            "Make it smaller or leave its row out, or free memory and run the same command to go on.",
+def _out_of_memory_error(label: str, sample: Sample, batch_size: int) -> PipelineError:
+    if batch_size == 1:
+        return PipelineError(
+            f"GPU {label} ran out of memory with one image, {sample.file}: {sample.height} x {sample.width} pixels.",
+            "It is too large, or another program uses memory; it was tried twice. All saved images are intact.",
+            "Make it smaller or remove its row, or free memory and run the same command again to resume.",
         )
-    return (
-        f"GPU {label} ran out of memory with {shape} pictures at once.",
-        "Another program may have taken some of it; it was tried twice. What was made is whole.",
-        "Run the same command to go on, or with --allow_batch_change to go on with fewer at once "
-        "(whose pictures differ in their last bits and are marked in the ledger).",
+    return PipelineError(
+        f"GPU {label} ran out of memory at batch size {batch_size}.",
+        "Another program may use some of the memory; it was tried twice. All saved images are intact.",
+        "Run the same command again to resume, or add --allow_batch_change to resume with smaller batches "
+        "(whose images differ in their last bits and are marked in the ledger).",
     )
 
 
-def _too_large(label: str) -> UserError:
-    return UserError(
-        f"The model does not fit into the memory of GPU {label}.",
-        fix="Give --cpu_offload true, --dtype bf16, or a GPU that other programs leave free.",
-    )
-
-
-def _in_words(error: BaseException) -> str:
-    said = f"{' '.join(str(error).split()):.300}"
-    return said if isinstance(error, UserError) else f"{type(error).__name__}: {said}"
+def _describe(error: BaseException) -> str:
+    text = f"{' '.join(str(error).split()):.300}"
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

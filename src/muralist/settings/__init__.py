@@ -1,17 +1,24 @@
-"""The typed settings of every job: what can be set, what it means, what happens when nothing is said.
+"""The typed settings of every command, with their defaults.
 
-The text under a field is its help. A field marked `Apart` changes where a run goes, how fast it runs or what is shown of
-it, but never the result; all other fields together are the run's identity (see `muralist.config.identity`).
+The docstring of a field is its help. A field marked `NonIdentity` changes the location, speed or logging of a run, never
+its result; all other fields together are the identity of the run (`muralist.settings.load.identity`).
 """
 
-from muralist.settings.board import BoardSettings
-from muralist.settings.doctor import DOCTOR_FLAT_NAMES, DoctorSettings
-from muralist.settings.estimate import ESTIMATE_FLAT_NAMES, EstimateSettings
-from muralist.settings.evaluate import EvaluateSettings, ReportSettings, StatsSettings
+from muralist.settings.evaluate import EvaluateSettings, ReportSettings, StatsSettings, SweepSettings
 from muralist.settings.generate import GenerateSettings
-from muralist.settings.section import Apart, Section
-from muralist.settings.sweep import SweepSettings
-from muralist.settings.tools import DemoSettings, ExportSettings, LaunchSettings, PackSettings, ShowSettings
+from muralist.settings.section import NonIdentity, Section
+from muralist.settings.tools import (
+    DOCTOR_FLAT_NAMES,
+    ESTIMATE_FLAT_NAMES,
+    BoardSettings,
+    DemoSettings,
+    DoctorSettings,
+    EstimateSettings,
+    ExportSettings,
+    LaunchSettings,
+    PackSettings,
+    ShowSettings,
+)
 from muralist.settings.train import (
     TRAIN_FLAT_NAMES,
     CheckpointSettings,
@@ -25,13 +32,13 @@ from muralist.settings.train import (
     SampleSettings,
     Strategy,
     TrainSettings,
+    accelerate_strategy,
 )
 
 __all__ = [
     "DOCTOR_FLAT_NAMES",
     "ESTIMATE_FLAT_NAMES",
     "TRAIN_FLAT_NAMES",
-    "Apart",
     "BoardSettings",
     "CheckpointSettings",
     "DataSettings",
@@ -45,6 +52,7 @@ __all__ = [
     "LaunchSettings",
     "LogSettings",
     "ModelSettings",
+    "NonIdentity",
     "ObjectiveSettings",
     "OptimSettings",
     "PackSettings",
@@ -57,4 +65,5 @@ __all__ = [
     "Strategy",
     "SweepSettings",
     "TrainSettings",
+    "accelerate_strategy",
 ]

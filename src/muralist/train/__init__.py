@@ -1,1 +1,1 @@
-"""The training loop and its parts: schedule, EMA, checkpoints, samples, monitors."""
+"""Training: the trainer, one step, parallelism, checkpoints, samples, metrics, watchdog."""

@@ -1,12 +1,11 @@
-"""Checkpoints: written aside, flushed, hashed, renamed. One exists when its manifest does, counts when its hashes agree.
+"""Checkpoints: written to a temporary folder, hashed, flushed, renamed; intact when the manifest's hashes agree.
 
     checkpoints/step_0000500/{manifest.json, model.safetensors, ema1.safetensors, ema2.safetensors, state/}
-    checkpoints/latest                           a text file with a name
+    checkpoints/latest                           a text file with the name of the last one
 
-Weights are stored once, as safetensors that every tool can read; `state/` (torch.distributed.checkpoint) holds what only
-a resumed run needs, the optimizer's tensors. Where they lie in parts on several processes (FSDP2), each process writes
-its parts of the optimizer's tensors, and the main one puts the weights together; what is on disk then does not tell how
-many processes there were.
+Weights are safetensors that every tool can read; `state/` (torch.distributed.checkpoint, DCP) holds the optimizer's
+tensors, which only a resumed run needs. Where tensors are sharded (FSDP2), each process writes its shards of the
+optimizer state, and the main process gathers the weights: the files do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -15,14 +14,17 @@ import hashlib
 import json
 import logging
 import os
+import pathlib
+import pickle
 import re
 import shutil
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,44 +32,118 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from muralist.errors import UserError
-from muralist.models.family import Family
-from muralist.models.weights import Which, latest_checkpoint, read_weights
-from muralist.runfolder import disk_error, flush_folder, no_space, write_atomically, write_json
-from muralist.train.state_reader import StateReader
+from muralist.core.errors import UserError
+from muralist.core.formatting import format_duration
+from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error, find_os_error, fsync_dir
+from muralist.models.spec import ModelSpec
+from muralist.models.weights import WeightSet, latest_checkpoint, read_weights
+from muralist.settings import CheckpointSettings
+
+_METADATA_CLASSES = (
+    metadata.Metadata,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.TensorProperties,
+    metadata.ChunkStorageMetadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata._MEM_FORMAT_ENCODING,
+    _StorageInfo,
+)
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+
+
+class SafeStateReader(FileSystemReader):
+    """Reads a DCP folder whose metadata, a pickle, may only build descriptions of tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metadata = _read_metadata(folder / ".metadata")
+
+    def read_metadata(self) -> metadata.Metadata:  # type: ignore[override]  # never falls back to another file
+        """Return the metadata that was checked."""
+        self._metadata.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return self._metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Allow the few names that DCP metadata needs."""
+        allowed = (kind for kind in _METADATA_CLASSES if (kind.__module__, kind.__name__) == (module, name))
+        if found := next(allowed, None):
+            return found
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _layout
+        if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
+            return pathlib.PurePosixPath  # the folder it was written to, which is never opened
+        raise pickle.UnpicklingError(f"it would run {module}.{name}, which no tensor needs")
+
+
+def _layout(name: str) -> torch.layout:
+    if name != str(torch.strided):
+        raise pickle.UnpicklingError(f"it has tensors with the layout {name!r:.40}")
+    return torch.strided
+
+
+def _read_metadata(path: Path) -> metadata.Metadata:
+    try:
+        with path.open("rb") as file:
+            found = _MetadataUnpickler(file).load()
+        if not isinstance(found, metadata.Metadata):
+            raise ValueError("it does not describe a checkpoint")
+        for name, entry in found.state_dict_metadata.items():
+            # Anything but a tensor is a pickle of its own, which torch would load without restrictions.
+            if not isinstance(name, str) or not isinstance(entry, metadata.TensorStorageMetadata):
+                raise ValueError(f"{name!r:.80} is not a tensor")
+        for place in found.storage_data.values():
+            if place.transform_descriptors or not _DATA_FILE.fullmatch(place.relative_path):
+                raise ValueError(f"it refers to {place.relative_path!r:.80}, which is not a file of a checkpoint")
+        return found
+    except Exception as error:  # a damaged pickle can raise almost anything
+        raise UserError(
+            f"{path} cannot be read: it is damaged, or not the metadata of a checkpoint.",
+            f"Reason: {str(error) or type(error).__name__}.",
+            "Resume from another checkpoint, or start from its weights with --init_from.",
+        ) from None
+
 
 FORMAT = 1
-_PIECE = 1 << 22  # bytes
-_LONGEST_NAME = 200
+_READ_CHUNK = 1 << 22  # bytes
+_PINNED_CHUNK = 1 << 28  # bytes
+_ALIGNMENT = 64  # bytes
+_MAX_FILE_NAME = 200
 _NAME = r"step_\d{7,}"
 log = logging.getLogger("muralist")
 
 
+class Checkpoint(NamedTuple):
+    """An intact checkpoint."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps before it."""
+        return int(self.manifest["step"])
+
+
 def folder_name(step: int) -> str:
-    """The name of a step's checkpoint and samples folders."""
+    """Name of the folder of a step's checkpoint, and of its samples."""
     return f"step_{step:07d}"
 
 
 def step_of(folder: Path) -> int:
-    """The step in such a name."""
+    """Step in the name of such a folder."""
     return int(folder.name.removeprefix("step_"))
-
-
-def optimizer_tensors(network: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state by parameter name; zeros before the first step, so that it can also be loaded into."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in network.named_parameters():
-        if parameter.requires_grad:
-            state = optimizer.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-            tensors |= {f"{name}.{key}": value for key, value in state.items()}
-    return tensors
 
 
 def write(
@@ -78,40 +154,40 @@ def write(
     facts: dict[str, Any],
     group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Write one checkpoint; the folder appears under its name only when everything in it is on disk.
+    """Write one checkpoint; the folder gets its name only when everything in it is on disk.
 
-    With a group, all its processes call this, for tensors that lie in parts on them. A process that fails goes on
-    meeting the others in every collective; afterwards all fail.
+    With a group, all its processes call this with sharded tensors. A process that fails still takes part in every
+    collective; afterwards all processes fail.
     """
-    final, aside = folder / folder_name(step), _aside(folder, step)
+    final, aside = folder / folder_name(step), _temporary(folder, step)
     main = group is None or dist.get_rank(group) == 0
     try:
-        failure = _failure_of(lambda: _prepare(aside, weights, state)) if main else None
+        failure = _error_of(lambda: _prepare(aside, weights, state)) if main else None
         for name, tensors in weights.items():
             complete = {}
             for key, value in tensors.items():
                 value = value.full_tensor() if isinstance(value, DTensor) else value
-                if main:  # the others never hold more than one whole tensor
+                if main:  # the others never hold more than one full tensor
                     complete[key] = value.detach().cpu().contiguous()
             if main and failure is None:
-                failure = _failure_of(lambda: _write_weights(aside / f"{name}.safetensors", complete))  # noqa: B023
-        _meet(failure, group)
-        with _alone():
+                failure = _error_of(lambda: _write_weights(aside / f"{name}.safetensors", complete))  # noqa: B023
+        _raise_together(failure, group)
+        with _ignore_single_process_warning():
             dcp.save(state, checkpoint_id=aside / "state", process_group=group, no_dist=group is None)
-        failure = _failure_of(lambda: _complete(folder, step, facts)) if main else None
-        _meet(failure, group)
+        failure = _error_of(lambda: _complete(folder, step, facts)) if main else None
+        _raise_together(failure, group)
         return final
     except (OSError, SafetensorError) as error:
-        raise no_space(disk_error(error), final) from None
+        raise disk_write_error(find_os_error(error), final) from None
     except CheckpointException as error:
         first, _ = next(iter(error.failures.values()))
-        raise no_space(disk_error(first), final) from None
+        raise disk_write_error(find_os_error(first), final) from None
     finally:
         if main:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _failure_of(work: Callable[[], object]) -> Exception | None:
+def _error_of(work: Callable[[], object]) -> Exception | None:
     try:
         work()
     except Exception as error:
@@ -119,13 +195,13 @@ def _failure_of(work: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _meet(failure: Exception | None, group: dist.ProcessGroup | None) -> None:
-    """Raise a failure on every process of the group."""
-    failed = torch.tensor(failure is not None)
+def _raise_together(error: Exception | None, group: dist.ProcessGroup | None) -> None:
+    """Raise on every process of the group if one has an error."""
+    failed = torch.tensor(error is not None)
     if group is not None:
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
     if failed:
-        raise failure or UserError("Another process could not write the checkpoint.", "Its own message says why.")
+        raise error or UserError("Another process could not write the checkpoint.", "See its own message.")
 
 
 def _prepare(aside: Path, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
@@ -134,34 +210,34 @@ def _prepare(aside: Path, weights: Mapping[str, Mapping[str, Tensor]], state: Ma
     _require_space(aside.parent, weights, state)
 
 
-def _aside(folder: Path, step: int) -> Path:
-    """Where a checkpoint is written before it has its name; one run has one writer, so one name will do."""
+def _temporary(folder: Path, step: int) -> Path:
+    """Folder in which a checkpoint is written; a run has one writer, so one name is enough."""
     return folder / f".{folder_name(step)}.tmp"
 
 
 def _write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(dict(tensors), file)
-    # safetensors lets only the owner read; a checkpoint is for others too, as far as the user's mask allows.
+    # safetensors creates files that only the owner can read; restore the permissions of the user's umask.
     file.chmod(file.parent.stat().st_mode & 0o666)
 
 
 def _complete(folder: Path, step: int, facts: Mapping[str, Any]) -> Path:
-    """Hash and flush what lies aside, add the manifest, and give the checkpoint its name."""
-    final, aside = folder / folder_name(step), _aside(folder, step)
+    """Hash and flush the files, add the manifest, and rename the folder."""
+    final, aside = folder / folder_name(step), _temporary(folder, step)
     files = {str(path.relative_to(aside)): path for path in sorted(aside.rglob("*")) if path.is_file()}
     manifest = {"format": FORMAT, "step": step, "written": time.time(), **facts}
     manifest["files"] = {name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for name, path in files.items()}
     for path in files.values():
         _flush(path)
-    flush_folder(aside / "state")
-    write_json(aside / "manifest.json", manifest | {"sha256": _seal(manifest)})
-    # Written inside, then moved out: once the checkpoint has its name, nothing needs space any more.
-    write_atomically(aside / "latest", final.name + "\n")
-    flush_folder(aside)
-    _discard(final)
+    fsync_dir(aside / "state")
+    atomic_write_json(aside / "manifest.json", manifest | {"sha256": _seal(manifest)})
+    # Written inside, then moved: once the checkpoint has its name, nothing needs disk space any more.
+    atomic_write(aside / "latest", final.name + "\n")
+    fsync_dir(aside)
+    _delete(final)
     aside.replace(final)
     (final / "latest").replace(folder / "latest")
-    flush_folder(folder)
+    fsync_dir(folder)
     return final
 
 
@@ -171,22 +247,22 @@ def _require_space(folder: Path, weights: Mapping[str, Mapping[str, Tensor]], st
     if free < needed:
         raise UserError(
             f"A checkpoint needs {needed / 1e9:.2f} GB and the disk of {folder} has {free / 1e9:.2f} GB free.",
-            "Nothing was written; earlier checkpoints are whole.",
-            "Free some space and run the same command again: it goes on from the last checkpoint.",
+            "Nothing was written; earlier checkpoints are intact.",
+            "Free some space, then run the same command to resume from the last checkpoint.",
         )
 
 
 def _digest(path: Path) -> str:
-    """Of a file, in large pieces: after each, this thread needs Python's lock again, which training holds."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    """SHA-256 of a file, in large chunks: between two of them this thread needs the GIL, which training holds."""
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(_READ_CHUNK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            digest.update(piece[:count])
+        while count := file.readinto(chunk):
+            digest.update(chunk[:count])
     return digest.hexdigest()
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
-    """The manifest's own hash, over its content: without it a changed step or batch would go unnoticed."""
+    """Hash of the manifest's own content, to notice a changed step or batch size."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
@@ -195,8 +271,8 @@ def _flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are all there and unchanged; anything else is an error that says what."""
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint and verify all its files; a UserError names what is missing or changed."""
     path = checkpoint / "manifest.json"
     if not checkpoint.is_dir():
         raise UserError(f"There is no checkpoint at {checkpoint}.", fix=_list_known(checkpoint.parent))
@@ -204,7 +280,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
         version, seal = manifest["format"], manifest.pop("sha256", None)
     except FileNotFoundError:
-        raise UserError(f"{checkpoint} is not a whole checkpoint: it has no manifest.json.") from None
+        raise UserError(f"{checkpoint} is not a complete checkpoint: it has no manifest.json.") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
@@ -212,26 +288,26 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     if version != FORMAT:
         raise UserError(f"{path} has format {version}, this version of muralist reads format {FORMAT}.")
     if seal != _seal(manifest) or not _is_plausible(manifest):
-        raise UserError(f"{path} is damaged: it is not what was written.")
+        raise UserError(f"{path} is damaged: its content does not match its hash.")
     for name, expected in manifest["files"].items():
         file = checkpoint / name
         if not file.is_file():
             raise UserError(f"The checkpoint {checkpoint} is damaged: {name} is missing.")
         if file.stat().st_size != expected["bytes"] or _digest(file) != expected["sha256"]:
-            raise UserError(f"The checkpoint {checkpoint} is damaged: {name} is not what was written.")
+            raise UserError(f"The checkpoint {checkpoint} is damaged: {name} does not match its hash.")
     return manifest
 
 
-def require_whole(source: Path) -> None:
-    """Refuse a checkpoint, a run's latest one or a file of one that is not what was written; weights from elsewhere pass."""
+def require_intact(source: Path) -> None:
+    """Refuse a damaged checkpoint, a run's damaged latest one or a file of one; weights from elsewhere pass."""
     place = latest_checkpoint(source)
     folder = place if place.is_dir() else place.parent
     if (folder / "manifest.json").exists() or re.fullmatch(_NAME, folder.name):
-        manifest_of(folder)
+        read_manifest(folder)
 
 
 def _is_plausible(manifest: Mapping[str, Any]) -> bool:
-    """Whether what every manifest says is of the kind it should be; a seal is no lock, and anybody can write one."""
+    """Whether the fields that every manifest has are of the right type; the hash does not prove who wrote it."""
     files, step = manifest.get("files"), manifest.get("step")
     return (
         isinstance(manifest.get("model"), dict)
@@ -246,19 +322,22 @@ def _is_plausible(manifest: Mapping[str, Any]) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a file of a checkpoint lies in it: what it does not name there is not read."""
+    """Whether a file name stays inside the checkpoint's folder."""
     return (
-        not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name and len(name) < _LONGEST_NAME
+        not Path(name).is_absolute()
+        and ".." not in Path(name).parts
+        and "\0" not in name
+        and len(name) < _MAX_FILE_NAME
     )
 
 
 def _list_known(folder: Path) -> str:
-    known = [path.name for path in all_in(folder)]
+    known = [path.name for path in list_checkpoints(folder)]
     return f"Known here: {', '.join(known[-5:])}." if known else ""
 
 
-def all_in(folder: Path) -> list[Path]:
-    """Checkpoints of a run, oldest first, whole or not."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first, intact or not."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if re.fullmatch(_NAME, path.name) and path.is_dir()]
@@ -266,43 +345,43 @@ def all_in(folder: Path) -> list[Path]:
 
 
 def _latest(folder: Path) -> str:
-    """The name in `latest`; empty where there is none."""
+    """Name in `latest`; empty where there is none."""
     latest = folder / "latest"
     return latest.read_text(errors="replace").strip() if latest.is_file() else ""
 
 
-def _in_line(folder: Path) -> list[Path]:
-    """Checkpoints up to the one written last; any beyond it were left behind when the run was set back to an earlier one."""
-    found, last = all_in(folder), _latest(folder)
+def _up_to_latest(folder: Path) -> list[Path]:
+    """Checkpoints up to the one written last; later ones were abandoned when the run resumed from an earlier step."""
+    found, last = list_checkpoints(folder), _latest(folder)
     names = [path.name for path in found]
     return found[: names.index(last) + 1] if last in names else found
 
 
-def newest_whole(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The newest undamaged checkpoint; damaged ones are passed over and said so; all damaged is an error."""
-    candidates, last = _in_line(folder), _latest(folder)
+def newest_intact(folder: Path) -> Checkpoint | None:
+    """The newest intact checkpoint; damaged ones are skipped with a warning, and it is an error if all are damaged."""
+    candidates, last = _up_to_latest(folder), _latest(folder)
     if candidates and candidates[-1].name != last:
         named = f"names {last:.80}, which is not there" if last else "names no checkpoint"
-        log.warning("%s %s. Taking the newest that is whole.", folder / "latest", named)
+        log.warning("%s %s. Using the newest intact checkpoint.", folder / "latest", named)
     for path in reversed(candidates):
         try:
-            return path, manifest_of(path)
+            return Checkpoint(path, read_manifest(path))
         except UserError as error:
-            log.warning("%s Falling back to the checkpoint before it.", error)
+            log.warning("%s Falling back to the previous checkpoint.", error)
     if candidates:
         raise UserError(
-            f"None of the {len(candidates)} checkpoints in {folder} is whole.",
-            fix="Nothing was deleted. Restore one from a copy, or start anew with another --run_name.",
+            f"None of the {len(candidates)} checkpoints in {folder} is intact.",
+            fix="Nothing was deleted. Restore one from a backup, or start a new run with another --run_name.",
         )
     return None
 
 
-def read_stored(checkpoint: Path, which: Which, network: nn.Module, family: Family) -> dict[str, Tensor]:
-    """One set of a checkpoint's weights: all that the family stores of the network, and nothing else."""
+def read_saved_weights(checkpoint: Path, which: WeightSet, network: nn.Module, spec: ModelSpec) -> dict[str, Tensor]:
+    """Read one set of a checkpoint's weights: exactly those that the spec saves."""
     weights = read_weights(checkpoint, which)
-    wanted = {name for name in network.state_dict() if family.stores(name)}
-    if wanted != weights.keys():
-        odd = sorted(wanted ^ weights.keys())
+    expected = {name for name in network.state_dict() if spec.is_saved(name)}
+    if expected != weights.keys():
+        odd = sorted(expected ^ weights.keys())
         raise UserError(
             f"The {which} weights of {checkpoint} do not fit the network: {len(odd)} are missing or unknown.",
             f"The first is {odd[0]}.",
@@ -310,36 +389,37 @@ def read_stored(checkpoint: Path, which: Which, network: nn.Module, family: Fami
     return weights
 
 
-def read_state(checkpoint: Path, state: dict[str, Any], together: bool = False) -> None:
-    """Fill the given tensors from a checkpoint's `state/`, in place; `together` where they lie in parts on all processes."""
-    reader = StateReader(checkpoint / "state")
+def read_state(checkpoint: Path, state: dict[str, Any], sharded: bool = False) -> None:
+    """Fill tensors from a checkpoint's `state/` in place; a collective where they are sharded."""
+    reader = SafeStateReader(checkpoint / "state")
     try:
-        with _alone():
-            dcp.load(state, storage_reader=reader, no_dist=not together)
+        with _ignore_single_process_warning():
+            dcp.load(state, storage_reader=reader, no_dist=not sharded)
     except CheckpointException as error:
         first, _ = next(iter(error.failures.values()))
+        reason = str(first).splitlines()[0] if str(first) else repr(first)
         raise UserError(
-            f"The state of {checkpoint} does not fit this model: {str(first).splitlines()[0] if str(first) else first!r}.",
+            f"The state of {checkpoint} does not fit this model: {reason}.",
             fix="Resume with the settings it was trained with, or start from its weights with --init_from.",
         ) from error
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Keep torch from warning that one process writes alone: here that is the intent."""
+def _ignore_single_process_warning() -> Iterator[None]:
+    """DCP warns when a single process writes, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
-    """Delete checkpoints that are neither among the newest nor at a kept step; a name is taken away before its contents."""
-    for path in _in_line(folder)[:-keep_last]:
+    """Delete checkpoints that are neither among the newest nor at a kept step; each is renamed before it is deleted."""
+    for path in _up_to_latest(folder)[:-keep_last]:
         if keep_every is None or step_of(path) % keep_every:
-            _discard(path)
+            _delete(path)
 
 
-def _discard(path: Path) -> None:
+def _delete(path: Path) -> None:
     if path.exists():
         doomed = path.with_name(f".{path.name}.deleted")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -347,7 +427,83 @@ def _discard(path: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what an earlier process left half written or half deleted; the caller holds the run's lock."""
+def remove_leftovers(folder: Path) -> None:
+    """Remove checkpoints that a killed process left half written or half deleted; the caller holds the run's lock."""
     for path in folder.glob(".step_*"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time in a thread; its errors are raised by `check` and `finish`."""
+
+    def __init__(self, folder: Path, keep: CheckpointSettings, mesh: DeviceMesh | None = None) -> None:
+        """Write with all processes of `mesh`, or with this one alone."""
+        self.folder, self.keep, self.mesh = folder, keep, mesh
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._pinned = torch.empty(0, dtype=torch.uint8)
+
+    def submit(
+        self, step: int, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor], facts: dict[str, Any]
+    ) -> None:
+        """Copy the tensors to host memory, then write them in the background; waits for the previous checkpoint."""
+        self.finish()
+        copies = {name: self._copy_to_host(name, tensors) for name, tensors in weights.items()}
+        states = self._copy_to_host("state", state)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies are asynchronous
+        self._thread = threading.Thread(target=self._write, args=(step, copies, states, facts))
+        self._thread.start()
+
+    def _write(self, step: int, weights: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]) -> None:
+        started = time.perf_counter()
+        try:
+            group = self.mesh.get_group() if self.mesh else None
+            path = write(self.folder, step, weights, state, facts, group)
+            if self.mesh is None or self.mesh.get_rank() == 0:
+                prune(self.folder, self.keep.keep_last, self.keep.keep_every)
+                log.info("Saved checkpoint to %s (%s)", path, format_duration(time.perf_counter() - started))
+        except BaseException as error:
+            self._error = error
+
+    def check(self) -> None:
+        """Raise the error of the background thread, if there was one."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def finish(self) -> None:
+        """Wait until the current checkpoint is on disk."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _copy_to_host(self, part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._copy((part, name), value.detach()) for name, value in tensors.items()}
+
+    def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return self._into_buffer(key, tensor)
+        assert self.mesh is not None, "sharded tensors are written by all processes"
+        shard = self._into_buffer(key, tensor.to_local())
+        return DTensor.from_local(
+            shard, self.mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+
+    def _into_buffer(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        """Copy into a buffer that is kept for the next checkpoint: fresh or unpinned memory is slow."""
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._pinned_like(tensor) if tensor.is_cuda else torch.empty_like(tensor, device="cpu")
+            self._buffers[key] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def _pinned_like(self, tensor: Tensor) -> Tensor:
+        """Pinned memory, cut from large chunks: torch would round each tensor up to a power of two."""
+        size = tensor.numel() * tensor.element_size()
+        if size > len(self._pinned):
+            self._pinned = torch.empty(max(size, _PINNED_CHUNK), dtype=torch.uint8, pin_memory=True)
+        cut, self._pinned = self._pinned[:size], self._pinned[-(-size // _ALIGNMENT) * _ALIGNMENT :]
+        return cut.view(tensor.dtype).view(tensor.shape)

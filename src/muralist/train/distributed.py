@@ -1,11 +1,15 @@
-"""The processes of a run: started by python, torchrun, accelerate or srun alike, carried by Accelerate."""
+"""The process group of a run, started by python, torchrun, accelerate or srun alike; Accelerate sets it up."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
+import time
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,129 +22,151 @@ from accelerate.utils import (
 )
 from torch import Tensor
 
-from muralist.errors import UserError
-from muralist.launch import configured_strategy
-from muralist.settings import Strategy
-from muralist.train.build_lock import clear_stale_locks
-from muralist.train.heartbeat import WAITING, Heartbeat
+from muralist.core.errors import UserError
+from muralist.settings import Strategy, accelerate_strategy
+from muralist.train.watchdog import WAITING, Watchdog
+
+log = logging.getLogger("muralist")
+_STALE_LOCK = 600.0  # seconds without a change in the folder of an extension that is being compiled
 
 
-class Engine:
-    """What the loop needs of a process group, one process included."""
+class World:
+    """All processes of a run, or the only one: rank, size, device and collectives."""
 
-    def __init__(self, strategy: Strategy = "auto", timeout: float = 600.0, heartbeat: Heartbeat | None = None) -> None:
-        self.heartbeat = heartbeat
-        self.timeout = timedelta(seconds=timeout + 60)  # later than the heartbeat, which can name what is missing
+    def __init__(self, strategy: Strategy = "auto", timeout: float = 600.0, watchdog: Watchdog | None = None) -> None:
+        self.watchdog = watchdog
+        self.timeout = timedelta(seconds=timeout + 60)  # later than the watchdog, which can name the missing process
         alone = "LOCAL_RANK" not in os.environ
-        self.strategy: Strategy = "ddp" if alone else configured_strategy() if strategy == "auto" else strategy
-        # Gradients live in the buckets that are exchanged: no copy.
+        self.strategy: Strategy = "ddp" if alone else accelerate_strategy() if strategy == "auto" else strategy
+        # Gradients live in the buckets that are reduced, without a copy.
         handlers: list[KwargsHandler] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
         gpus, zero = torch.cuda.is_available(), self.strategy in ("zero2", "zero3")
         if not alone:
-            # Small agreements between hosts go through gloo: through NCCL each would make the host wait for its GPU.
+            # CPU tensors go through gloo: through NCCL, the host would wait for its GPU at every small agreement.
             backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
             handlers.append(InitProcessGroupKwargs(backend=backend, timeout=self.timeout))
         self._report_waiting()
         self.accelerator = Accelerator(
-            cpu=not gpus and not zero,  # told that there is only a CPU, Accelerate would leave DeepSpeed out
+            cpu=not gpus and not zero,  # with cpu=True Accelerate ignores the DeepSpeed plugin
             kwargs_handlers=handlers,
             deepspeed_plugin=_deepspeed_plugin(int(self.strategy[-1])) if zero else None,
         )
         if zero:
             from transformers.integrations import unset_hf_deepspeed_config
 
-            unset_hf_deepspeed_config()  # or transformers would cut every model it loads, frozen ones too, into parts
+            unset_hf_deepspeed_config()  # or transformers would shard every model it loads, frozen ones too
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """Rank of this process."""
         return self.accelerator.process_index
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self.accelerator.num_processes
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """Device of this process."""
         return self.accelerator.device
 
     @property
     def device_name(self) -> str:
-        """What that is called: a card's full name, or CPU."""
+        """The GPU's full name, or CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this is rank 0, which writes what is written once."""
         return self.accelerator.is_main_process
 
     def banner(self) -> str:
-        """The proof that the launch took effect, as guide 2 prints it."""
+        """Three lines that show that the launch took effect."""
         gpus = self.device.type == "cuda"
         kind = "NO" if self.size == 1 else "MULTI_GPU" if gpus else "MULTI_CPU"
         what = "GPUs" if gpus else "CPU processes"
         return f"Distributed environment: {kind}\nNumber of processes: {self.size}\nNumber of {what}: {self.size}"
 
-    def mean(self, values: Tensor) -> Tensor:
-        """The mean of a tensor over the processes."""
-        return self.total(values) / self.size
+    def all_reduce_mean(self, values: Tensor) -> Tensor:
+        """Mean of a tensor over the processes."""
+        return self.all_reduce_sum(values) / self.size
 
-    def total(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over the processes."""
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sum of a tensor over the processes."""
         if self.size > 1:
             self._report_waiting()
             values = values.clone()
             dist.all_reduce(values)
         return values
 
-    def smallest(self, value: int) -> int:
-        """The smallest of the processes' values."""
-        return -self.largest(-value)
+    def all_reduce_min(self, value: int) -> int:
+        """Smallest of the processes' values."""
+        return -self.all_reduce_max(-value)
 
-    def largest(self, value: int) -> int:
-        """The largest of the processes' values: how one process's request reaches all."""
+    def all_reduce_max(self, value: int) -> int:
+        """Largest of the processes' values, so that a request to one process reaches all."""
         if self.size > 1:
             self._report_waiting()
-            agreed = torch.tensor(value)
-            dist.all_reduce(agreed, dist.ReduceOp.MAX)
-            return int(agreed)
+            tensor = torch.tensor(value)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            return int(tensor)
         return value
 
-    def wait(self) -> None:
-        """Meet the other processes."""
-        self.largest(0)
+    def barrier(self) -> None:
+        """Wait for the other processes."""
+        self.all_reduce_max(0)
 
     def _report_waiting(self) -> None:
-        if self.heartbeat:
-            self.heartbeat.report(WAITING)
+        if self.watchdog:
+            self.watchdog.report(WAITING)
 
-    def end(self) -> None:
-        """Leave the process group; the caller has let go of model and optimizer (gloo aborts otherwise)."""
+    def close(self) -> None:
+        """Destroy the process group; the caller has released model and optimizer (gloo aborts otherwise)."""
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def lost_contact(error: RuntimeError) -> bool:
-    """Whether a collective failed because another process is gone; gloo says so only in its text."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "closed by peer" in str(error).lower()
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another process ended; gloo says so only in its message."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistError) or "gloo" in text or "closed by peer" in text
+    )
 
 
 def _deepspeed_plugin(stage: int) -> DeepSpeedPlugin:
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
             f"--strategy zero{stage} needs DeepSpeed, which is not installed.",
-            fix="Install it with `pip install 'muralist[deepspeed]'`, or use --strategy fsdp2, which needs nothing more.",
+            fix="Install it with `pip install 'muralist[deepspeed]'`, or use --strategy fsdp2, which needs no package.",
         )
-    clear_stale_locks()  # it may compile as early as when it meets the other processes
+    remove_stale_extension_locks()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # asked for, not used: the step is ours
+        "train_micro_batch_size_per_gpu": 1,  # required, but unused: the step is ours
         "gradient_accumulation_steps": 1,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
     return DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
+
+
+def remove_stale_extension_locks() -> None:
+    """Remove lock files of killed extension builds: torch would wait for them at every later start, without a message.
+
+    DeepSpeed compiles extensions through torch, which deletes its lock file only if the build is not killed. The lock
+    does not say who holds it, so it counts as stale when nothing in the folder has changed for ten minutes.
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    own = os.environ.get("TORCH_EXTENSIONS_DIR")
+    for lock in Path(own).glob("*/lock") if own else Path(get_default_build_root()).glob("*/*/lock"):
+        with suppress(OSError):  # released, or removed by another process
+            if time.time() - max(path.stat().st_mtime for path in lock.parent.iterdir()) > _STALE_LOCK:
+                lock.unlink()
+                log.warning("Removed %s, the stale lock of an extension build that was killed.", lock)
+            elif os.environ.get("LOCAL_RANK", "0") == "0":
+                log.warning("DeepSpeed waits for a running extension build; if there is none, delete %s.", lock)

@@ -1,9 +1,9 @@
-"""A picture from every GPU at every checkpoint, and the sheet that shows them side by side.
+"""Sample images from every GPU at every checkpoint, and the contact sheet that shows them side by side.
 
-    samples/step_0000500/gpu_0_sample.png, gpu_0_prompt.txt      and, for further pictures, gpu_0_sample_2.png, ...
+    samples/step_0000500/gpu_0_sample.png, gpu_0_prompt.txt      further images of a GPU: gpu_0_sample_2.png, ...
     samples/sheet.png                                            rows: prompts, columns: checkpoints
 
-No collective runs here: a rank that fails says so, and the others never notice.
+No collective runs here: a rank that fails logs the error, and the others go on.
 """
 
 from __future__ import annotations
@@ -12,46 +12,48 @@ import io
 import logging
 import math
 import re
-import textwrap
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import nn
 
-from muralist.errors import UserError
-from muralist.models.family import Family
-from muralist.pictures import encode_png, to_u8
-from muralist.runfolder import write_atomically
+from muralist.core.errors import UserError
+from muralist.core.images import contact_sheet, encode_png, to_uint8_array
+from muralist.core.run_dir import atomic_write
+from muralist.models.spec import ModelSpec
 from muralist.settings import SampleSettings
-from muralist.train.checkpoint import all_in, folder_name, step_of
-from muralist.train.monitors import Monitor
+from muralist.train.checkpoint import folder_name, list_checkpoints, step_of
+from muralist.train.loggers import MetricsLogger
 
 log = logging.getLogger("muralist")
-_MOST_COLUMNS = 10
-_LONGEST_NAME = 256  # bytes; a longer prompt is no file name, and asking the disk for one would be an error
-_PAPER, _INK, _FAINT = (250, 248, 244), (32, 34, 40), (128, 130, 138)
+_MAX_COLUMNS = 10
+_MIN_WIDTH, _MAX_WIDTH, _GAP = 96, 256, 6
+_MAX_FILE_NAME = 256  # bytes; a longer prompt cannot be a file, and asking the disk for one would be an error
 
 
 def prompts_of_rank(prompts: Sequence[str], rank: int, ranks: int, count: int) -> list[int]:
-    """Which prompts a GPU draws: r, r + ranks, ... modulo their number, none twice."""
+    """Indices of the prompts of a GPU: rank, rank + ranks, ... modulo their number, none twice."""
     chosen = [(rank + turn * ranks) % len(prompts) for turn in range(count)]
     return list(dict.fromkeys(chosen))
 
 
-def read_prompts(given: Sequence[str], family: Family) -> list[str]:
-    """Prompts from the settings: a text file's lines, the texts themselves, or the model's own."""
+def read_prompts(given: Sequence[str], spec: ModelSpec) -> list[str]:
+    """Prompts from the settings: the lines of a text file, the texts themselves, or the model's defaults."""
     prompts = [prompt.strip() for prompt in given]
-    if len(prompts) == 1 and len(prompts[0].encode()) < _LONGEST_NAME and Path(prompts[0]).is_file():
-        prompts = _lines(Path(prompts[0]))
-    prompts = prompts or family.default_prompts()
-    family.check_prompts(prompts)
+    if len(prompts) == 1 and len(prompts[0].encode()) < _MAX_FILE_NAME and Path(prompts[0]).is_file():
+        prompts = _read_lines(Path(prompts[0]))
+    prompts = prompts or spec.default_prompts()
+    spec.check_prompts(prompts)
     return prompts
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -63,19 +65,19 @@ def _lines(file: Path) -> list[str]:
 
 
 @torch.no_grad()
-def draw(
-    family: Family,
+def generate_samples(
+    spec: ModelSpec,
     network: nn.Module,
     prompts: Sequence[str],
     chosen: Sequence[int],
     settings: SampleSettings,
     autocast: torch.dtype | None,
 ) -> np.ndarray:
-    """The chosen prompts' pictures."""
+    """Generate the images of the chosen prompts, uint8 [B, H, W, 3]."""
     device = next(network.parameters()).device
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
-        images = family.sample(network, [prompts[i] for i in chosen], [settings.seed + i for i in chosen], settings)
-    return to_u8(images)
+        images = spec.sample(network, [prompts[i] for i in chosen], [settings.seed + i for i in chosen], settings)
+    return to_uint8_array(images)
 
 
 def write_samples(
@@ -83,15 +85,15 @@ def write_samples(
     step: int,
     rank: int,
     ranks: int,
-    family: Family,
+    spec: ModelSpec,
     network: nn.Module,
     prompts: Sequence[str],
     settings: SampleSettings,
     autocast: torch.dtype | None,
-    monitors: Sequence[Monitor],
+    loggers: Sequence[MetricsLogger],
     logger: logging.Logger = log,
 ) -> None:
-    """Make and store this rank's pictures of a step; whatever goes wrong is written down and training goes on."""
+    """Generate and write this rank's samples of a step; an error is logged and written down, and training goes on."""
     target = folder / folder_name(step)
     chosen = prompts_of_rank(prompts, rank, ranks, settings.per_gpu)
     was_training = network.training
@@ -99,93 +101,133 @@ def write_samples(
         network.eval()
         logger.info("Generating samples at step %d", step)
         target.mkdir(parents=True, exist_ok=True)
-        pictures = draw(family, network, prompts, chosen, settings, autocast)
-        for turn, (index, picture) in enumerate(zip(chosen, pictures, strict=True)):
+        images = generate_samples(spec, network, prompts, chosen, settings, autocast)
+        for turn, (index, image) in enumerate(zip(chosen, images, strict=True)):
             number = f"_{turn + 1}" if turn else ""
-            facts = {"prompt": prompts[index], "seed": str(settings.seed + index), "step": str(step)}
-            write_atomically(target / f"gpu_{rank}_sample{number}.png", encode_png(picture, facts))
-            write_atomically(target / f"gpu_{rank}_prompt{number}.txt", prompts[index] + "\n")
-            for monitor in monitors:
-                monitor.picture(step, f"samples/gpu_{rank}{number}", picture, prompts[index])
+            texts = {"prompt": prompts[index], "seed": str(settings.seed + index), "step": str(step)}
+            atomic_write(target / f"gpu_{rank}_sample{number}.png", encode_png(image, texts))
+            atomic_write(target / f"gpu_{rank}_prompt{number}.txt", prompts[index] + "\n")
+            for metrics_logger in loggers:
+                metrics_logger.image(step, f"samples/gpu_{rank}{number}", image, prompts[index])
         if rank == 0:
             write_sheet(folder, prompts)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         logger.error("Error during sampling on GPU %d: %s", rank, reason)
-        try:
-            write_atomically(target / f"gpu_{rank}_error.txt", reason + "\n")
-        except OSError:
-            pass  # the disk itself is the reason; the log has it
+        with suppress(OSError):  # the disk itself may be the reason
+            atomic_write(target / f"gpu_{rank}_error.txt", reason + "\n")
     finally:
         network.train(was_training)
 
 
-def pictures_of_others(folder: Path, step: int) -> Iterator[tuple[str, np.ndarray, str]]:
-    """Name, pixels and prompt of what all processes but the main one drew at a step."""
-    for text in sorted((folder / folder_name(step)).glob("gpu_*_prompt*.txt")):
-        file = _picture_of(text)
-        if text.name.startswith("gpu_0_") or not file.is_file():
+def log_samples_of_other_ranks(folder: Path, step: int, loggers: Sequence[MetricsLogger]) -> None:
+    """Hand the samples of all ranks but the main one, which alone has loggers, to the loggers."""
+    for prompt, image_file in _samples_in(folder / folder_name(step)):
+        if image_file.name.startswith("gpu_0_"):
             continue
-        with Image.open(file) as image:
-            name = file.stem.replace("_sample", "", 1)
-            yield f"samples/{name}", np.asarray(image.convert("RGB")), text.read_text(encoding="utf-8").strip()
+        with Image.open(image_file) as image:
+            image_u8 = np.asarray(image.convert("RGB"))
+        for metrics_logger in loggers:
+            metrics_logger.image(step, f"samples/{image_file.stem.replace('_sample', '', 1)}", image_u8, prompt)
 
 
-def _picture_of(prompt: Path) -> Path:
-    return prompt.with_name(re.sub(r"_prompt(.*)\.txt$", r"_sample\1.png", prompt.name))
+def _samples_in(step_folder: Path) -> Iterator[tuple[str, Path]]:
+    """Prompt and image file of every sample of a step."""
+    for text in sorted(step_folder.glob("gpu_*_prompt*.txt")):
+        image_file = text.with_name(re.sub(r"_prompt(.*)\.txt$", r"_sample\1.png", text.name))
+        if image_file.is_file():
+            yield text.read_text(encoding="utf-8").strip(), image_file
 
 
 def write_sheet(folder: Path, prompts: Sequence[str]) -> Path | None:
-    """The contact sheet of a run: rows are prompts, columns checkpoints, evenly chosen when there are many."""
-    columns = _columns(folder)
-    if not columns:
-        return None
-    if len(columns) > _MOST_COLUMNS:
-        kept = sorted({round(i * (len(columns) - 1) / (_MOST_COLUMNS - 1)) for i in range(_MOST_COLUMNS)})
+    """Write the contact sheet of a run: rows are prompts, columns checkpoints, evenly chosen when there are many."""
+    columns: list[tuple[int, dict[str, Path]]] = []
+    for step_folder in list_checkpoints(folder):
+        files: dict[str, Path] = {}
+        for prompt, image_file in _samples_in(step_folder):
+            files.setdefault(prompt, image_file)
+        if files:
+            columns.append((step_of(step_folder), files))
+    if len(columns) > _MAX_COLUMNS:
+        kept = sorted({round(i * (len(columns) - 1) / (_MAX_COLUMNS - 1)) for i in range(_MAX_COLUMNS)})
         columns = [columns[i] for i in kept]
-    rows = [prompt for prompt in prompts if any(prompt in pictures for _, pictures in columns)]
-    if not rows:
+    shown = [prompt for prompt in prompts if any(prompt in files for _, files in columns)]
+    if not shown:
         return None
-    first = next(iter(columns[-1][1].values()))
-    with Image.open(first) as image:
-        scale = max(1, math.ceil(96 / image.width))
-        width = min(256, image.width * scale)
-        height = round(width * image.height / image.width)
-    gap, left, top = 6, 190, 34
-    whole = (left + len(columns) * (width + gap) + gap, top + len(rows) * (height + gap) + gap)
-    sheet = Image.new("RGB", whole, _PAPER)
-    pen = ImageDraw.Draw(sheet)
-    body, small = ImageFont.load_default(13), ImageFont.load_default(12)
-    for column, (step, pictures) in enumerate(columns):
-        x = left + column * (width + gap)
-        pen.text((x + width / 2, top / 2), f"step {step:,}", fill=_FAINT, font=small, anchor="mm")
-        for row, prompt in enumerate(rows):
-            y = top + row * (height + gap)
-            if prompt in pictures:
-                with Image.open(pictures[prompt]) as image:
-                    smooth = image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
-                    sheet.paste(smooth, (x, y))
-            else:
-                pen.rectangle((x, y, x + width - 1, y + height - 1), outline=(225, 222, 215))
-    for row, prompt in enumerate(rows):
-        text = "\n".join(textwrap.wrap(prompt, 26)[:5])
-        pen.multiline_text(
-            (14, top + row * (height + gap) + height / 2), text, fill=_INK, font=body, anchor="lm", spacing=3
-        )
+    with Image.open(next(iter(columns[-1][1].values()))) as image:
+        width = min(_MAX_WIDTH, image.width * max(1, math.ceil(_MIN_WIDTH / image.width)))
+        cell = (width, round(width * image.height / image.width))
+
+    def read(file: Path | None) -> Image.Image | None:
+        if file is None:
+            return None
+        with Image.open(file) as image:
+            return image.convert("RGB").resize(cell, Image.Resampling.LANCZOS)
+
+    rows = [[read(files.get(prompt)) for _, files in columns] for prompt in shown]
+    titles = [f"step {step:,}" for step, _ in columns]
     buffer = io.BytesIO()
-    sheet.save(buffer, "PNG")
-    write_atomically(folder / "sheet.png", buffer.getvalue())
+    contact_sheet(rows, len(columns), cell, _GAP, labels=shown, titles=titles).save(buffer, "PNG")
+    atomic_write(folder / "sheet.png", buffer.getvalue())
     return folder / "sheet.png"
 
 
-def _columns(folder: Path) -> list[tuple[int, dict[str, Path]]]:
-    columns = []
-    for step_folder in all_in(folder):
-        pictures: dict[str, Path] = {}
-        for text in sorted(step_folder.glob("gpu_*_prompt*.txt")):
-            picture = _picture_of(text)
-            if picture.is_file():
-                pictures.setdefault(text.read_text(encoding="utf-8").strip(), picture)
-        if pictures:
-            columns.append((step_of(step_folder), pictures))
-    return columns
+@torch.no_grad()
+def sample_images_multi_gpu(
+    model: Any,
+    diffusion: Any,
+    vae: nn.Module,
+    text_encoder: nn.Module,
+    tokenizer: Any,
+    text_encoder_t5: nn.Module,
+    tokenizer_t5: Any,
+    rank: int,
+    world_size: int,
+    args: Namespace,
+    logger: logging.Logger,
+    train_steps: int,
+) -> None:
+    """Generate and write this GPU's HunyuanDiT samples in a training script of your own; errors never stop training.
+
+    `model` is the network with the weights to sample with, `diffusion` its noise schedule (a diffusers scheduler, or
+    its config). `args` has `samples_dir` and `image_size`, and may have `sample_prompts`, `sample_steps`,
+    `sample_guidance`, `sample_seed`, `samples_per_gpu`, `sample_solver`, `autocast` (a dtype), `monitors` (metrics
+    loggers) and `embedded_prompts` (a dict that is filled here, so that each prompt is embedded only once).
+    """
+    from muralist.models.hunyuan_dit import FrozenEncoders, HunyuanDiTSpec
+
+    schedule = diffusion if isinstance(diffusion, Mapping) else diffusion.config
+    network = getattr(model, "module", model)  # as DistributedDataParallel keeps it
+    cache = getattr(args, "embedded_prompts", {})
+    spec = HunyuanDiTSpec(
+        FrozenEncoders(vae, text_encoder, tokenizer, text_encoder_t5, tokenizer_t5, cache),
+        dict(_transformer_config(network)),
+        dict(schedule),
+        (int(args.image_size[0]), int(args.image_size[1])),
+    )
+    given = {
+        "steps": getattr(args, "sample_steps", None),
+        "guidance": getattr(args, "sample_guidance", None),
+        "seed": getattr(args, "sample_seed", None),
+        "per_gpu": getattr(args, "samples_per_gpu", None),
+        "solver": getattr(args, "sample_solver", None),
+    }
+    write_samples(
+        Path(args.samples_dir),
+        train_steps,
+        rank,
+        world_size,
+        spec,
+        network,
+        list(getattr(args, "sample_prompts", None) or spec.default_prompts()),
+        SampleSettings(**{name: value for name, value in given.items() if value is not None}),
+        getattr(args, "autocast", None),
+        getattr(args, "monitors", ()),
+        logger,
+    )
+
+
+def _transformer_config(network: Any) -> Mapping[str, Any]:
+    while not hasattr(network, "config"):
+        network = network.network  # SwappedWeights
+    return network.config

@@ -1,4 +1,4 @@
-"""Time is counted in images: batches, epochs, learning rate, averages and cadence as pure functions of images seen."""
+"""Batch plan, epochs, learning rate and EMA decay: pure functions of images seen, so that nothing must be restored."""
 
 from __future__ import annotations
 
@@ -6,56 +6,56 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from muralist.errors import UserError
+from muralist.core.errors import UserError
 from muralist.settings import DataSettings, OptimSettings
 
-LONGEST_AVERAGE = 0.05
-"""An average of the weights never looks back further than this part of training so far."""
+MAX_EMA_FRACTION = 0.05
+"""Longest half-life of the EMA, as a fraction of the images seen so far."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one optimizer step's images are shared out: total = ranks x parts x part."""
+    """How the images of one optimizer step are divided: total = batch_size x ranks x accumulation_steps."""
 
     total: int
     ranks: int
-    parts: int
-    part: int
+    accumulation_steps: int
+    batch_size: int
 
     @property
-    def share(self) -> int:
+    def per_rank(self) -> int:
         """Images of one rank in one optimizer step."""
-        return self.parts * self.part
+        return self.accumulation_steps * self.batch_size
 
-    def numbers(self, rank: int, steps: range) -> Iterator[list[int]]:
-        """Sample numbers of one rank, part by part: rank r has the r-th slice of every global batch."""
+    def sample_indices(self, rank: int, steps: range) -> Iterator[list[int]]:
+        """Yield the sample indices of one rank, batch by batch: rank r has the r-th slice of every global batch."""
         for step in steps:
-            start = step * self.total + rank * self.share
-            for part in range(self.parts):
-                yield list(range(start + part * self.part, start + (part + 1) * self.part))
+            start = step * self.total + rank * self.per_rank
+            for first in range(start, start + self.per_rank, self.batch_size):
+                yield list(range(first, first + self.batch_size))
 
     def __str__(self) -> str:
-        return f"{self.part} per GPU x {self.ranks} GPUs x {self.parts} accumulation = {self.total}"
+        return f"{self.batch_size} per GPU x {self.ranks} GPUs x {self.accumulation_steps} accumulation = {self.total}"
 
 
 def plan_batch(data: DataSettings, optim: OptimSettings, ranks: int, fixed_total: int | None = None) -> BatchPlan:
-    """The batch contract; `fixed_total` is the total batch of the run being resumed, which never changes."""
+    """Plan the batches; `fixed_total` is the total batch of the run being resumed, which never changes."""
     total = fixed_total or data.global_batch_size
     if total is None:
         total = data.batch_size * ranks * optim.gradient_accumulation_steps
     if total % ranks:
-        said_by = "this run was started with" if fixed_total else "--global_batch_size asks for"
+        origin = "of this run" if fixed_total else "(--global_batch_size)"
         raise UserError(
-            f"A total batch of {total}, which {said_by}, cannot be shared equally by {ranks} processes.",
+            f"The total batch of {total} {origin} cannot be divided by {ranks} processes.",
             fix=f"Use a number of processes that divides {total}.",
         )
-    share = total // ranks
-    parts = next(n for n in range(-(-share // data.batch_size), share + 1) if share % n == 0)
-    return BatchPlan(total=total, ranks=ranks, parts=parts, part=share // parts)
+    per_rank = total // ranks
+    accumulation = next(n for n in range(-(-per_rank // data.batch_size), per_rank + 1) if per_rank % n == 0)
+    return BatchPlan(total, ranks, accumulation, per_rank // accumulation)
 
 
 @dataclass(frozen=True)
-class Clock:
+class TrainingClock:
     """Steps and epochs of a run over `samples` images in batches of `total_batch`."""
 
     samples: int
@@ -64,15 +64,15 @@ class Clock:
 
     @property
     def last_step(self) -> int:
-        """The step at which the last epoch ends."""
+        """Step at which the last epoch ends."""
         return self.end_of_epoch(self.epochs)
 
     def end_of_epoch(self, epoch: int) -> int:
-        """Epoch e ends after step floor(e x samples / total batch): the remainder is carried on, so no image is skipped."""
+        """Last step of an epoch, floor(epoch x samples / total batch): the remainder carries over to the next epoch."""
         return epoch * self.samples // self.total_batch
 
     def epochs_finished(self, step: int) -> int:
-        """How many epochs have ended after this step."""
+        """Number of epochs that have ended after this step."""
         return ((step + 1) * self.total_batch - 1) // self.samples
 
     def ends_epoch(self, step: int) -> bool:
@@ -87,7 +87,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Linear warm-up, then constant or a half cosine: a function of images seen before the step."""
+    """Linear warm-up, then constant or cosine: a function of images seen before the step."""
 
     peak: float
     minimum: float
@@ -113,13 +113,13 @@ def _factor(rule: str, ratio: float) -> float:
 
 
 def rates_by_gpus(rate: LearningRate, rule: str, plan: BatchPlan) -> str:
-    """What the rule makes of the rate on other numbers of GPUs with the same batch on each, as guide 2 tabulates it."""
+    """List the learning rates that the rule gives on other numbers of GPUs with the same batch on each."""
     peaks = {count: rate.peak * _factor(rule, count / plan.ranks) for count in (1, 2, 4, 8)}
-    return ", ".join(f"{peak:.3g} on {count} (batch {count * plan.share})" for count, peak in peaks.items())
+    return ", ".join(f"{peak:.3g} on {count} (batch {count * plan.per_rank})" for count, peak in peaks.items())
 
 
-def learning_rate(optim: OptimSettings, clock: Clock) -> LearningRate:
-    """The schedule for a run, with the sentence that explains its peak."""
+def learning_rate(optim: OptimSettings, clock: TrainingClock) -> LearningRate:
+    """Build the schedule of a run, with a reason for its peak."""
     base, rule, base_batch = optim.learning_rate, optim.lr_rule, optim.lr_base_batch
     if optim.blr is not None:
         base, rule, base_batch = optim.blr, "linear", 256
@@ -145,6 +145,6 @@ def learning_rate(optim: OptimSettings, clock: Clock) -> LearningRate:
 
 
 def ema_decay(images: int, step_images: int, half_life: float) -> float:
-    """What is kept of the average in the step that starts after `images` images; 0 in the first, where it is the weights."""
-    half_life = min(half_life, LONGEST_AVERAGE * images)
+    """Decay of the step that starts after `images` images; 0 in the first step: the EMA starts as the weights."""
+    half_life = min(half_life, MAX_EMA_FRACTION * images)
     return 0.5 ** (step_images / half_life) if half_life > 0 else 0.0

@@ -1,8 +1,8 @@
-// Curves of one run or several: a line for the mean, a faint band from the smallest to the largest value around it.
+// Curves of one run or several: a line for the mean, in a faint band from minimum to maximum.
 
 import { ask, choice, choose, count, duration, element, nameOf, percent, plural, short } from "./tools.js";
 import { NOTHING } from "./list.js";
-import { COLOURS, colourOf, shownRuns, state, writeAddress } from "./state.js";
+import { COLORS, colorOf, shownRuns, state, writeAddress } from "./state.js";
 
 const KNOWN = [
   ["train/loss", "Loss", short], ["val/loss", "Held-out loss", short], ["train/learning_rate", "Learning rate", short],
@@ -10,18 +10,18 @@ const KNOWN = [
   ["train/mfu", "MFU", percent], ["train/data_wait_fraction", "Waiting for data", percent],
   ["train/epoch_loss", "Loss of each epoch", short],
 ];
-const LEFT_OUT = new Set(["train/tokens_per_second"]); // images per second, times a constant
-const EXACT = new Set(["train/learning_rate"]); // set, not measured: smoothed, it would only come late
+const LEFT_OUT = new Set(["train/tokens_per_second"]); // proportional to images per second
+const EXACT = new Set(["train/learning_rate"]); // set, not measured: smoothing would only delay it
 const AXES = [["step", "steps"], ["images", "images"], ["hours", "hours"]];
 const DASHES = ["solid", "dash", "dot"];
-const data = new Map(); // by run: what its curves are, as far as they came
+const data = new Map(); // by run: its curves, as far as received
 let plotly = null;
 let page = null;
 
-/** The program that draws is large: it is loaded when the first curve is wanted. */
-function drawing() {
+/** Load plotly, which is large, when the first curve is needed. */
+function loadPlotly() {
   plotly ??= new Promise((resolve, reject) => {
-    document.head.append(element("script", { src: "/plotly.js", onload: () => resolve(window.Plotly), onerror: reject }));
+    document.head.append(element("script", { src: "/plotly.min.js", onload: () => resolve(window.Plotly), onerror: reject }));
   });
   return plotly;
 }
@@ -34,12 +34,12 @@ export const curves = {
       type: "range", min: 0, max: 0.99, step: 0.01, value: state.smooth, "aria-label": "Smoothing",
       oninput: () => { state.smooth = Number(smooth.value); writeAddress(); draw(); },
     });
-    const whole = element("button.switch", { type: "button", hidden: true, title: "Whole curve (r)", onclick: () => setZoom(null) }, "whole curve");
+    const reset = element("button.switch", { type: "button", hidden: true, title: "Full curve (r)", onclick: () => setZoom(null) }, "full curve");
     const legend = element("div.legend");
     const cards = element("div.cards");
     const note = element("p.note");
-    page = { axes, log, whole, legend, cards, note, charts: new Map(), overview: null, turn: 0 };
-    view.replaceChildren(element("div.tools", {}, axes, log, element("label", {}, "smooth", smooth), whole), legend, note, cards);
+    page = { axes, log, reset, legend, cards, note, charts: new Map(), overview: null, turn: 0 };
+    view.replaceChildren(element("div.tools", {}, axes, log, element("label", {}, "smooth", smooth), reset), legend, note, cards);
   },
   close() {
     for (const { place } of page.charts.values()) window.Plotly?.purge(place);
@@ -48,15 +48,15 @@ export const curves = {
   async poll(overview) {
     const opened = page;
     opened.overview = overview;
-    drawing(); // by now the list is there, and loading holds up nobody
+    loadPlotly(); // after the list is drawn, so that loading delays nothing
     const known = new Map(overview.run.map((run) => [run.id, run]));
     const wanted = shownRuns().filter((id) => known.has(id));
     const changed = await Promise.all(wanted.map((id) => update(id, known.get(id))));
     if (page !== opened) return;
     page.note.textContent = wanted.length ? "" : NOTHING.run;
-    const said = JSON.stringify([wanted, state.x]);
-    if (changed.some(Boolean) || said !== page.said) {
-      page.said = said;
+    const content = JSON.stringify([wanted, state.x]);
+    if (changed.some(Boolean) || content !== page.drawn) {
+      page.drawn = content;
       await draw();
     }
   },
@@ -87,18 +87,18 @@ function setAxis(x) {
 
 function setZoom(zoom) {
   state.zoom = zoom;
-  page.whole.hidden = zoom === null;
-  page.said = "";
+  page.reset.hidden = zoom === null;
+  page.drawn = "";
   curves.poll(page.overview);
 }
 
-/** Bring what we have of a run up to date; says whether anything changed. */
+/** Update the data of a run; returns whether anything changed. */
 async function update(id, run) {
   const key = `${state.x} ${state.zoom ?? ""}`;
   const known = data.get(id);
   const same = known?.key === key;
   if (same && known.run.step === run.step && known.run.changed === run.changed && run.state !== "running") return false;
-  if (same && state.zoom) return false; // a part that is looked at closely stands still
+  if (same && state.zoom) return false; // a zoomed range is not updated
   const have = same && known.version ? `${known.version}.${known.width}.${known.next}` : null;
   const [low, high] = state.zoom ?? [null, null];
   const news = await ask("curves", { run: id, x: state.x, low, high, have });
@@ -108,12 +108,12 @@ async function update(id, run) {
     known.run = run;
     return false;
   }
-  data.set(id, { ...(adds ? added(known, news) : news), key, run });
+  data.set(id, { ...(adds ? append(known, news) : news), key, run });
   return true;
 }
 
-/** New buckets at the end; the last one that we had may have been only half full. */
-function added(known, news) {
+/** Append new buckets; the last known one may have been incomplete. */
+function append(known, news) {
   const kept = news.begin / news.width;
   const series = {};
   for (const [name, parts] of Object.entries(news.series)) {
@@ -126,7 +126,7 @@ function added(known, news) {
   return { ...news, begin: known.begin, x: known.x.slice(0, kept).concat(news.x), series };
 }
 
-/** A running mean that forgets; the first values are not pulled to zero. */
+/** Exponential moving average with bias correction. */
 function smoothed(values, keep) {
   if (!keep) return values;
   let [sum, weight] = [0, 0];
@@ -134,15 +134,15 @@ function smoothed(values, keep) {
     if (value === null) return null;
     sum = keep * sum + (1 - keep) * value;
     weight = keep * weight + (1 - keep);
-    return Number((sum / weight).toPrecision(6)); // more digits are only the noise of adding
+    return Number((sum / weight).toPrecision(6)); // more digits are rounding noise
   });
 }
 
 async function draw() {
   const opened = page;
-  const Plotly = await drawing();
+  const Plotly = await loadPlotly();
   if (page !== opened || !page) return;
-  const runs = shownRuns().filter((id) => data.has(id)).map((id) => ({ id, colour: colourOf(id), ...data.get(id) }));
+  const runs = shownRuns().filter((id) => data.has(id)).map((id) => ({ id, color: colorOf(id), ...data.get(id) }));
   drawLegend(runs);
   const found = new Set(runs.flatMap((run) => Object.keys(run.series)));
   const others = [...found].filter((name) => !KNOWN.some(([known]) => known === name) && !LEFT_OUT.has(name)).sort();
@@ -163,8 +163,8 @@ async function draw() {
     const isNew = !chart.listening;
     drawChart(Plotly, chart, runs, name, format === percent, style);
     if (!isNew) continue;
-    await new Promise((resolve) => { setTimeout(resolve); }); // the first chart is seen before the last is drawn
-    if (page !== opened || page.turn !== turn) return; // somebody else draws them all
+    await new Promise((resolve) => { setTimeout(resolve); }); // the first chart appears before the last is drawn
+    if (page !== opened || page.turn !== turn) return; // a later call draws them all
   }
 }
 
@@ -180,18 +180,18 @@ function newChart(name, title) {
 function lastValues(runs, name, format) {
   return runs.flatMap((run) => {
     const value = run.series[name]?.mean.findLast((one) => one !== null);
-    return value === undefined ? [] : [element("span", { title: run.id }, element(`i.dot.run-${run.colour % COLOURS}`), format(value))];
+    return value === undefined ? [] : [element("span", { title: run.id }, element(`i.dot.run-${run.color % COLORS}`), format(value))];
   });
 }
 
 function drawChart(Plotly, chart, runs, name, isPart, style) {
-  const colour = (variable) => style.getPropertyValue(variable).trim();
+  const color = (variable) => style.getPropertyValue(variable).trim();
   const traces = [];
   for (const run of runs) {
     const parts = run.series[name];
     if (!parts) continue;
-    const own = colour(`--run-${run.colour % COLOURS}`);
-    const dash = DASHES[Math.floor(run.colour / COLOURS) % DASHES.length];
+    const own = color(`--run-${run.color % COLORS}`);
+    const dash = DASHES[Math.floor(run.color / COLORS) % DASHES.length];
     const few = parts.mean.filter((value) => value !== null);
     const sparse = few.length < 0.5 * parts.mean.length || few.length < 3;
     const x = run.x;
@@ -209,11 +209,11 @@ function drawChart(Plotly, chart, runs, name, isPart, style) {
       hovertemplate: `%{y:${isPart ? ".1%" : ".5g"}}<extra>${escaped(shortName(run.id))}</extra>`,
     });
   }
-  const axis = { gridcolor: colour("--line"), zeroline: false, linecolor: colour("--line"), tickfont: { color: colour("--quiet"), size: 11 } };
+  const axis = { gridcolor: color("--line"), zeroline: false, linecolor: color("--line"), tickfont: { color: color("--quiet"), size: 11 } };
   const layout = {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, dragmode: "zoom", hovermode: "x unified",
-    font: { color: colour("--text"), family: style.fontFamily, size: 12 }, margin: { l: 54, r: 8, t: 6, b: 24 },
-    hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--text") } },
+    font: { color: color("--text"), family: style.fontFamily, size: 12 }, margin: { l: 54, r: 8, t: 6, b: 24 },
+    hoverlabel: { bgcolor: color("--card"), bordercolor: color("--line"), font: { color: color("--text") } },
     xaxis: {
       ...axis, showgrid: false, hoverformat: state.x === "hours" ? ".2f" : ",d", tickformat: state.x === "hours" ? "" : "~s",
       ticksuffix: state.x === "hours" ? " h" : "", ...(state.zoom ? { range: state.zoom, autorange: false } : { autorange: true }),
@@ -243,7 +243,7 @@ function extent(traces) {
   return [low, high];
 }
 
-/** A value that never changes is drawn as a line in the middle, not as a landscape of rounding errors. */
+/** Draw a constant value as a line in the middle, without magnifying rounding errors. */
 function flatRange(traces, isLog) {
   const [low, high] = extent(traces);
   if (!(high > 0 && high - low <= 1e-4 * high)) return { autorange: true };
@@ -267,19 +267,19 @@ const shortName = (id) => {
   return name.length > 28 ? `…${name.slice(-27)}` : name;
 };
 
-/** Plotly reads labels as a kind of HTML. */
+/** Plotly interprets labels as a subset of HTML. */
 const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;").replace(/%\{/g, "%&#123;");
 
 function drawLegend(runs) {
   page.legend.replaceChildren(...runs.map((run) => {
-    const { step, steps, images, state: how, said } = run.run;
-    const words = [how];
-    if (step !== null) words.push(steps ? `step ${count(step)} of ${count(steps)}` : plural(step, "step"), plural(images, "image"));
+    const { step, steps, images, state: status, message } = run.run;
+    const facts = [status];
+    if (step !== null) facts.push(steps ? `step ${count(step)} of ${count(steps)}` : plural(step, "step"), plural(images, "image"));
     const rate = run.series["train/samples_per_second"]?.mean.findLast((one) => one !== null);
-    if (how === "running" && rate && steps && step) words.push(`${duration(((steps - step) * images) / step / rate)} left`);
-    const chip = element("div.chip", { title: run.id }, element(`i.dot.run-${run.colour % COLOURS}`), element("strong", {}, shortName(run.id)), element("span", {}, words.join(" · ")));
-    if (said) chip.append(element("p.said", {}, said));
-    if (how === "running" && steps) chip.append(element("progress", { max: steps, value: step ?? 0, "aria-label": "Progress" }));
+    if (status === "running" && rate && steps && step) facts.push(`${duration(((steps - step) * images) / step / rate)} left`);
+    const chip = element("div.chip", { title: run.id }, element(`i.dot.run-${run.color % COLORS}`), element("strong", {}, shortName(run.id)), element("span", {}, facts.join(" · ")));
+    if (message) chip.append(element("p.message", {}, message));
+    if (status === "running" && steps) chip.append(element("progress", { max: steps, value: step ?? 0, "aria-label": "Progress" }));
     return chip;
   }));
 }

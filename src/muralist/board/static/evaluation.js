@@ -1,55 +1,51 @@
-// Evaluations: their scores side by side, and a link to the page of each.
+// Evaluations: their scores in one table, and a link to the page of each.
 
 import { ago, count, element, fileAddress, nameOf, short } from "./tools.js";
 import { NOTHING } from "./list.js";
 import { state } from "./state.js";
 
-const NAMES = {
-  fid: ["FID", -1], kid: ["KID", -1], cmmd: ["CMMD", -1], precision: ["Precision", 1], recall: ["Recall", 1],
-  density: ["Density", 1], coverage: ["Coverage", 1], clip_score: ["CLIP score", 1], inception_score: ["Inception score", 1],
-};
 let page = null;
 
 export const evaluation = {
   open(view) {
     const note = element("p.note");
     const table = element("div.wide.card");
-    page = { note, table, said: "" };
+    page = { note, table, drawn: "" };
     view.replaceChildren(note, table);
   },
   close() { page = null; },
   poll(overview) {
-    const said = JSON.stringify([overview.evaluation, state.focus.evaluation]);
-    if (said === page.said) return;
-    page.said = said;
+    const content = JSON.stringify([overview.evaluation, state.focus.evaluation]);
+    if (content === page.drawn) return;
+    page.drawn = content;
     const found = overview.evaluation;
     page.table.hidden = !found.length;
     page.note.textContent = found.length ? "" : NOTHING.evaluation;
-    const known = Object.keys(NAMES);
+    const known = Object.keys(overview.metrics);
     const metrics = [...new Set(found.flatMap((one) => Object.keys(one.scores)))]
       .sort((a, b) => (known.indexOf(a) + 100) % 100 - (known.indexOf(b) + 100) % 100);
-    const heads = ["Evaluation", ...metrics.map((metric) => NAMES[metric]?.[0] ?? metric), "Images", "Page"];
+    const heads = ["Evaluation", ...metrics.map((metric) => overview.metrics[metric]?.[0] ?? metric), "Images", "Page"];
     page.table.replaceChildren(element("table.scores", {},
       element("thead", {}, element("tr", {}, ...heads.map((head) => element("th", {}, head)))),
-      element("tbody", {}, ...found.map((one) => row(one, metrics, found, overview.name)))));
+      element("tbody", {}, ...found.map((one) => row(one, metrics, found, overview)))));
   },
   key: () => false,
 };
 
-function row(one, metrics, all, rootName) {
-  const [before, name] = nameOf(one.id, rootName);
+function row(one, metrics, all, overview) {
+  const [before, name] = nameOf(one.id, overview.name);
   const page = one.page ? element("a", { href: fileAddress(one.page), target: "_blank", rel: "noopener" }, "open the report") : "–";
   return element("tr", { "aria-selected": String(one.id === state.focus.evaluation) },
     element("th", { scope: "row" }, element("span.name", {}, element("small", {}, before), name), element("small", {}, ` ${ago(one.changed)}`), ...one.warnings.slice(0, 2).map((text) => element("p.remark", {}, text))),
-    ...metrics.map((metric) => element("td", {}, ...score(one, metric, all))), element("td", {}, count(one.images)), element("td", {}, page));
+    ...metrics.map((metric) => element("td", {}, ...score(one, metric, all, overview.metrics[metric]?.[1]))), element("td", {}, count(one.images)), element("td", {}, page));
 }
 
-function score(one, metric, all) {
+function score(one, metric, all, higherIsBetter) {
   const found = one.scores[metric];
   if (!found) return ["–"];
-  const direction = NAMES[metric]?.[1];
   const values = all.map((other) => other.scores[metric]?.value).filter((value) => value !== undefined);
-  const best = direction && values.length > 1 && values.every((value) => value * direction <= found.value * direction);
+  const sign = higherIsBetter ? 1 : -1;
+  const best = higherIsBetter !== undefined && values.length > 1 && values.every((value) => sign * value <= sign * found.value);
   const interval = found.low !== null && found.high !== null ? element("small", {}, `${short(found.low)} – ${short(found.high)}`) : null;
   return [element(best ? "b.best" : "b", {}, short(found.value)), interval].filter(Boolean);
 }

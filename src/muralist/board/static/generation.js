@@ -1,18 +1,18 @@
-// A generation folder: a bar for each GPU, the newest pictures, what failed and why, and every picture that is there.
+// A generation folder: a bar for each GPU, the newest images, failures with their reasons, and all images.
 
 import { ask, count, duration, element, forget, joined, plural, short, thumbAddress } from "./tools.js";
 import { state } from "./state.js";
 import { NOTHING } from "./list.js";
-import { Grid } from "./grid.js";
+import { TileGrid } from "./grids.js";
 import { enlarge } from "./viewer.js";
 
-const AT_ONCE = 100;
+const PAGE_SIZE = 100; // ledger lines per request
 let page = null;
 
 export const generation = {
   open(view) {
     const [note, head, bars, newest, failures, all] = [element("p.note"), element("div.totals"), element("div.bars"), element("div.strip"), element("div.failures"), element("h2")];
-    const grid = new Grid({ tile: (index) => tile(index), least: 150, shape: (side) => side + 26 });
+    const grid = new TileGrid({ tile: (index) => tile(index), least: 150, shape: (side) => side + 26 });
     const parts = element("div", {}, head, element("section.card", {}, bars), element("section.card", {}, element("h2", {}, "Newest"), newest), failures, all, grid.element);
     page = { note, head, bars, newest, failures, all, grid, parts, folder: null, version: null, shown: "", pages: new Map(), total: 0 };
     grid.onrange = (first, last) => { if (last > first) fetchRange(first, last); };
@@ -49,8 +49,8 @@ function draw(news) {
   const finished = workers.reduce((sum, worker) => sum + (worker.total === null ? 0 : worker.done + worker.failed), 0);
   const fact = (value, label) => element("div", {}, element("b", {}, value), element("span", {}, label));
   page.head.replaceChildren(...[
-    fact(count(done), done === 1 ? "picture" : "pictures"), fact(count(failed), "failed"),
-    fact(speed ? short(speed, 3) : "–", running ? "pictures per second" : "pictures per second, at the end"),
+    fact(count(done), done === 1 ? "image" : "images"), fact(count(failed), "failed"),
+    fact(speed ? short(speed, 3) : "–", running ? "images per second" : "images per second, at the end"),
     running && total ? fact(speed ? duration((total - finished) / speed) : "–", "left") : null,
     fact(news.read < 1 ? `${Math.round(100 * news.read)}%` : news.state, news.read < 1 ? "of the ledger is read" : "state"),
   ].filter(Boolean));
@@ -58,7 +58,7 @@ function draw(news) {
   if (news.version !== page.version) page.pages.clear();
   drawNewest(news.newest);
   drawFailures(news);
-  page.all.textContent = done ? "All pictures" : "";
+  page.all.textContent = done ? "All images" : "";
   if (news.version !== page.version || done !== page.total) {
     const anew = news.version !== page.version;
     [page.version, page.total] = [news.version, done];
@@ -70,14 +70,14 @@ function draw(news) {
 function drawBars({ workers, done, failed, planned }, running, total, finished) {
   const largest = Math.max(1, ...workers.map((worker) => worker.done + worker.failed));
   const line = (name, worker) => {
-    const whole = worker.total ?? largest;
-    const part = (value) => `${(100 * value) / Math.max(1, whole)}%`;
-    const words = [worker.total === null ? plural(worker.done, "picture") : `${count(worker.done + worker.failed)} of ${count(worker.total)}`];
-    if (worker.failed) words.push(`${count(worker.failed)} failed`);
-    if (worker.speed) words.push(`${short(worker.speed, 3)}/s`);
-    const bar = element("span.bar", { role: "progressbar", "aria-valuemin": 0, "aria-valuemax": whole, "aria-valuenow": worker.done + worker.failed, "aria-label": name },
+    const total = worker.total ?? largest;
+    const part = (value) => `${(100 * value) / Math.max(1, total)}%`;
+    const facts = [worker.total === null ? plural(worker.done, "image") : `${count(worker.done + worker.failed)} of ${count(worker.total)}`];
+    if (worker.failed) facts.push(`${count(worker.failed)} failed`);
+    if (worker.speed) facts.push(`${short(worker.speed, 3)}/s`);
+    const bar = element("span.bar", { role: "progressbar", "aria-valuemin": 0, "aria-valuemax": total, "aria-valuenow": worker.done + worker.failed, "aria-label": name },
       element("i.done", { style: `width:${part(worker.done)}` }), element("i.failed", { style: `width:${part(worker.failed)}` }));
-    return element("div.gpu", {}, element("span.label", {}, name), bar, element("span.words", {}, words.join(" · ")));
+    return element("div.gpu", {}, element("span.label", {}, name), bar, element("span.facts", {}, facts.join(" · ")));
   };
   const lines = workers.map((worker) => line(`GPU ${worker.gpu}`, worker));
   const speed = running ? workers.reduce((sum, worker) => sum + worker.speed, 0) : 0;
@@ -85,20 +85,20 @@ function drawBars({ workers, done, failed, planned }, running, total, finished) 
   if (planned) {  // of all commands together; the last one may have planned fewer than there are
     sum = { done, failed, total: Math.max(planned, done + failed), speed };
   } else if (running && total && workers.length > 1) {
-    const unmade = workers.reduce((all, worker) => all + worker.failed, 0);
-    sum = { done: finished - unmade, failed: unmade, total, speed };
+    const missing = workers.reduce((all, worker) => all + worker.failed, 0);
+    sum = { done: finished - missing, failed: missing, total, speed };
   }
   if (sum && lines.length) {
     lines.push(line("all", sum));
     lines.at(-1).classList.add("sum");
   }
-  page.bars.replaceChildren(...(lines.length ? lines : [element("p.quiet", {}, "No picture yet: models are being loaded.")]));
+  page.bars.replaceChildren(...(lines.length ? lines : [element("p.quiet", {}, "No image yet: models are being loaded.")]));
 }
 
 function drawNewest(newest) {
-  const said = newest.map((line) => line.file).join("\n");
-  if (said === page.shown) return;
-  page.shown = said;
+  const content = newest.map((line) => line.file).join("\n");
+  if (content === page.shown) return;
+  page.shown = content;
   const source = {
     at: (place) => about(newest[place], `${place + 1} of the newest ${newest.length}`),
     move: (place, x, y) => (newest[place + x + y] ? place + x + y : null),
@@ -109,9 +109,9 @@ function drawNewest(newest) {
 }
 
 function drawFailures({ failures, reasons, failed }) {
-  const said = JSON.stringify([failures.map((line) => [line.index, line.copy, line.error]), failed]);
-  if (page.failures.dataset.said === said) return;
-  page.failures.dataset.said = said;
+  const content = JSON.stringify([failures.map((line) => [line.index, line.copy, line.error]), failed]);
+  if (page.failures.dataset.drawn === content) return;
+  page.failures.dataset.drawn = content;
   if (!failed) {
     page.failures.replaceChildren();
     return;
@@ -125,23 +125,23 @@ function drawFailures({ failures, reasons, failed }) {
         element("tbody", {}, ...failures.map((line) => element("tr", {}, ...cells(line)))))))));
 }
 
-/** Lines of the ledger by number, a hundred at once; those on the screen are asked for. */
+/** Request the ledger lines of the tiles on the screen. */
 async function fetchRange(first, last) {
   const opened = page;
-  for (let begin = first - (first % AT_ONCE); begin < last; begin += AT_ONCE) await lines(begin);
+  for (let begin = first - (first % PAGE_SIZE); begin < last; begin += PAGE_SIZE) await lines(begin);
   if (page !== opened) return;
   for (const [index, one] of page.grid.tiles) await fill(one, index);
 }
 
 function lines(begin) {
   if (!page.pages.has(begin)) {
-    page.pages.set(begin, ask("pictures", { folder: page.folder, begin, count: AT_ONCE }).then((answer) => answer.pictures).catch(() => []));
+    page.pages.set(begin, ask("images", { folder: page.folder, begin, count: PAGE_SIZE }).then((answer) => answer.images).catch(() => []));
     if (page.pages.size > 60) page.pages.delete(page.pages.keys().next().value);
   }
   return page.pages.get(begin);
 }
 
-const lineAt = async (index) => (await lines(index - (index % AT_ONCE)))[index % AT_ONCE];
+const lineAt = async (index) => (await lines(index - (index % PAGE_SIZE)))[index % PAGE_SIZE];
 
 function tile(index) {
   const source = {
@@ -151,7 +151,7 @@ function tile(index) {
       return next >= 0 && next < page.total ? next : null;
     },
   };
-  return element("figure.tile.square", {}, element("button", { type: "button", "aria-label": `Enlarge picture ${index + 1}`, onclick: () => enlarge(source, index) }), element("figcaption"));
+  return element("figure.tile.square", {}, element("button", { type: "button", "aria-label": `Enlarge image ${index + 1}`, onclick: () => enlarge(source, index) }), element("figcaption"));
 }
 
 async function fill(made, index) {
@@ -167,7 +167,7 @@ function about(line, where) {
   if (!line?.file) return null;
   const path = joined(page.folder, line.file);
   return {
-    pictures: [{ path, thumb: thumbAddress(path, 192) }],
+    images: [{ path, thumb: thumbAddress(path, 192) }],
     prompt: line.prompt,
     facts: [`seed ${line.seed}`, `row ${count(line.index + 1)}`, `GPU ${line.gpu}`, `${short(line.seconds)} s`, where],
   };

@@ -1,8 +1,8 @@
-// The page: tabs, keys, and looking again every two seconds at what is on the screen, as long as somebody looks.
+// The page: tabs, keys, and an update every two seconds while the page is visible.
 
 import { ask } from "./tools.js";
 import { KIND_OF_TAB, readAddress, state, writeAddress } from "./state.js";
-import { drawList, listed, neighbour, scrollToFocus } from "./list.js";
+import { drawList, listed, neighbor, scrollToFocus } from "./list.js";
 import { curves } from "./curves.js";
 import { samples } from "./samples.js";
 import { generation } from "./generation.js";
@@ -10,7 +10,7 @@ import { evaluation } from "./evaluation.js";
 import { isEnlarged } from "./viewer.js";
 
 const views = { curves, samples, generation, evaluation };
-const EVERY = 2000;
+const INTERVAL = 2000; // milliseconds
 const view = document.getElementById("view");
 const search = document.getElementById("search");
 const live = document.getElementById("live");
@@ -37,7 +37,7 @@ function openTab(tab) {
 function show() {
   if (!overview) return;
   const kind = KIND_OF_TAB[state.tab];
-  if (!overview[kind].some((thing) => thing.id === state.focus[kind])) state.focus[kind] = listed(overview)[0]?.id ?? null;
+  if (!overview[kind].some((entry) => entry.id === state.focus[kind])) state.focus[kind] = listed(overview)[0]?.id ?? null;
   drawList(overview, { look, tick });
   return views[state.tab].poll(overview);
 }
@@ -52,7 +52,7 @@ function look(id) {
   refresh();
 }
 
-/** On a phone the list lies over the view while one chooses from it. */
+/** On a phone the list covers the view while it is open. */
 function choosing(open) {
   document.body.classList.toggle("choosing", open);
   chooser.setAttribute("aria-expanded", String(open));
@@ -76,10 +76,10 @@ async function refresh() {
 function lost(error) {
   live.className = "off";
   live.title = live.textContent = "no answer";
-  if (!(error instanceof TypeError)) console.warn(error.message); // a TypeError is fetch without an answer
+  if (!(error instanceof TypeError)) console.warn(error.message); // fetch throws a TypeError without an answer
 }
 
-/** One look at everything on the screen, then a pause. Hidden pages do not look. */
+/** Update everything on the screen, then pause. Hidden pages are not updated. */
 async function cycle() {
   clearTimeout(timer);
   if (document.hidden) return;
@@ -101,11 +101,11 @@ async function cycle() {
     await show();
     live.className = "on";
     live.textContent = "live";
-    live.title = "Looks again every two seconds";
+    live.title = "Updated every two seconds";
   } catch (error) {
     lost(error);
   }
-  timer = setTimeout(again, EVERY);
+  timer = setTimeout(again, INTERVAL);
 }
 
 const again = () => { looking ??= cycle().finally(() => { looking = null; }); };
@@ -136,8 +136,8 @@ document.addEventListener("keydown", (event) => {
   const tabs = Object.keys(views);
   if (key === "/") search.focus();
   else if (key === "?") keys.showModal();
-  else if (key === "j" || key === "ArrowDown") look(neighbour(overview, 1));
-  else if (key === "k" || key === "ArrowUp") look(neighbour(overview, -1));
+  else if (key === "j" || key === "ArrowDown") look(neighbor(overview, 1));
+  else if (key === "k" || key === "ArrowUp") look(neighbor(overview, -1));
   else if (key === " " && KIND_OF_TAB[state.tab] === "run" && state.focus.run !== null) tick(state.focus.run);
   else if (tabs[Number(key) - 1]) openTab(tabs[Number(key) - 1]);
   else if (!views[state.tab].key(key)) return;

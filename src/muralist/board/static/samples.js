@@ -1,19 +1,18 @@
-// The pictures of a run: one checkpoint with a slider over training, or all checkpoints at once; beside another run's.
+// The samples of a run: one checkpoint with a slider over training, or all checkpoints; beside another run's.
 
 import { ask, choice, choose, count, element, framed, joined, nameOf, thumbAddress } from "./tools.js";
 import { state, writeAddress } from "./state.js";
 import { NOTHING } from "./list.js";
-import { Grid } from "./grid.js";
-import { Wall } from "./wall.js";
+import { SampleGrid, TileGrid } from "./grids.js";
 import { enlarge } from "./viewer.js";
 
-const LEAST = [220, 300]; // pixels of a tile, alone and with another run's picture in it
+const LEAST = [220, 300]; // pixels of a tile, alone and with another run's image in it
 let page = null;
-const walls = new Map(); // by run
+const samplesOf = new Map(); // by run
 
 export const samples = {
   open(view) {
-    const mode = choice("Show", [["one", "one checkpoint"], ["all", "all checkpoints"]], state.whole ? "all" : "one", (value) => setWhole(value === "all"));
+    const mode = choice("Show", [["one", "one checkpoint"], ["all", "all checkpoints"]], state.allSteps ? "all" : "one", (value) => showAll(value === "all"));
     const beside = element("select", { "aria-label": "Beside", onchange: () => { state.beside = beside.value || null; writeAddress(); refresh(); } });
     const slider = element("input", { type: "range", min: 0, step: 1, "aria-label": "Checkpoint", oninput: () => setPlace(Number(slider.value)) });
     const before = element("button.round", { type: "button", "aria-label": "Checkpoint before", onclick: () => step(-1) }, "‹");
@@ -24,15 +23,15 @@ export const samples = {
     const sides = element("p.sides");
     const note = element("p.note");
     const errors = element("div.errors");
-    const grid = new Grid({ tile: (row) => tile(row), least: LEAST[0], shape: (side) => side * page.aspect + 50, gap: 16 });
-    const wall = new Wall({ cell: (row, column) => open(row, column), side: innerWidth < 520 ? 84 : 112 });
-    page = { mode, beside, slider, play, where, track, sides, note, errors, grid, wall, place: 0, following: state.step === null, overview: null, run: null, timer: null, aspect: 1, said: "" };
-    view.replaceChildren(element("div.tools", {}, mode, element("label", {}, "beside", beside)), track, sides, errors, note, grid.element, wall.element);
+    const grid = new TileGrid({ tile: (row) => tile(row), least: LEAST[0], shape: (side) => side * page.aspect + 50, gap: 16 });
+    const all = new SampleGrid({ cell: (row, column) => open(row, column), side: innerWidth < 520 ? 84 : 112 });
+    page = { mode, beside, slider, play, where, track, sides, note, errors, grid, all, place: 0, following: state.step === null, overview: null, run: null, timer: null, aspect: 1, drawn: "" };
+    view.replaceChildren(element("div.tools", {}, mode, element("label", {}, "beside", beside)), track, sides, errors, note, grid.element, all.element);
   },
   close() {
     clearInterval(page.timer);
     page.grid.close();
-    page.wall.close();
+    page.all.close();
     page = null;
   },
   async poll(overview) {
@@ -42,13 +41,13 @@ export const samples = {
     const wanted = [state.focus.run, state.beside].filter((id) => id !== null && overview.run.some((run) => run.id === id));
     const changed = await Promise.all(wanted.map(async (id) => {
       const news = await ask("samples", { run: id }, `samples ${id}`);
-      if (news) walls.set(id, news);
+      if (news) samplesOf.set(id, news);
       return Boolean(news);
     }));
     if (page !== opened) return;
-    const said = JSON.stringify([state.focus.run, state.beside, state.whole]);
-    if (changed.some(Boolean) || said !== page.said) {
-      page.said = said;
+    const content = JSON.stringify([state.focus.run, state.beside, state.allSteps]);
+    if (changed.some(Boolean) || content !== page.drawn) {
+      page.drawn = content;
       refresh();
     }
   },
@@ -56,26 +55,26 @@ export const samples = {
     if (key === "ArrowLeft") step(-1);
     else if (key === "ArrowRight") step(1);
     else if (key === "p") toggle();
-    else if (key === "w") setWhole(!state.whole);
+    else if (key === "w") showAll(!state.allSteps);
     else return false;
     return true;
   },
 };
 
-const main = () => walls.get(state.focus.run) ?? { prompts: [], steps: [], files: [], errors: [] };
-const other = () => (state.beside && state.beside !== state.focus.run ? walls.get(state.beside) : undefined);
+const main = () => samplesOf.get(state.focus.run) ?? { prompts: [], steps: [], files: [], errors: [] };
+const other = () => (state.beside && state.beside !== state.focus.run ? samplesOf.get(state.beside) : undefined);
 
-function setWhole(whole) {
-  state.whole = whole;
-  choose(page.mode, whole ? "all" : "one");
+function showAll(all) {
+  state.allSteps = all;
+  choose(page.mode, all ? "all" : "one");
   writeAddress();
   refresh();
 }
 
-/** Redraw all after the wall, the run or the mode changed. */
+/** Redraw everything after the samples, the run or the mode changed. */
 function refresh() {
   const { steps, prompts, errors } = main();
-  if (state.beside && !walls.has(state.beside)) {
+  if (state.beside && !samplesOf.has(state.beside)) {
     samples.poll(page.overview);
     return;
   }
@@ -83,16 +82,16 @@ function refresh() {
   const last = Math.max(0, steps.length - 1);
   page.place = page.following ? last : nearest(steps, state.step ?? steps[last] ?? 0);
   page.slider.max = last;
-  page.track.hidden = !steps.length || state.whole;
+  page.track.hidden = !steps.length || state.allSteps;
   page.note.textContent = state.focus.run === null ? NOTHING.run
     : steps.length ? "" : "No samples yet: they come with the first checkpoint.";
   page.errors.replaceChildren(...errors.slice(-3).map((error) => element("p.warning", {}, `Step ${count(error.step)}, GPU ${error.gpu}: ${error.reason}`)));
-  page.grid.element.hidden = state.whole;
-  page.wall.element.hidden = !state.whole;
-  page.beside.disabled = state.whole;
-  if (state.whole) page.wall.show({ ...main(), run: state.focus.run });
+  page.grid.element.hidden = state.allSteps;
+  page.all.element.hidden = !state.allSteps;
+  page.beside.disabled = state.allSteps;
+  if (state.allSteps) page.all.show({ ...main(), run: state.focus.run });
   page.grid.least = LEAST[other() ? 1 : 0] * (innerWidth < 520 ? 0.7 : 1);
-  page.grid.show(state.whole ? 0 : prompts.length, true);
+  page.grid.show(state.allSteps ? 0 : prompts.length, true);
   drawPlace();
 }
 
@@ -125,7 +124,7 @@ function toggle() {
   page.play.setAttribute("aria-label", page.timer ? "Pause" : "Play");
 }
 
-/** Put the pictures of the chosen checkpoint into the tiles that exist. */
+/** Show the images of the chosen checkpoint in the existing tiles. */
 const drawPlace = framed(() => {
   if (!page) return;
   const { steps } = main();
@@ -134,7 +133,7 @@ const drawPlace = framed(() => {
   page.where.textContent = steps.length ? `step ${count(steps[page.place])} · ${page.place + 1} of ${steps.length}` : "";
   const second = other();
   const side = (word, id, step) => [element("span", {}, `${word}: `), element("b", {}, nameOf(id, page.overview.name)[1]), `, step ${count(step)}`];
-  page.sides.replaceChildren(...(second?.steps.length && steps.length && !state.whole ? [
+  page.sides.replaceChildren(...(second?.steps.length && steps.length && !state.allSteps ? [
     ...side("left", state.focus.run, steps[page.place]), " · ",
     ...side("right", state.beside, second.steps[nearest(second.steps, steps[page.place])]),
     main().prompts.some((one) => second.prompts.includes(one)) ? "" : ", which has none of these prompts",
@@ -149,30 +148,30 @@ function tile(row) {
   return made;
 }
 
-/** The row of the other run with the same prompt; the third of several alike belongs to the third. */
+/** Return the other run's row with the same prompt; repeated prompts are paired in order. */
 function sameRow(prompts, row) {
   const own = main().prompts;
   const turn = own.slice(0, row).filter((one) => one === own[row]).length;
   return prompts.flatMap((one, at) => (one === own[row] ? [at] : []))[turn] ?? -1;
 }
 
-/** Where the pictures of a prompt at a checkpoint are: of this run, and of the other at the nearest step. */
-function pictures(row, place) {
-  const found = [{ run: state.focus.run, wall: main(), row, place }];
+/** Return the image paths of a prompt at a checkpoint: of this run, and of the other run at the nearest step. */
+function imagesAt(row, place) {
+  const found = [{ run: state.focus.run, samples: main(), row, place }];
   const second = other();
   if (second) {
-    found.push({ run: state.beside, wall: second, row: sameRow(second.prompts, row), place: nearest(second.steps, main().steps[place]) });
+    found.push({ run: state.beside, samples: second, row: sameRow(second.prompts, row), place: nearest(second.steps, main().steps[place]) });
   }
-  return found.map(({ run, wall, row: at, place: column }) => {
-    const file = wall.files[column]?.[at];
-    const step = wall.steps[column];
+  return found.map(({ run, samples: of, row: at, place: column }) => {
+    const file = of.files[column]?.[at];
+    const step = of.steps[column];
     return { run, step, path: file ? joined(run, "samples", `step_${String(step).padStart(7, "0")}`, file) : null };
   });
 }
 
 function fill(made, row) {
   const button = made.firstElementChild;
-  const wanted = pictures(row, page.place);
+  const wanted = imagesAt(row, page.place);
   while (button.children.length > wanted.length) button.lastElementChild.remove();
   wanted.forEach(({ path }, number) => {
     let image = button.children[number];
@@ -186,7 +185,7 @@ function fill(made, row) {
   });
 }
 
-/** Tiles take the shape of the pictures, and those of few pixels show them. */
+/** Fit tiles to the images, and show the pixels of small ones. */
 function measure(image) {
   if (!page || !image.naturalWidth || image.classList.contains("absent")) return;
   image.classList.toggle("pixels", image.naturalWidth <= 64);
@@ -201,13 +200,13 @@ function open(row, place) {
   const shortName = (id) => nameOf(id, page.overview.name)[1];
   enlarge({
     at([line, column]) {
-      const wall = main();
-      const found = pictures(line, column).filter((one) => one.path);
+      const samples = main();
+      const found = imagesAt(line, column).filter((one) => one.path);
       if (!found.length) return null;
       return {
-        pictures: found.map((one) => ({ path: one.path, thumb: thumbAddress(one.path, 384), label: other() ? `${shortName(one.run)}, step ${count(one.step)}` : null })),
-        prompt: wall.prompts[line],
-        facts: [`step ${count(wall.steps[column])}`, `checkpoint ${column + 1} of ${wall.steps.length}`],
+        images: found.map((one) => ({ path: one.path, thumb: thumbAddress(one.path, 384), label: other() ? `${shortName(one.run)}, step ${count(one.step)}` : null })),
+        prompt: samples.prompts[line],
+        facts: [`step ${count(samples.steps[column])}`, `checkpoint ${column + 1} of ${samples.steps.length}`],
       };
     },
     move([line, column], x, y) {
@@ -216,15 +215,15 @@ function open(row, place) {
       if (nextLine < 0 || nextLine >= prompts.length || nextColumn < 0 || nextColumn >= steps.length) return null;
       return files[nextColumn][nextLine] ? [nextLine, nextColumn] : this.move([nextLine, nextColumn], x, y);
     },
-    closed([, column]) { if (!state.whole) setPlace(column); },
+    closed([, column]) { if (!state.allSteps) setPlace(column); },
   }, [row, place]);
 }
 
 function drawBeside() {
   const runs = page.overview.run.filter((run) => run.id !== state.focus.run);
-  const said = JSON.stringify([runs.map((run) => run.id), state.beside]);
-  if (page.beside.dataset.said === said) return;
-  page.beside.dataset.said = said;
+  const content = JSON.stringify([runs.map((run) => run.id), state.beside]);
+  if (page.beside.dataset.drawn === content) return;
+  page.beside.dataset.drawn = content;
   page.beside.replaceChildren(
     element("option", { value: "" }, runs.length ? "nothing" : "no other run"),
     ...runs.map((run) => element("option", { value: run.id, selected: run.id === state.beside }, run.id)),

@@ -1,6 +1,6 @@
-// Small things that every view uses. Texts from files reach the page as text only: nothing is ever parsed as HTML.
+// Helpers of all views. Texts from files reach the page as text nodes only: nothing is parsed as HTML.
 
-/** An element: element("p.note", {title}, "text", child, ...). */
+/** Create an element: element("p.note", {title}, "text", child, ...). */
 export function element(kind, properties = {}, ...children) {
   const [tag, ...classes] = kind.split(".");
   const made = document.createElement(tag);
@@ -17,7 +17,7 @@ export function element(kind, properties = {}, ...children) {
 
 const tags = new Map();
 
-/** JSON of an address; null when it is still what the last call with the same `slot` gave. */
+/** Fetch JSON; null where it is unchanged since the last call with the same `slot`. */
 export async function ask(path, parameters = {}, slot = null) {
   const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== null && value !== undefined));
   const address = `/api/${path}${query.size ? `?${query}` : ""}`;
@@ -31,7 +31,7 @@ export async function ask(path, parameters = {}, slot = null) {
   return answer.json();
 }
 
-/** Forget what a slot gave, so that the next answer comes whole. */
+/** Forget the last answer of a slot, so that the next one is returned. */
 export const forget = (slot) => tags.delete(slot);
 
 export const fileAddress = (path) => `/files/${path.split("/").map(encodeURIComponent).join("/")}`;
@@ -41,7 +41,7 @@ export const joined = (...parts) => parts.filter((part) => part && part !== ".")
 export const count = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en-US"));
 export const plural = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 
-/** A number with as many digits as a person reads. */
+/** Format a number with few digits. */
 export function short(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
@@ -64,14 +64,14 @@ export const ago = (time) => {
   return seconds < 5 ? "now" : `${duration(seconds)} ago`;
 };
 
-/** The last part of a path, and what comes before it. */
+/** Return the parent and the last part of a path. */
 export function nameOf(id, rootName) {
   if (id === ".") return ["", rootName];
   const cut = id.lastIndexOf("/") + 1;
   return [id.slice(0, cut), id.slice(cut)];
 }
 
-/** A group of buttons of which one is chosen. */
+/** Create a radio group of buttons. */
 export function choice(label, options, chosen, changed) {
   const group = element("div.choice", { role: "radiogroup", "aria-label": label });
   for (const [value, text] of options) {
@@ -87,7 +87,7 @@ export function choose(group, value) {
   for (const button of group.children) button.setAttribute("aria-checked", String(button.dataset.value === value));
 }
 
-/** Call `work` once per frame at most, however often it is asked for. */
+/** Return a function that calls `work` at most once per frame. */
 export function framed(work) {
   let asked = false;
   return () => {

@@ -1,4 +1,4 @@
-// A picture in full size, or two side by side, with what is known of it.
+// An image in full size, or two side by side, with its prompt and facts.
 
 import { ask, element, fileAddress } from "./tools.js";
 
@@ -7,7 +7,7 @@ let source = null;
 let place = null;
 let shows = 0;
 
-/** Open at a place. `from.at(place)` gives {pictures: [{path, label, thumb}], prompt, facts}; `from.move(place, x, y)` the next place. */
+/** Open at a place. `from.at(place)` gives {images: [{path, label, thumb}], prompt, facts}; `from.move(place, x, y)` the next place. */
 export function enlarge(from, at) {
   source = from;
   go(at);
@@ -22,24 +22,24 @@ async function go(to) {
   const mine = (shows += 1);
   const shown = await source.at(place);
   if (mine !== shows || !shown) return;
-  const { pictures, prompt, facts } = shown;
-  viewer.querySelector(".pictures").replaceChildren(...pictures.map(({ path, label, thumb, alt }) => {
+  const { images, prompt, facts } = shown;
+  viewer.querySelector(".images").replaceChildren(...images.map(({ path, label, thumb, alt }) => {
     const image = element("img", { alt: alt ?? prompt, src: thumb });
-    const whole = new Image();
-    whole.onload = () => {
-      image.src = whole.src;
-      image.classList.toggle("pixels", Math.max(whole.naturalWidth, whole.naturalHeight) <= 160);
+    const full = new Image();
+    full.onload = () => {
+      image.src = full.src;
+      image.classList.toggle("pixels", Math.max(full.naturalWidth, full.naturalHeight) <= 160);
     };
-    whole.src = fileAddress(path);
+    full.src = fileAddress(path);
     return element("figure", {}, element("a", { href: fileAddress(path), target: "_blank", title: "Open the file" }, image), label ? element("figcaption", {}, label) : null);
   }));
   viewer.querySelector(".prompt").textContent = prompt;
   const line = viewer.querySelector(".facts");
   line.textContent = facts.join(" · ");
-  const found = await ask("facts", { path: pictures[0].path }).catch(() => ({}));
+  const found = await ask("facts", { path: images[0].path }).catch(() => ({}));
   if (mine !== shows) return;
   const more = [found.width ? `${found.width} × ${found.height}` : null, found.seed && !facts.some((fact) => fact.startsWith("seed")) ? `seed ${found.seed}` : null];
-  line.textContent = [...facts, ...more.filter(Boolean), pictures[0].path].join(" · ");
+  line.textContent = [...facts, ...more.filter(Boolean), images[0].path].join(" · ");
 }
 
 const move = (x, y) => go(source.move(place, x, y));

@@ -2,9 +2,9 @@
 // Only texts and attributes that the page already holds are moved around here: nothing is ever parsed as HTML.
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
 const thumbnails = read("thumbnail-data");
-for (const image of document.querySelectorAll("img[data-picture]")) {
+for (const image of document.querySelectorAll("img[data-image]")) {
   image.decoding = "async";
-  image.src = thumbnails[image.dataset.picture];
+  image.src = thumbnails[image.dataset.image];
 }
 
 // The filter: every word has to be in the prompt or the file's name.
@@ -19,7 +19,7 @@ function filter() {
     shown += figure.hidden ? 0 : 1;
   }
   for (const row of document.querySelectorAll(".row")) row.hidden = ![...row.querySelectorAll("figure")].some(fits);
-  document.getElementById("found").textContent = words.length ? `${shown} of ${all} pictures` : "";
+  document.getElementById("found").textContent = words.length ? `${shown} of ${all} images` : "";
 }
 if (box) box.addEventListener("input", filter);
 
@@ -27,26 +27,26 @@ if (box) box.addEventListener("input", filter);
 const viewer = document.getElementById("viewer");
 const large = viewer.querySelector("img");
 let shown = null;
-const neighbours = () => [...shown.closest("[data-group]").querySelectorAll("figure:not([hidden]) img[data-picture]")];
+const neighbors = () => [...shown.closest("[data-group]").querySelectorAll("figure:not([hidden]) img[data-image]")];
 function show(image) {
   shown = image;
   large.src = image.src; // at once; the original takes its place when it is there
   const { original, about } = image.dataset;
   if (original) {
-    const whole = new Image();
-    whole.onload = () => { if (shown === image && whole.naturalWidth > large.naturalWidth) large.src = whole.src; };
-    whole.src = original;
+    const full = new Image();
+    full.onload = () => { if (shown === image && full.naturalWidth > large.naturalWidth) large.src = full.src; };
+    full.src = original;
   }
   const link = viewer.querySelector("a");
   link.hidden = !original;
   if (original) link.href = original;
   viewer.querySelector(".prompt").textContent = image.closest("figure").querySelector(".prompt").textContent;
-  const images = neighbours();
+  const images = neighbors();
   viewer.querySelector(".about").textContent = `${about} · ${images.indexOf(image) + 1} of ${images.length}`;
   if (!viewer.open) viewer.showModal();
 }
 function step(by) {
-  const images = neighbours();
+  const images = neighbors();
   show(images[(images.indexOf(shown) + by + images.length) % images.length]);
 }
 document.addEventListener("click", (event) => {
@@ -63,28 +63,28 @@ viewer.addEventListener("keydown", (event) => {
   if (by) { event.preventDefault(); step(by); }
 });
 
-// Charts, in the colours of the page, which follow light and dark.
+// Charts, in the colors of the page, which follow light and dark.
 const dark = matchMedia("(prefers-color-scheme: dark)");
 function draw() {
   const style = getComputedStyle(document.documentElement);
-  const colour = (name) => style.getPropertyValue(name).trim();
-  const runs = [0, 1, 2, 3, 4, 5].map((number) => colour(`--run-${number}`));
+  const color = (name) => style.getPropertyValue(name).trim();
+  const runs = [0, 1, 2, 3, 4, 5].map((number) => color(`--run-${number}`));
   const charts = read("chart-data");
   for (const place of document.querySelectorAll("[data-chart]")) {
     const chart = charts[place.dataset.chart];
-    const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true, fixedrange: true };
+    const axis = { gridcolor: color("--line"), zerolinecolor: color("--line"), automargin: true, fixedrange: true };
     chart.data.forEach((trace, number) => {
       trace.marker = { color: runs[number % 6] };
-      if (chart.colour === "steps") {
+      if (chart.style === "steps") {
         trace.line = { color: runs[number % 6], width: 2, shape: "hvh" };
         trace.fillcolor = `${runs[number % 6]}33`;
       }
-      if (chart.colour === "bars") trace.marker.color = trace.x.map((_, bar) => runs[bar % 6]);
-      if (trace.error_y) trace.error_y.color = colour("--text");
+      if (chart.style === "bars") trace.marker.color = trace.x.map((_, bar) => runs[bar % 6]);
+      if (trace.error_y) trace.error_y.color = color("--text");
     });
     const layout = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: colour("--text"), family: style.fontFamily, size: 13 },
+      font: { color: color("--text"), family: style.fontFamily, size: 13 },
       margin: { l: 50, r: 10, t: 10, b: 40 }, bargap: 0.35, legend: { orientation: "h", y: 1.15 }, dragmode: false,
       ...chart.layout, xaxis: { ...axis, ...chart.layout.xaxis }, yaxis: { ...axis, ...chart.layout.yaxis },
     };

@@ -1,0 +1,1 @@
+"""Shared by every package: errors, run folders, random numbers, progress, formatting."""

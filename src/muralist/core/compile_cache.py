@@ -1,0 +1,167 @@
+"""The compile cache: keep what torch.compile and Triton compile in a private folder of the user.
+
+torch's default is a folder under /tmp, which clusters empty after every job and share among users. Code in the cache is
+executed, so a cache folder that other users own or can write is refused; compiled code then goes to a temporary folder
+that ends with the process. Several processes may share the cache: torch writes each file aside and renames it, under a
+key made of the code, the GPU and the versions of torch, CUDA and Triton.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from muralist.core.hardware import cache_dir
+
+INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+TRITON_VARIABLE = "TRITON_CACHE_DIR"
+_GRAPHS = "fxgraph"  # the folder in which torch keeps compiled graphs
+_CPU_INFO = Path("/proc/cpuinfo")
+_KERNEL_SOURCES = ("kernels/*.py", "generate/diffusers_patches.py")
+
+
+@dataclass(frozen=True)
+class CompileCache:
+    """The folder that compiled code is kept in."""
+
+    folder: Path
+    note: str = ""
+    """Why the folder is temporary, if it is."""
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether earlier processes left compiled graphs."""
+        return (self.folder / _GRAPHS).is_dir()
+
+    def summary(self) -> str:
+        """Say how many graphs this process compiled or found in the cache; empty if neither."""
+        dynamo = sys.modules.get("torch._dynamo.utils")  # not imported unless something was compiled
+        if dynamo is None:
+            return ""
+        hits, misses = (dynamo.counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss"))
+        if not hits + misses:
+            return ""
+        if not misses:
+            return f"All {hits} compiled graphs were found in the cache {self.folder}."
+        found = f", {hits} were found there" if hits else ""
+        kept = self.note or f"They are cached in {self.folder}{found}; the next start will be faster."
+        return f"{misses} graphs were compiled. {kept}"
+
+
+def use_compile_cache() -> CompileCache:
+    """Point torch and Triton to the cache: TORCHINDUCTOR_CACHE_DIR if set, else the user's cache folder."""
+    chosen = os.environ.get(INDUCTOR_VARIABLE)
+    if chosen and chosen.startswith(f"{tempfile.gettempdir()}/torchinductor_"):
+        chosen = None  # torch sets its own default in the environment when some of its modules are imported
+    folder = Path(chosen).absolute() if chosen else cache_dir() / "compiled" / _platform_key()
+    if problem := _prepare(folder):
+        folder = Path(tempfile.mkdtemp(prefix="muralist-compiled-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    note = f"They are not cached: {problem}. Set {INDUCTOR_VARIABLE} to a private folder." if problem else ""
+    os.environ[INDUCTOR_VARIABLE] = str(folder)
+    os.environ.setdefault(TRITON_VARIABLE, str(folder / "triton"))  # our kernels compile before torch would set it
+    _key_by_kernel_sources()
+    return CompileCache(folder, note)
+
+
+@contextmanager
+def preload_compiler(enabled: bool) -> Iterator[None]:
+    """Import the compiler in a thread while the body waits for a device, as loading weights does.
+
+    torch also hashes its own and Triton's source before it finds anything in the cache; the thread does that too.
+    """
+    thread = threading.Thread(target=_preload, daemon=True)
+    if enabled:
+        thread.start()
+    try:
+        yield
+    finally:
+        if enabled:
+            thread.join()
+
+
+def _preload() -> None:
+    with suppress(Exception):  # torch repeats this when it compiles, and reports what fails there
+        from torch._inductor import codecache, compile_fx  # noqa: F401
+        from torch._inductor.runtime.triton_compat import triton_key
+
+        codecache.torch_key()
+        triton_key()
+
+
+@contextmanager
+def imports_without_gc() -> Iterator[None]:
+    """Import without garbage collection and exclude imported objects from later collections.
+
+    torch, transformers and diffusers create millions of objects that live until the process ends.
+    """
+    enabled, before = gc.isenabled(), len(sys.modules)
+    gc.disable()
+    try:
+        yield
+    finally:
+        if len(sys.modules) > before:
+            gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+def _key_by_kernel_sources() -> None:
+    """Add the source of our custom operators to torch's cache key: torch does not look inside them."""
+    from torch.compiler import config
+
+    package = Path(__file__).parents[1]
+    sources = sorted(file for pattern in _KERNEL_SOURCES for file in package.glob(pattern))
+    config.cache_key_tag = hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:16]
+
+
+def _platform_key() -> str:
+    """Name versions and CPU: a home folder may be shared by machines that cannot run each other's code."""
+    try:
+        lines = _CPU_INFO.read_text(errors="replace").split("\n\n", 1)[0].splitlines()
+        cpu = "".join(line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part")))
+    except OSError:
+        cpu = platform.processor()
+    digest = hashlib.sha256(cpu.encode()).hexdigest()[:8]
+    return f"torch-{version('torch')}-python-{platform.python_version()}-{platform.machine()}-{digest}"
+
+
+def _prepare(folder: Path) -> str:
+    """Create the folder with mode 0700 if needed; return why it cannot hold code, or an empty text."""
+    try:
+        for parent in reversed(folder.parents):  # `mkdir(parents=True)` would create parents with the default mode
+            if not parent.exists():
+                parent.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        problem = _untrusted(folder)
+        if not problem and not os.access(folder, os.W_OK | os.X_OK):
+            problem = f"{folder} is not writable"
+    except OSError as error:
+        problem = f"{error.filename or folder} cannot be used ({error.strerror})"
+    return problem
+
+
+def _untrusted(folder: Path) -> str:
+    """Return why another user could have put code into the folder, or an empty text."""
+    real = folder.resolve()
+    for place in (real, *real.parents, *folder.parents):
+        status = place.stat()
+        if status.st_uid not in (os.geteuid(), 0) or (place == real and status.st_uid != os.geteuid()):
+            return f"{place} belongs to another user"
+        others = status.st_mode & (stat.S_IWOTH if status.st_uid == status.st_gid else stat.S_IWOTH | stat.S_IWGRP)
+        if others and (place == real or not status.st_mode & stat.S_ISVTX):
+            return f"other users can write to {place}"
+    return ""

@@ -1,0 +1,72 @@
+"""The CPUs, GPUs and folders of this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from muralist.core.errors import UserError
+
+
+def available_cpus() -> int:
+    """Count the cores this process may use, which on a cluster are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def can_compile() -> bool:
+    """Return whether Triton and the C compiler it needs are installed."""
+    compilers = (os.environ.get("CC"), "gcc", "clang")
+    return find_spec("triton") is not None and any(name and shutil.which(name) for name in compilers)
+
+
+def cache_dir() -> Path:
+    """Return the user's cache folder of muralist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "muralist"
+
+
+def requested_processes() -> int | None:
+    """Return NPROC, the number of processes per machine, or None if it is not set."""
+    wanted = os.environ.get("NPROC", "")
+    if wanted and not (wanted.isdecimal() and int(wanted)):
+        raise UserError(f"NPROC is {wanted!r}: expected an integer above 0.")
+    return int(wanted) if wanted else None
+
+
+def default_processes() -> int:
+    """Return NPROC, else the number of entries in CUDA_VISIBLE_DEVICES, else of GPUs, else 1."""
+    if chosen := requested_processes():
+        return chosen
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        return len(visible.split(","))
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def select_devices(gpu_ids: Sequence[int]) -> dict[str, str]:
+    """Return {label: device} for the workers: the chosen GPUs or all of them; without GPUs, CPU processes."""
+    if len(set(gpu_ids)) < len(gpu_ids):
+        raise UserError(f"--gpu_ids {' '.join(map(str, gpu_ids))} names a GPU twice.", fix="Name each GPU once.")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        listed = [entry for entry in (visible or "").split(",") if entry]
+        labels = list(gpu_ids) or list(range(requested_processes() or len(listed) or 1))
+        return {str(label): "cpu" for label in labels}
+    check_gpu_ids(gpu_ids, count, visible)
+    return {str(gpu): f"cuda:{gpu}" for gpu in gpu_ids or range(count)}
+
+
+def check_gpu_ids(gpu_ids: Sequence[int], count: int, visible: str | None) -> None:
+    """Raise if a GPU id does not exist."""
+    if missing := [gpu for gpu in gpu_ids if gpu >= count]:
+        seen = f"CUDA_VISIBLE_DEVICES is {visible}" if visible else "counted from 0"
+        raise UserError(
+            f"GPU {missing[0]} does not exist: {count} are visible ({seen}).",
+            fix=f"Give --gpu_ids from 0 to {count - 1}, or leave it out to use all.",
+        )

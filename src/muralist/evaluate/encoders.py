@@ -1,0 +1,301 @@
+"""Encoders that turn images and prompts into features: Inception, CLIP and DINOv2.
+
+An encoder is a small description that processes can send to each other; `load` reads its weights onto a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from muralist.core.errors import UserError, first_line
+from muralist.data.decode import decode_image, decode_pixels
+from muralist.evaluate import inception
+
+GPU_BATCH = 64
+TEXT_LENGTH = 77  # tokens of a prompt that CLIP reads
+_CLIP_FIX = "Give the folder of a CLIP model as transformers saves it, such as a copy of openai/clip-vit-large-patch14."
+_DINOV2_FIX = "Give the folder of a DINOv2 model as transformers saves it, best a copy of facebook/dinov2-large."
+
+
+@dataclass(frozen=True)
+class LoadedEncoder:
+    """The functions of an encoder on its device."""
+
+    prepare: Callable[[Any], Tensor]
+    """Turn the bytes of an image file, or a prompt, into one row of a batch, on the CPU; called in threads."""
+    compute: Callable[[Tensor], Tensor]
+    """Turn a batch into float32 features [B, D]."""
+    stack: Callable[[list[Tensor]], Tensor] = torch.stack
+    """Turn rows into a batch."""
+    takes_pixels: bool = False
+    """Whether `prepare` only decodes an image to uint8 [H, W, 3]: then the decoder processes do it."""
+
+
+class Encoder(Protocol):
+    """Defines features: `sha256` and `tf32` determine them, apart from the device."""
+
+    @property
+    def name(self) -> str:
+        """A short name, used for folders."""
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the weights."""
+
+    @property
+    def width(self) -> int:
+        """The number of features of an item."""
+
+    @property
+    def source(self) -> Path:
+        """The file or folder of the weights."""
+
+    @property
+    def tf32(self) -> bool:
+        """Whether a GPU may convolve and multiply in TF32."""
+
+    def load(self, device: torch.device) -> LoadedEncoder:
+        """Read the weights."""
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class InceptionEncoder:
+    """The 2048 features of FID."""
+
+    source: Path
+    sha256: str
+    tf32: bool = True
+    """As in pytorch-fid; bench/fid_speed.py measures the effect."""
+    name: str = "inception"
+    width: int = inception.FEATURES
+
+    @classmethod
+    def from_file(cls, weights: Path, tf32: bool = True) -> InceptionEncoder:
+        """Describe the encoder with the weights of a file."""
+        return cls(weights, file_sha256(weights), tf32)
+
+    def load(self, device: torch.device) -> LoadedEncoder:
+        """Read the weights."""
+        network = inception.fold_batch_norms(inception.load_inception(self.source)).to(device)
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # 20% faster on CPUs
+
+        def compute(batch: Tensor) -> Tensor:
+            with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=self.tf32):
+                return network(batch.to(device).contiguous(memory_format=torch.channels_last))
+
+        if device.type == "cpu":
+            return LoadedEncoder(lambda data: inception.preprocess(_decode(data)[None])[0], compute)
+        generator = torch.Generator(device).manual_seed(0)
+        probe = 2 * torch.rand(GPU_BATCH, 3, inception.SIDE, inception.SIDE, generator=generator, device=device) - 1
+        inception.fuse_if_bit_exact(network, compute, probe, lambda: inception.fill_free_memory_with_nan(device))
+        copy_stream = torch.cuda.Stream(device)
+        return LoadedEncoder(_decode, compute, lambda rows: _stack_on(copy_stream, rows, device), takes_pixels=True)
+
+
+def _decode(data: bytes) -> Tensor:
+    return torch.from_numpy(decode_pixels(data))
+
+
+def _stack_on(stream: torch.cuda.Stream, images: list[Tensor], device: torch.device) -> Tensor:
+    """Copy and resize a batch on a side stream, while the GPU computes the previous one."""
+    with torch.cuda.stream(stream):
+        batch = inception.preprocess_batch(images, device)
+    computing = torch.cuda.current_stream(device)
+    computing.wait_stream(stream)
+    batch.record_stream(computing)  # otherwise its memory would be reused too early
+    return batch
+
+
+@dataclass(frozen=True)
+class ClipEncoder:
+    """L2-normalized CLIP embeddings of images (name clip) or of prompts (name clip-text)."""
+
+    source: Path
+    sha256: str
+    width: int
+    name: str
+    tf32: bool = False
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> tuple[ClipEncoder, ClipEncoder]:
+        """Check a checkpoint, and describe its image and text encoders."""
+        from transformers import CLIPConfig
+
+        config, sha256 = _inspect_checkpoint(folder, CLIPConfig, "CLIP", "--clip_path", _CLIP_FIX)
+        width = int(config.projection_dim or 0)
+        return cls(folder, sha256, width, "clip"), cls(folder, sha256, width, "clip-text")
+
+    def load(self, device: torch.device) -> LoadedEncoder:
+        """Read the weights: the complete model, because some checkpoints' halves do not record their widths."""
+        from transformers import CLIPModel
+
+        model = _load_checkpoint(self.source, CLIPModel, "CLIP", _CLIP_FIX).to(device)
+        return self._text_encoder(model, device) if self.name == "clip-text" else self._image_encoder(model, device)
+
+    def _image_encoder(self, model: Any, device: torch.device) -> LoadedEncoder:
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+        processor = CLIPImageProcessorPil.from_pretrained(self.source, local_files_only=True)
+
+        def prepare(data: bytes) -> Tensor:
+            return processor(images=decode_image(data), return_tensors="pt")["pixel_values"][0]
+
+        def compute(batch: Tensor) -> Tensor:
+            output = model.vision_model(pixel_values=batch.to(device)).pooler_output
+            return _normalize(model.visual_projection(output))
+
+        return LoadedEncoder(prepare, compute)
+
+    def _text_encoder(self, model: Any, device: torch.device) -> LoadedEncoder:
+        tokenizer = self.tokenizer()
+
+        def prepare(prompt: str) -> Tensor:
+            tokens = tokenizer(
+                prompt, padding="max_length", truncation=True, max_length=TEXT_LENGTH, return_tensors="pt"
+            )
+            return torch.stack((tokens["input_ids"][0], tokens["attention_mask"][0]))
+
+        def compute(batch: Tensor) -> Tensor:
+            tokens, mask = batch.to(device).unbind(1)
+            output = model.text_model(input_ids=tokens, attention_mask=mask).pooler_output
+            return _normalize(model.text_projection(output))
+
+        return LoadedEncoder(prepare, compute)
+
+    def tokenizer(self) -> Any:
+        """Load the checkpoint's tokenizer."""
+        from transformers import CLIPTokenizer
+
+        return CLIPTokenizer.from_pretrained(self.source, local_files_only=True)
+
+    def count_truncated(self, prompts: list[str]) -> int:
+        """Return how many different prompts are longer than CLIP reads."""
+        tokenizer = self.tokenizer()
+        tokenizer.model_max_length = 1 << 30  # else it warns about every long prompt
+        return sum(len(tokenizer(prompt)["input_ids"]) > TEXT_LENGTH for prompt in set(prompts))
+
+
+def _normalize(embeddings: Tensor) -> Tensor:
+    return embeddings / embeddings.norm(dim=-1, keepdim=True)
+
+
+DINOV2_SIDE = 224
+DINOV2_RESIZING = (
+    "bicubic to 224 x 224 with antialiasing, by Pillow, whatever the shape; ImageNet's mean and deviation; "
+    "as dgm-eval does"
+)
+DINOV2_REPORTED = "ViT-L/14"
+"""The model of published FD-DINOv2 values."""
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_DINOV2_SIZES = {(384, 12): "S", (768, 12): "B", (1024, 24): "L", (1536, 40): "g"}
+
+
+@dataclass(frozen=True)
+class Dinov2Encoder:
+    """The class token of DINOv2 after the last norm, as dgm-eval and EDM2 compute FD-DINOv2."""
+
+    source: Path
+    sha256: str
+    width: int
+    size: str
+    """The model's usual name, such as ViT-L/14."""
+    name: str = "dinov2"
+    tf32: bool = False
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> Dinov2Encoder:
+        """Check a checkpoint, and describe its encoder."""
+        from transformers import Dinov2Config
+
+        config, sha256 = _inspect_checkpoint(folder, Dinov2Config, "DINOv2", "--dinov2_path", _DINOV2_FIX)
+        layers, width, patch = config.num_hidden_layers, config.hidden_size, config.patch_size
+        if DINOV2_SIDE % patch:
+            raise UserError(
+                f"The DINOv2 in {folder} has patches of {patch} pixels.",
+                f"{DINOV2_SIDE} is not a multiple of {patch}.",
+                _DINOV2_FIX,
+            )
+        known = _DINOV2_SIZES.get((width, layers))
+        size = f"ViT-{known}/{patch}" if known else f"ViT/{patch} of {layers} layers, {width} wide"
+        return cls(folder, sha256, width, size)
+
+    def load(self, device: torch.device) -> LoadedEncoder:
+        """Read the weights."""
+        from transformers import Dinov2Model
+
+        model = _load_checkpoint(self.source, Dinov2Model, "DINOv2", _DINOV2_FIX)
+        _resize_position_embeddings(model)
+        model.to(device)
+        return LoadedEncoder(_dinov2_input, lambda batch: model(pixel_values=batch.to(device)).pooler_output)
+
+
+def _dinov2_input(data: bytes) -> Tensor:
+    image = decode_image(data).resize((DINOV2_SIDE, DINOV2_SIDE), Image.Resampling.BICUBIC)
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div(255)
+    return (pixels - torch.tensor(_IMAGENET_MEAN)[:, None, None]) / torch.tensor(_IMAGENET_STD)[:, None, None]
+
+
+def _resize_position_embeddings(model: Any) -> None:
+    """Resize the position embeddings, learned at 518 x 518, as Meta's code does.
+
+    Meta's code interpolates with a scale factor that is 0.1 patch too large, where transformers passes the output size.
+    Published values come from Meta's code.
+    """
+    embeddings = model.embeddings.position_embeddings
+    side, target = round((embeddings.shape[1] - 1) ** 0.5), DINOV2_SIDE // model.config.patch_size
+    if side == target:
+        return
+    grid = embeddings[:, 1:].reshape(1, side, side, -1).permute(0, 3, 1, 2)
+    scale = (target + 0.1) / side
+    resized = F.interpolate(grid, scale_factor=(scale, scale), mode="bicubic")
+    positions = resized.permute(0, 2, 3, 1).reshape(1, target * target, -1)
+    model.embeddings.position_embeddings = torch.nn.Parameter(torch.cat((embeddings[:, :1], positions), 1), False)
+
+
+def _inspect_checkpoint(folder: Path, config_class: Any, name: str, flag: str, fix: str) -> tuple[Any, str]:
+    """Return the configuration of a transformers checkpoint, and the SHA-256 of its files."""
+    if not folder.is_dir():
+        raise UserError(f"The folder {folder}, which {flag} names, does not exist.", fix=fix)
+    try:
+        config = config_class.from_pretrained(folder, local_files_only=True)
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{folder} is not a {name} checkpoint.", f"The reader reported: {first_line(error)}.", fix
+        ) from None
+    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    if kind != config_class.model_type or not weights:
+        raise UserError(f"{folder} is not a {name} checkpoint.", fix=fix)
+    settings = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".txt"))
+    return config, hashlib.sha256("".join(map(file_sha256, weights + settings)).encode()).hexdigest()
+
+
+def _load_checkpoint(folder: Path, model_class: Any, name: str, fix: str) -> Any:
+    """Load a transformers model in float32, for inference."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        model = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"The {name} model in {folder} cannot be loaded.", f"The reader reported: {first_line(error)}.", fix
+        ) from None
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,333 @@
+"""`muralist generate`: from settings to a folder in which every row of the table has its image."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from muralist.core.errors import UserError
+from muralist.core.hardware import select_devices
+from muralist.core.lock import FileLock
+from muralist.core.run_dir import is_disk_full
+from muralist.core.slurm import set_rank_environment
+from muralist.data.prompts import open_prompt_table
+from muralist.generate import image_files, ledger
+from muralist.generate.console import ProgressDisplay, ProgressRecorder, open_display
+from muralist.generate.ledger import Header, settings_identity
+from muralist.generate.messages import GenerationJob, WorkerReady
+from muralist.generate.model_info import ModelInfo, inspect_model
+from muralist.generate.output_dir import OutputDir, explain_write_errors, write_failures
+from muralist.generate.plan import Plan
+from muralist.generate.ranks import RankCoordinator, RankDisplay, RankRefused
+from muralist.generate.scheduler import BatchSize, Scheduler, Undecided
+from muralist.generate.summary import INTERRUPTED, Outcome, describe_job, noun, summarize
+from muralist.generate.workers import open_pool, ray_devices
+from muralist.settings import GenerateSettings
+
+if TYPE_CHECKING:
+    from muralist.models.jit_spec import JiTSpec
+
+__all__ = ["INTERRUPTED", "Preflight", "generate"]
+
+log = logging.getLogger("muralist")
+_EXIT_SECONDS = 5.0  # for workers that have nothing left to do
+
+Preflight = Callable[[GenerateSettings, ModelInfo, int], None]
+"""Checks settings, the model and the number of images before anything is loaded; raises what cannot work."""
+
+
+def generate(settings: GenerateSettings, preflight: Preflight | None = None) -> int:
+    """Generate the missing images; returns 0 only if every row's image exists."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    output = OutputDir(Path(settings.output_dir).absolute())
+    set_rank_environment(os.environ)
+    ranks = RankCoordinator.from_environment(os.environ, output, settings.images_per_prompt, settings.worker_timeout)
+    with _sigterm_interrupts(), ranks.reporting_refusal() if ranks else nullcontext():
+        try:
+            return _Command.prepare(settings, output, ranks, preflight).run()
+        except RankRefused:
+            return 1  # the refused rank says why
+
+
+@dataclass
+class _Command:
+    """One call of `muralist generate`, checked as far as possible before anything is loaded."""
+
+    settings: GenerateSettings  # with the defaults that depend on the model
+    identity: dict[str, Any]  # everything that shapes an image
+    plan: Plan
+    output: OutputDir
+    ranks: RankCoordinator | None
+    header: Header | None = None
+    display: ProgressDisplay | None = None
+    lock: FileLock | None = None  # of the process that found the missing samples
+
+    @classmethod
+    def prepare(
+        cls, settings: GenerateSettings, output: OutputDir, ranks: RankCoordinator | None, preflight: Preflight | None
+    ) -> _Command:
+        """Read the table and the model's description, and run the checks."""
+        if ranks and settings.engine == "ray":
+            raise UserError(
+                f"--engine ray under a launcher of {ranks.size} ranks: each rank would use the whole cluster.",
+                fix="Run the command once, without srun or torchrun, or leave --engine ray out.",
+            )
+        if ranks and ranks.rank:
+            log.setLevel(logging.ERROR)  # rank 0 logs for all
+        model = inspect_model(settings)
+        settings = settings.model_copy(update=model.resolved)
+        plan = _read_plan(settings)
+        if model.jit and model.jit.label_names:
+            _check_class_names(plan, model.jit)
+        if preflight:  # before torch looks for GPUs: it would wait for a driver that does not answer
+            preflight(settings, model, len(plan))
+        return cls(settings, settings_identity(settings, model), plan, output, ranks)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.ranks is None or self.ranks.rank == 0
+
+    def run(self) -> int:
+        """Generate what is missing and log the result; returns the exit status."""
+        try:
+            return self._run()
+        except OSError as error:
+            if error.filename is None and not is_disk_full(error):
+                raise
+            with explain_write_errors(self.output.root):
+                raise
+
+    def _run(self) -> int:
+        devices = self._devices()
+        self.output.create()
+        started = time.monotonic()
+        interrupted, first_image_at, merged = False, None, False
+        with ExitStack() as stack:
+            todo = self._share_missing(stack)
+            if len(todo):
+                interrupted, first_image_at, merged = self._generate(todo, devices)
+            elif self._is_first:
+                merged = self._close_output(list(devices))
+            missing = self.ranks.missing() if self.ranks and not merged else self._count_missing()
+        first = first_image_at - started if first_image_at else None
+        outcome = Outcome(len(self.plan), len(todo), missing, time.monotonic() - started, first, interrupted)
+        return summarize(outcome, self.settings, self.output)
+
+    def _devices(self) -> dict[str, str]:
+        """Return label and device of each worker of this process."""
+        if self.settings.engine == "ray":
+            return ray_devices(self.settings.gpu_ids)
+        devices = select_devices(self.settings.gpu_ids)
+        if self.ranks is None:
+            return devices
+        local = list(devices.values())
+        return {str(self.ranks.rank): local[self.ranks.local_rank % len(local)]}
+
+    # What is missing.
+
+    def _share_missing(self, stack: ExitStack) -> np.ndarray:
+        """Hold the folder and return the samples to generate, the same for all ranks."""
+        ranks = self.ranks
+        if ranks is None:
+            return self._find_missing(stack)
+
+        def find_and_share() -> np.ndarray:
+            todo = self._find_missing(stack)
+            assert self.lock is not None
+            self.lock.share()
+            return todo
+
+        ranks.agree_on_samples(find_and_share)
+        if ranks.rank and len(ranks.todo):
+            stack.enter_context(self.output.lock(shared=True))
+        return ranks.todo
+
+    def _find_missing(self, stack: ExitStack) -> np.ndarray:
+        """Hold the folder, recover what an earlier command left, and find the samples that have no image."""
+        self.lock = stack.enter_context(self.output.lock())
+        if self.settings.overwrite:
+            self.output.clear()
+        header = Header.read(self.output.ledger)
+        if header is None:
+            self.output.check_unclaimed(self.plan)
+        elif header.settings != self.identity and not self.output.has_images():
+            self.output.clear()  # settings that made no image, such as an impossible size, bind nobody
+            header = None
+        else:
+            self.output.check_settings(self.identity, header)
+            self._check_batch_size(header)
+        self.output.recover()
+        done = self.output.finished(self.plan) if header else np.zeros(len(self.plan), dtype=bool)
+        if done.any():
+            log.info("%s of %s %s exist already.", f"{done.sum():,}", f"{len(self.plan):,}", noun(self.settings))
+        if header and not done.all():
+            ledger.note_plan(self.output.ledger, len(self.plan))
+        self.header = header
+        return self.plan.grouped_by_size(np.flatnonzero(~done))
+
+    def _check_batch_size(self, header: Header) -> None:
+        asked = self.settings.batch_size
+        if asked in ("auto", header.batch_size) or header.one_at_a_time or self.settings.allow_batch_change:
+            return
+        raise UserError(
+            f"The images in {self.output.root} were made with batch size {header.batch_size}, not {asked}.",
+            "The last bits of an image depend on it.",
+            "Leave --batch_size out, or give --allow_batch_change: such images are marked in the ledger.",
+        )
+
+    def _count_missing(self) -> int:
+        if not self.output.ledger.is_file():
+            return len(self.plan)
+        return int((~self.output.finished(self.plan)).sum())
+
+    # Generating.
+
+    def _generate(self, todo: np.ndarray, devices: dict[str, str]) -> tuple[bool, float | None, bool]:
+        """Run the scheduler; returns whether it was interrupted, when the first image came, and if the ledger is merged."""
+        ranks, labels = self.ranks, list(devices)
+        digest = Header(self.identity, 0).digest
+        metadata = {"model": self.identity["model"], "settings": self.identity, "software": "muralist"}
+        pool = open_pool(GenerationJob(self.settings, self.output.root, digest, metadata), devices)
+        display = self.display = RankDisplay(ranks) if ranks else ProgressRecorder(open_display(), self.output)
+        scheduler = Scheduler(
+            self.plan,
+            self.output,
+            digest,
+            pool,
+            display,
+            self._decide_batch_size,
+            self.settings.worker_timeout,
+            heartbeat=self._beat,
+            images_before=len(self.plan) - len(todo),
+        )
+        if ranks:
+            scheduler.more_samples = ranks.take_lost_samples
+        interrupted, grace = False, 0.0
+        try:
+            if self._is_first:
+                all_labels = ranks.labels if ranks else labels
+                on_cpu = "cpu" in devices.values()
+                display.print(describe_job(self.settings, self.identity, self.plan, todo, all_labels, on_cpu))
+            scheduler.run(labels, ranks.own if ranks else todo)
+            grace = _EXIT_SECONDS
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            try:
+                pool.close(grace)
+            finally:
+                display.close()  # whatever happens, the terminal gets its cursor back
+            merged = self._close_output(labels)
+        return interrupted, scheduler.first_image_at, merged
+
+    def _beat(self) -> None:
+        if self.ranks:
+            self.ranks.beat()
+        if self.lock:
+            self.lock.beat()
+
+    def _decide_batch_size(self, ready: WorkerReady, measured: int | None) -> BatchSize | Undecided:
+        """Return the ledger's batch size, else the requested or measured one, with which a ledger is started."""
+        assert self.display is not None
+        if self.lock and not self.lock.is_current():
+            raise UserError(
+                f"{self.output.root}, or the file lock in it, was deleted while the model was being loaded.",
+                "Another command may be using the folder by now.",
+                "Run the same command again.",
+            )
+        if self.ranks and self.header is None:
+            self.header = Header.read(self.output.ledger)  # another rank may have started it meanwhile
+            if self.header is None and not self.ranks.is_leader():
+                return Undecided.WAIT
+        asked = self.settings.batch_size
+        if not ready.supports_batching and asked not in ("auto", 1):
+            self.display.print("Images of this model depend on the others in their batch: the batch size is 1.")
+        if self.header:
+            self._compare_environment(ready.environment, self.header.made_with)
+            current = 1 if not ready.supports_batching else self.header.batch_size if asked == "auto" else asked
+            return BatchSize(current, self.header.batch_size)
+        if ready.supports_batching and asked == "auto" and measured is None:
+            return Undecided.MEASURE
+        size = 1 if not ready.supports_batching else measured if asked == "auto" else asked
+        assert isinstance(size, int)
+        self.header = Header(self.identity, size, ready.environment, not ready.supports_batching)
+        ledger.start(self.output.ledger, self.header)
+        ledger.note_plan(self.output.ledger, len(self.plan))
+        return BatchSize(size, size)
+
+    def _compare_environment(self, now: dict[str, str], before: dict[str, str]) -> None:
+        names = [name for name in now | before if now.get(name) != before.get(name)]
+        if names:
+            assert self.display is not None
+            changes = ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in names)
+            self.display.print(f"The environment changed ({changes}): the last bits of images may differ.")
+
+    def _close_output(self, labels: list[str]) -> bool:
+        """Merge the workers' lines once nobody writes any more; False where another rank or command does that."""
+        if self.lock and not self.lock.is_current():
+            return False  # deleted meanwhile; a second command may work in its place
+        if self.ranks and len(self.ranks.todo) and not self.ranks.should_merge_ledger():
+            return False
+        log.setLevel(logging.INFO)
+        self.output.remove_unfinished()
+        self.output.close()
+        write_failures(self.output, self.ranks.labels if self.ranks else labels)
+        return True
+
+
+def _read_plan(settings: GenerateSettings) -> Plan:
+    assert settings.height and settings.width
+    table = open_prompt_table(settings.prompts_csv, settings.num_samples)
+    for note in table.notes:
+        log.warning("%s", note)
+    extension = image_files.extension(settings.num_frames, settings.video_format)
+    size = (settings.height, settings.width)
+    plan = Plan(table, settings.images_per_prompt, settings.seed_start, settings.negative_prompt, size, extension)
+    plan.check_file_names()
+    return plan
+
+
+def _check_class_names(plan: Plan, spec: JiTSpec) -> None:
+    """Refuse a table none of whose prompts names a class; warn where some do not, whose rows fail."""
+    unknown = plan.unknown_prompts(functools.cache(lambda prompt: spec.find_label(prompt) is not None))
+    if not unknown:
+        return
+    try:
+        spec.label_of(unknown[0])
+    except UserError as first:
+        if len(unknown) < len(plan.table):
+            log.warning("%s of %s rows will fail. The first: %s", f"{len(unknown):,}", f"{len(plan.table):,}", first)
+        elif len(unknown) == 1:
+            raise
+        else:
+            raise UserError(
+                f"None of the {len(unknown):,} prompts names a class of this model.",
+                f"The first: {first.what} {first.why}".strip(),
+                first.fix,
+            ) from None
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Treat SIGTERM, which a cluster's scheduler sends, like Ctrl+C."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

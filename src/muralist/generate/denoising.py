@@ -1,0 +1,267 @@
+"""A pipeline's denoising loop, seen from outside: heartbeats, truncated classifier-free guidance, step caching.
+
+Classifier-free guidance runs the denoiser for the prompt and for the negative prompt, in one call with a doubled batch
+or in two calls. After the truncation step only the prompt's part runs, and its output is returned in both places:
+u + s (c - u) is then c, whatever the pipeline's own formula. Where step caching skips the denoiser, its output is
+linearly extrapolated from the last two. Nothing here reads a value back from the GPU in every step.
+
+`callback_on_step_end` is not enough: a third of the pipelines do not have it, it cannot skip the denoiser, and most
+pipelines do not pass it all the conditioning tensors that must be halved with the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muralist.core.transfer import copy_to_device
+from muralist.generate.gpu_execution import CudaGraphs, GpuClock, NonBlockingCopies
+from muralist.generate.pipeline import PipelineError, StepCallback, no_guidance_error
+from muralist.generate.step_caching import StepCache
+
+_DENOISERS = ("transformer", "transformer_2", "unet")
+_NOT_BATCHED = ("rotary", "rope", "freqs", "img_ids", "txt_ids")  # positions, shared by all images
+
+
+class _TextEncoded(Exception):
+    """Ends a pipeline's call before its first step."""
+
+
+def denoisers(pipe: Any) -> list[Any]:
+    """The networks that a pipeline's denoising loop runs."""
+    return [network for name in _DENOISERS if (network := getattr(pipe, name, None)) is not None]
+
+
+class DenoisingLoop:
+    """The denoising loop of one pipeline, with guidance in the first `truncation` of its `steps` (None: in all)."""
+
+    def __init__(
+        self,
+        pipe: Any,
+        steps: int,
+        truncation: int | None,
+        step_cache: StepCache | None = None,
+        device: torch.device | None = None,
+        graphs: CudaGraphs | None = None,
+        copies: NonBlockingCopies | None = None,
+    ) -> None:
+        self._name = type(pipe).__name__
+        self._steps, self._truncation, self._step_cache = steps, truncation, step_cache
+        self._device = device or torch.device("cpu")
+        self._graphs = graphs or CudaGraphs(None)
+        copies = copies or NonBlockingCopies(self._device)
+        self.clock = GpuClock(self._device)
+        self._on_step: StepCallback | None = None
+        self._text_only = self._exact = False
+        self._batch_size = 0
+        self._known_half: int | None = None
+        self._known_first = False
+        self._prompt_embeds: Callable[[], Any] = lambda: None
+        self._start(0)
+        scheduler = pipe.scheduler
+        scheduler.set_timesteps = self._wrap_set_timesteps(scheduler, scheduler.set_timesteps)
+        scheduler.step = self._wrap_step(scheduler.step)
+        for network in denoisers(pipe):
+            network.forward = self._wrap_forward(copies.suspended(self._graphs.wrap(network.forward)))
+
+    def _start(self, stages: int, timesteps: tuple[float, ...] = ()) -> None:
+        self._step = self._calls = 0
+        self._timesteps = timesteps
+        self._conditional_half: int | None = None
+        self._conditional_output: Any = None
+        self._outputs: dict[int, list[tuple[float, Any]]] = {}  # by index of the call within a step
+        cache = None if self._exact else self._step_cache
+        guided = self._truncation
+        if guided is None and cache is not None:
+            guided = cache.guided_steps(self._steps)
+        # Heun and other schedulers run several stages per step.
+        self._truncated_from = math.inf if guided is None else math.ceil(guided * stages / self._steps)
+        self._computed = cache.computed(stages) if cache is not None and timesteps else None
+
+    @contextmanager
+    def running(
+        self, batch_size: int, on_step: StepCallback, prompt_embeds: Callable[[], Any], exact: bool = False
+    ) -> Iterator[None]:
+        """For one call of the pipeline; `exact` turns step caching off.
+
+        `prompt_embeds` returns the embeddings of the prompts (not of the negative prompts), or None before they exist.
+        """
+        self._exact = exact
+        self._start(0)
+        self._batch_size, self._on_step, self._prompt_embeds = batch_size, on_step, prompt_embeds
+        try:
+            yield
+        finally:
+            self._on_step, self._conditional_output, self._outputs = None, None, {}
+
+    @contextmanager
+    def text_only(self) -> Iterator[None]:
+        """For a call of the pipeline that ends after the text encoders, before the first step."""
+        self._text_only = True
+        try:
+            yield
+        except _TextEncoded:
+            pass
+        finally:
+            self._text_only = False
+
+    def _wrap_set_timesteps(self, scheduler: Any, set_timesteps: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(set_timesteps)
+
+        @functools.wraps(set_timesteps)
+        def wrapped(*args: Any, **kwargs: Any) -> None:
+            if self._text_only:
+                raise _TextEncoded
+            bound = signature.bind(*args, **kwargs)
+            if "device" in bound.arguments:
+                # Pipelines and schedulers read the timestep of every step: on a GPU each read would wait for its queue.
+                bound.arguments["device"] = torch.device("cpu")
+            set_timesteps(*bound.args, **bound.kwargs)
+            timesteps = scheduler.timesteps
+            self._start(len(timesteps), tuple(map(float, timesteps)) if self._step_cache is not None else ())
+
+        return wrapped
+
+    def _wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._text_only:  # a pipeline that sets its own timesteps
+                raise _TextEncoded
+            unguided = self._step == 0 and self._calls < 2 and self._conditional_half is None
+            if self._truncation is not None and unguided:
+                raise no_guidance_error(self._name)
+            result = step(*args, **kwargs)
+            self._step, self._calls = self._step + 1, 0
+            self.clock.leave()
+            self._graphs.step()
+            if self._on_step is not None:
+                self._on_step()
+            return result
+
+        return wrapped
+
+    def _wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(forward)
+
+        @functools.wraps(forward)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.clock.enter()
+            self._calls += 1
+            bound = signature.bind(*args, **kwargs)
+            if self._device.type == "cuda":
+                for name, value in bound.arguments.items():
+                    if isinstance(value, Tensor) and value.device.type == "cpu":  # the timestep
+                        bound.arguments[name] = copy_to_device(value, self._device)
+            latents = next(iter(bound.arguments.values()))
+            doubled = len(latents) == 2 * self._batch_size
+            if self._step == 0 and self._truncated_from < math.inf:
+                self._find_conditional(bound.arguments, doubled)
+            guided = self._step < self._truncated_from
+            half = slice(0, self._batch_size) if self._conditional_half == 0 else slice(self._batch_size, None)
+            if guided or not (doubled or self._calls > 1):
+                output = self._compute_or_extrapolate(lambda: forward(*bound.args, **bound.kwargs))
+                if not guided:
+                    self._conditional_output = output
+                return output
+            if not doubled:
+                return self._conditional_output
+            for name, value in bound.arguments.items():
+                bound.arguments[name] = self._halved(name, value, half)
+            self._outputs = {
+                call: [
+                    (time, _map_batched(output, 2 * self._batch_size, lambda rows: rows[half])) for time, output in each
+                ]
+                for call, each in self._outputs.items()
+            }
+            output = self._compute_or_extrapolate(lambda: forward(*bound.args, **bound.kwargs))
+            return _map_batched(output, self._batch_size, _doubled)
+
+        return wrapped
+
+    def _compute_or_extrapolate(self, forward: Callable[[], Any]) -> Any:
+        """Run the denoiser, or, in a step that step caching skips, extrapolate linearly from its last two outputs."""
+        if self._computed is None:
+            return forward()
+        outputs, time = self._outputs.setdefault(self._calls, []), self._timesteps[self._step]
+        if self._step in self._computed:
+            outputs.append((time, forward()))
+            del outputs[:-2]
+            return outputs[-1][1]
+        (earlier, previous), (later, last) = outputs[0], outputs[-1]
+        ahead = (time - later) / (later - earlier) if later != earlier else 0.0
+        return _extrapolate(last, previous, ahead)
+
+    def _find_conditional(self, arguments: dict[str, Any], doubled: bool) -> None:
+        """Find which half of a doubled batch (usually the second) or which of two calls (the first) is the prompt's.
+
+        Once per pipeline, because comparing embeddings waits for the GPU.
+        """
+        if doubled:
+            if self._known_half is None:
+                halves = [self._has_prompt(arguments, start) for start in (0, self._batch_size)]
+                self._known_half = {(True, False): 0, (False, True): 1}.get((halves[0], halves[1]))
+            self._conditional_half = 1 if self._known_half is None else self._known_half
+        elif self._calls == 1:
+            self._known_first = self._known_first or self._has_prompt(arguments, 0)
+        elif not self._known_first and self._has_prompt(arguments, 0):
+            raise PipelineError(
+                f"Guidance cannot be truncated with {self._name}.",
+                "It runs the denoiser for the negative prompt first, so the prompt's output cannot take its place.",
+                "Leave --cfg_truncation_step and --preset fast out.",
+            )
+
+    def _has_prompt(self, arguments: dict[str, Any], start: int) -> bool:
+        """Whether the rows from `start` on of some argument are the prompts' embeddings."""
+        embeds = self._prompt_embeds()
+        if embeds is None:
+            return False
+        candidates = [value[start : start + self._batch_size] for value in arguments.values() if _is_batched(value)]
+        return any(_equal(rows, embeds) for rows in candidates)
+
+    def _halved(self, name: str, value: Any, half: slice) -> Any:
+        if isinstance(value, dict):
+            return {key: self._halved(str(key), item, half) for key, item in value.items()}
+        batched = _is_batched(value) and len(value) == 2 * self._batch_size
+        return value[half] if batched and not any(word in name for word in _NOT_BATCHED) else value
+
+
+def _map_batched(output: Any, count: int, change: Callable[[Any], Any]) -> Any:
+    """Change everything in a denoiser's output that has `count` rows."""
+    if isinstance(output, dict):  # diffusers' outputs are dictionaries and dataclasses
+        return type(output)(**{name: _map_batched(value, count, change) for name, value in output.items()})
+    if isinstance(output, tuple):
+        return tuple(_map_batched(value, count, change) for value in output)
+    return change(output) if _is_batched(output) and len(output) == count else output
+
+
+def _doubled(rows: Any) -> Any:
+    return torch.cat([rows, rows]) if isinstance(rows, Tensor) else [*rows, *rows]
+
+
+def _extrapolate(last: Any, previous: Any, ahead: float) -> Any:
+    if isinstance(last, Tensor):
+        return torch.lerp(last.float(), previous.float(), -ahead).to(last.dtype)
+    if isinstance(last, dict):
+        return type(last)(**{name: _extrapolate(value, previous[name], ahead) for name, value in last.items()})
+    if isinstance(last, (tuple, list)):
+        return type(last)(_extrapolate(*pair, ahead) for pair in zip(last, previous, strict=True))
+    return last
+
+
+def _is_batched(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
+
+
+def _equal(rows: Any, embeds: Any) -> bool:
+    if isinstance(rows, Tensor) and isinstance(embeds, Tensor):
+        return rows.shape == embeds.shape and torch.equal(rows, embeds.to(rows))
+    if isinstance(rows, list) and isinstance(embeds, list):
+        return len(rows) == len(embeds) and all(map(_equal, rows, embeds))
+    return False

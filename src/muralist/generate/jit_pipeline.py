@@ -1,0 +1,192 @@
+"""Images from a JiT model: a training run, a checkpoint, an export, or a file of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor, nn
+
+from muralist.core.errors import UserError
+from muralist.core.images import to_uint8
+from muralist.diffusion.samplers import time_grid
+from muralist.generate.gpu_execution import CudaGraphs, GpuClock, PendingCopy
+from muralist.generate.optimizations import Optimizations, compile_deterministically
+from muralist.generate.pipeline import (
+    MEMORY_PROBE_STEPS,
+    GenerationMode,
+    PendingBatch,
+    Pipeline,
+    SampleRequest,
+    StepCallback,
+    non_finite_error,
+)
+from muralist.models.export import CONFIG_FILE, infer_jit_config, jit_arguments, read_config, read_jit_folder
+from muralist.models.jit import JiT
+from muralist.models.jit_spec import JiTSpec, Objective
+from muralist.models.weights import WeightSet, read_description, read_weights
+from muralist.settings import GenerateSettings, ObjectiveSettings, SampleSettings
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+
+
+def read_jit_spec(path: Path, description: Mapping[str, Any], which: WeightSet) -> JiTSpec:
+    """Read a model's size, classes and objective; weights from elsewhere get the official ones and class indices."""
+    if description:
+        return _spec(description["model"], description["img_size"], description, 0)
+    config = read_config(path) if (path / CONFIG_FILE).is_file() else infer_jit_config(read_weights(path, which))
+    return _spec("JiT", config["input_size"], config, config["num_classes"])
+
+
+def _spec(name: str, img_size: int, facts: Mapping[str, Any], classes: int) -> JiTSpec:
+    indices = [str(index) for index in range(classes)] if classes > 1 else []
+    given = facts.get("objective")
+    names = facts.get("label_names", indices)
+    try:
+        objective = TypeAdapter(Objective).validate_python(given) if given else None
+        names = TypeAdapter(list[str]).validate_python(names)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "label_names"
+        raise UserError(
+            "The classes or the objective in the model's files are damaged.", f"{where}: {first['msg']}."
+        ) from None
+    return JiTSpec(name, img_size, names, objective or Objective.from_settings(ObjectiveSettings(), img_size))
+
+
+class JiTPipeline(Pipeline):
+    """A JiT network on one device; prompts are names or indices of classes."""
+
+    def __init__(self, spec: JiTSpec, network: nn.Module, settings: GenerateSettings) -> None:
+        self._spec, self._network = spec, network
+        self._dtype, self._autocast = settings.dtype, _AUTOCAST[settings.dtype]
+        if self._autocast is not None:
+            _cast_matmul_weights(network, self._autocast)
+        device = next(network.parameters()).device
+        self._clock = GpuClock(device)
+        self._optimizations = Optimizations.choose(settings.compile, device)
+        if self._optimizations.compiled:
+            compile_deterministically()
+            network.compile(dynamic=False)
+        self._graphs = CudaGraphs.on_device(self._optimizations.compiled and self._optimizations.cuda_graphs, device)
+        self._forward = self._graphs.wrap(network.__call__)
+        self._sampling = _sample_settings(settings)
+        # Noise takes a CPU core a second for a hundred images of 256 px; the GPU would be idle meanwhile.
+        self._noise_thread = ThreadPoolExecutor(1, thread_name_prefix="noise")
+        self._noise: dict[int, Future[Tensor]] = {}  # by seed
+
+    @classmethod
+    def load(cls, settings: GenerateSettings, device: torch.device) -> JiTPipeline:
+        """Load the weights onto a device."""
+        path = Path(settings.model_path)
+        spec = read_jit_spec(path, read_description(path), settings.weights)
+        if (path / CONFIG_FILE).is_file():
+            config, weights = read_jit_folder(path)
+        else:
+            weights = read_weights(path, settings.weights)
+            config = infer_jit_config(weights)
+        with torch.device("meta"):
+            network = JiT(**jit_arguments(config))
+        # Copied: a mapped file's tensors have any alignment, and on a CPU a matmul's last bits depend on it.
+        network.to_empty(device=device).load_state_dict(weights)
+        return cls(spec, network.eval().requires_grad_(False), settings)
+
+    def supports_batching(self) -> bool:
+        """Always: an image depends on its index in the batch alone."""
+        return True
+
+    def execution_info(self) -> dict[str, str]:
+        """Whether the network is compiled."""
+        return {"compiled": "yes"} if self._optimizations.compiled else {}
+
+    def prepare(self, requests: Sequence[SampleRequest]) -> None:
+        """Draw the noise of these requests in a thread, while the device is busy."""
+        seeds = {request.seed for request in requests}
+        for seed in self._noise.keys() - seeds:
+            self._noise.pop(seed).cancel()
+        for seed in seeds - self._noise.keys():
+            self._noise[seed] = self._noise_thread.submit(self._spec.sample_noise, [seed])
+
+    def generate_async(
+        self,
+        requests: Sequence[SampleRequest],
+        size: tuple[int, int],
+        on_step: StepCallback,
+        mode: GenerationMode = GenerationMode.DEFAULT,
+    ) -> PendingBatch:
+        """Queue images of the model's one size."""
+        side = self._spec.img_size
+        if size != (side, side):
+            raise UserError(  # of a row of the table: the command's own size was checked before
+                f"This JiT model generates images of {side} x {side} pixels, not {size[0]} x {size[1]}.",
+                fix="Leave height and width out, also in the table.",
+            )
+        # A memory probe would compile a graph for every batch size.
+        eager = mode is GenerationMode.MEMORY_PROBE
+        sampling = self._sampling.model_copy(update={"steps": MEMORY_PROBE_STEPS}) if eager else self._sampling
+        device = next(self._network.parameters()).device
+        noise = self._noise_for([request.seed for request in requests])
+        self._clock.enter()
+        with (
+            self._optimizations.active(device, eager),
+            self._graphs.enabled(not eager),
+            torch.autocast(device.type, self._autocast, enabled=self._autocast is not None),
+        ):
+            network = _NetworkWithCallback(self._network, self._forward, on_step)
+            prompts = [request.prompt for request in requests]
+            images = self._spec.sample_from(network, noise, prompts, sampling, self._optimizations.compiled)
+        pixels, finite = to_uint8(images).contiguous(), images.isfinite().all()
+        self._clock.leave()
+        pending = PendingCopy(pixels, finite, self._clock.batch(), non_finite_error(self._dtype))
+        if mode is not GenerationMode.DEFAULT:
+            self._clock.reset()
+        return pending
+
+    def _noise_for(self, seeds: Sequence[int]) -> Tensor:
+        if not all(seed in self._noise for seed in seeds):  # not prepared
+            return self._spec.sample_noise(seeds)
+        try:
+            return torch.cat([self._noise[seed].result() for seed in seeds])
+        except Exception:
+            self._noise.clear()  # a retry would get the same exception
+            raise
+
+
+class _NetworkWithCallback(nn.Module):
+    """A network that calls back at every pass, outside the compiled code."""
+
+    def __init__(self, network: nn.Module, run: Callable[..., Tensor], on_step: StepCallback) -> None:
+        super().__init__()
+        self.network, self.run, self.on_step = network, run, on_step
+
+    def forward(self, *args: Tensor) -> Tensor:
+        self.on_step()
+        return self.run(*args)
+
+
+def _cast_matmul_weights(network: nn.Module, dtype: torch.dtype) -> None:
+    """Cast once the weights that autocast would cast in every call: the same images."""
+    for module in network.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            module.to(dtype)
+
+
+def _sample_settings(settings: GenerateSettings) -> SampleSettings:
+    """The sampler's settings; --cfg_truncation_step shortens the guidance interval."""
+    low, high = settings.guidance_interval
+    sampling = SampleSettings(
+        steps=settings.num_inference_steps,
+        guidance=settings.guidance_scale,
+        interval=(low, high),
+        official_last_step=settings.official_last_step,
+    )
+    if settings.cfg_truncation_step is None:
+        return sampling
+    # From the sampler's own grid: k / n may round to the next float above it.
+    end = min(high, time_grid(sampling.steps)[min(settings.cfg_truncation_step, sampling.steps)])
+    changes = {"interval": (low, end)} if end > low else {"guidance": 1.0}
+    return sampling.model_copy(update=changes)

@@ -1,0 +1,272 @@
+"""The model at --model_path, identified by its small files before anything heavy is imported or loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from muralist.core.errors import UserError, closest_match
+from muralist.models.configs import JIT_GUIDANCE
+from muralist.models.families import ModelFamily, find_family_by_key
+from muralist.models.integrity import check_integrity, fingerprint
+from muralist.settings import GenerateSettings
+
+if TYPE_CHECKING:
+    from muralist.models.jit_spec import JiTSpec
+
+
+log = logging.getLogger("muralist")
+INDEX_FILE = "model_index.json"
+_PIPELINE_SIZE = (480, 832)
+_PIPELINE_GUIDANCE = 7.5
+_JIT_FLAGS = ("weights", "guidance_interval", "official_last_step")
+_LIBRARIES = ("diffusers", "transformers")
+_WEIGHTS = (".pth", ".pt", ".safetensors")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model that exists and fits the settings: a diffusers pipeline, a fine-tuned one, or a JiT."""
+
+    resolved: dict[str, Any]
+    """Settings whose defaults depend on the model: height, width, guidance_scale, num_frames, enable_half_frame."""
+    identity: dict[str, Any]
+    """The model's identity in the ledger: `model`, its name; `fingerprint`, of its files; `lora`, of its adapters."""
+    description: dict[str, Any] = field(default_factory=dict)
+    """The description in the checkpoint's manifest, for a model trained here."""
+    jit: JiTSpec | None = field(default=None, compare=False)
+    """The spec of a JiT, whose prompts are its classes."""
+    folder: Path | None = None
+    """The folder in diffusers layout that the model is, or was fine-tuned from; None for a JiT."""
+    components: tuple[str, ...] = ()
+    """The names of that folder's components."""
+    pipeline_class: str = ""
+    """The name of the diffusers class that generates the images."""
+
+
+def inspect_model(settings: GenerateSettings) -> ModelInfo:
+    """Identify the model and resolve the defaults that depend on it; refuse a model that cannot do the job."""
+    path = Path(settings.model_path)
+    if not path.exists():
+        raise _missing(path)
+    if (path / INDEX_FILE).is_file():
+        _refuse_jit_flags(settings, "a diffusers pipeline")
+        return _pipeline(path, settings)
+    from muralist.models.weights import read_description
+
+    if path.is_dir() and (path / "config.yaml").is_file() and not (path / "checkpoints" / "latest").is_file():
+        raise UserError(f"The run {path} has no checkpoint yet.", fix="Wait for its first checkpoint.")
+    description = read_description(path)
+    family = find_family_by_key(description["family"]) if "family" in description else None
+    if family and family.pipeline_class:
+        _refuse_jit_flags(settings, f"a {family.name}")
+        return _fine_tuned(path, family, description, settings)
+    if description or path.suffix in _WEIGHTS or _is_jit_folder(path):
+        return _jit(path, description, settings)
+    nested = sorted(file.parent for file in path.glob(f"*/{INDEX_FILE}")) if path.is_dir() else []
+    nested += sorted(file.parent for file in path.glob(f"snapshots/*/{INDEX_FILE}"))
+    raise UserError(
+        f"{path} holds no model that generate can load.",
+        f"A pipeline in diffusers layout has a {INDEX_FILE}; a run trained here has checkpoints.",
+        f"Did you mean {nested[0]}?" if nested else "Give the folder that holds one of them.",
+    )
+
+
+def _missing(path: Path) -> UserError:
+    names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    return UserError(
+        f"There is no model at {path}.",
+        "Nothing is downloaded: --model_path is a folder or a file on this machine.",
+        closest_match(path.name, names) or "Check the path.",
+    )
+
+
+def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
+    name, components = _read_index(folder)
+    network = _read_json(folder / "transformer" / "config.json")
+    distilled = network.get("guidance_embeds") is True and not name.startswith("Sana")
+    # Flux without the scale as an input was distilled to few steps and is not guided.
+    default = 1.0 if name.startswith("Flux") and network.get("guidance_embeds") is False else _PIPELINE_GUIDANCE
+    guidance = default if settings.guidance_scale == "auto" else settings.guidance_scale
+    least = 0.0 if name.startswith("ZImage") else 1.0
+    _check_truncation(settings, name, guided=not distilled and guidance > least)
+    if settings.negative_prompt and (distilled or guidance <= 1):
+        log.info("--negative_prompt has no effect: %s runs without classifier-free guidance.", name)
+    height, width = settings.height or _PIPELINE_SIZE[0], settings.width or _PIPELINE_SIZE[1]
+    resolved = _resolved(height, width, guidance, _possible_frames(folder, settings))
+    fingerprints = {part: fingerprint(folder / part) for part in components}
+    identity = _identity(name, fingerprints, settings)
+    return ModelInfo(resolved, identity, folder=folder, components=components, pipeline_class=name)
+
+
+def _read_index(folder: Path) -> tuple[str, tuple[str, ...]]:
+    """The pipeline's class, and the names of its components."""
+    index = _read_json(folder / INDEX_FILE)
+    name = index.get("_class_name")
+    if not isinstance(name, str):
+        raise UserError(f"{folder / INDEX_FILE} is damaged: it names no pipeline.", fix="Copy the model again.")
+    components = [part for part, origin in index.items() if isinstance(origin, list) and origin[:1] not in ([], [None])]
+    for part in components:
+        _check_library(folder, part, index[part][0])
+    missing = [part for part in components if not (folder / part).is_dir()]
+    if missing:
+        raise UserError(
+            f"The pipeline in {folder} is incomplete: {' and '.join(missing)} missing.",
+            f"{INDEX_FILE} names {', '.join(components)}.",
+            "Copy the model again.",
+        )
+    check_integrity(folder, components)
+    return name, tuple(components)
+
+
+def _check_library(folder: Path, part: str, library: Any) -> None:
+    """Refuse components of other libraries: to load one, diffusers imports whatever module is named there."""
+    diffusers = importlib.util.find_spec("diffusers")
+    assert diffusers and diffusers.origin  # a dependency
+    pipelines = Path(diffusers.origin).parent / "pipelines"
+    own = isinstance(library, str) and library.isidentifier() and (pipelines / library).is_dir()
+    if (library not in _LIBRARIES and not own) or Path(part).name != part:
+        raise UserError(
+            f"The pipeline in {folder} was not loaded, because its component {part!r:.60} asks to run {library!r:.60}.",
+            f"Components may come from {' and '.join(_LIBRARIES)}; anything else could run foreign code.",
+            "Give a model without code of its own.",
+        )
+
+
+def _fine_tuned(path: Path, family: ModelFamily, description: dict[str, Any], settings: GenerateSettings) -> ModelInfo:
+    from muralist.models.export import check_base
+    from muralist.models.weights import weights_file
+
+    base = Path(description["folder"])
+    check_base(base, description.get("lora"))
+    _, components = _read_index(base)
+    size = description["img_size"]
+    own = (size, size) if isinstance(size, int) else tuple(size)
+    guidance = _PIPELINE_GUIDANCE if settings.guidance_scale == "auto" else settings.guidance_scale
+    _check_truncation(settings, family.name, guided=guidance > 1)
+    resolved = _resolved(settings.height or own[0], settings.width or own[1], guidance, _requested_frames(settings))
+    fingerprints = {part: fingerprint(base / part) for part in components}
+    fingerprints["trained"] = fingerprint(weights_file(path, "ema1"))
+    identity = _identity(f"{family.name} trained here", fingerprints, settings)
+    name = family.pipeline_class or ""
+    return ModelInfo(resolved, identity, description, folder=base, components=components, pipeline_class=name)
+
+
+def _refuse_jit_flags(settings: GenerateSettings, kind: str) -> None:
+    for flag in _JIT_FLAGS:
+        if flag in settings.model_fields_set:
+            raise UserError(f"--{flag} is for JiT models, and this is {kind}.", fix="Leave it out.")
+
+
+def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) -> ModelInfo:
+    from muralist.diffusion.samplers import SamplerSettings
+    from muralist.generate.jit_pipeline import read_jit_spec
+    from muralist.models.weights import has_single_weight_set, weights_file
+
+    SamplerSettings(interval=settings.guidance_interval)  # refuses an empty interval
+    if "weights" in settings.model_fields_set and has_single_weight_set(path):
+        raise UserError(f"{path} holds one set of weights: there is nothing to choose.", fix="Leave --weights out.")
+    file = weights_file(path, settings.weights)
+    if not file.is_file():
+        raise UserError(
+            f"There are no weights at {file}.", fix="Wait for a complete checkpoint, or choose other --weights."
+        )
+    spec = read_jit_spec(path, description, settings.weights)
+    side = spec.img_size
+    if (settings.height or side, settings.width or side) != (side, side):
+        raise UserError(
+            f"This JiT model generates images of {side} x {side} pixels, not {settings.height or side} x "
+            f"{settings.width or side}.",
+            "It was trained at that size and has no other.",
+            "Leave --height and --width out.",
+        )
+    fast = settings.preset == "fast"
+    for flag, value in (("scheduler", settings.scheduler), ("lora", settings.lora), ("preset fast", fast)):
+        if value:
+            raise UserError(f"--{flag} is for diffusers pipelines, and this is a JiT model.", fix="Leave it out.")
+    if settings.num_frames > 1:
+        raise UserError("JiT generates images, not clips.", fix="Leave --num_frames out.")
+    guidance = JIT_GUIDANCE if settings.guidance_scale == "auto" else settings.guidance_scale
+    _check_truncation(settings, "JiT", guided=bool(spec.label_names) and guidance != 1)
+    resolved = _resolved(side, side, guidance, _requested_frames(settings))
+    identity = _identity(f"{spec.name} at {side} px", {"weights": fingerprint(file)}, settings)
+    return ModelInfo(resolved, identity | _changed_jit_flags(settings), spec.describe(), spec)
+
+
+def _changed_jit_flags(settings: GenerateSettings) -> dict[str, Any]:
+    """JiT's own settings that are not the default; left out otherwise, so that older ledgers keep their identity."""
+    values = {name: getattr(settings, name) for name in _JIT_FLAGS}
+    changed = {name: value for name, value in values.items() if value != GenerateSettings.model_fields[name].default}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+
+
+def _resolved(height: int, width: int, guidance: float, frames: int) -> dict[str, Any]:
+    return {
+        "height": height,
+        "width": width,
+        "guidance_scale": guidance,
+        "num_frames": frames,
+        "enable_half_frame": False,  # applied
+    }
+
+
+def _identity(name: str, fingerprints: dict[str, str], settings: GenerateSettings) -> dict[str, Any]:
+    from muralist.generate.loras import check_adapters
+
+    combined = hashlib.sha256(json.dumps(fingerprints, sort_keys=True).encode()).hexdigest()[:16]
+    adapters = [[fingerprint(adapter.path), adapter.weight] for adapter in check_adapters(settings.lora)]
+    return {"model": name, "fingerprint": combined, "lora": adapters}
+
+
+def _check_truncation(settings: GenerateSettings, name: str, guided: bool) -> None:
+    """Refuse to truncate guidance where there is none."""
+    if settings.cfg_truncation_step is not None and not guided:
+        from muralist.generate.pipeline import no_guidance_error
+
+        raise no_guidance_error(name)
+
+
+def _requested_frames(settings: GenerateSettings) -> int:
+    """The number of frames that the settings ask for: half with --enable_half_frame."""
+    if not settings.enable_half_frame:
+        return settings.num_frames
+    if settings.num_frames == 1:
+        log.info("--enable_half_frame has no effect on one frame.")
+    return (settings.num_frames + 1) // 2
+
+
+def _possible_frames(folder: Path, settings: GenerateSettings) -> int:
+    """The number of frames that the VAE can decode."""
+    frames = _requested_frames(settings)
+    vae = _read_json(folder / "vae" / "config.json")
+    factor = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 1
+    if type(factor) is not int or factor < 1:
+        raise UserError(f"{folder / 'vae' / 'config.json'} is damaged: a temporal factor of {factor!r:.60}.")
+    if frames == 1 or factor == 1 or frames % factor == 1:
+        return frames
+    possible = frames // factor * factor + 1  # as diffusers rounds
+    log.info("%d frames instead of %d: this model needs one more than a multiple of %d.", possible, frames, factor)
+    return possible
+
+
+def _is_jit_folder(path: Path) -> bool:
+    from muralist.models.export import CONFIG_FILE, JIT_CLASS_NAME
+    from muralist.models.weights import OFFICIAL_FILE
+
+    return (path / OFFICIAL_FILE).is_file() or _read_json(path / CONFIG_FILE).get("_class_name") == JIT_CLASS_NAME
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if the file does not exist."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} cannot be read: {error}.", fix="Copy the model again.") from None
+    return content if isinstance(content, dict) else {}

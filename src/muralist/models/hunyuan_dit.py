@@ -1,0 +1,499 @@
+"""HunyuanDiT: images through a VAE, captions through two text encoders, v-prediction on latents.
+
+The transformer, the VAE and the text encoders are those of diffusers and transformers; a model is a folder in
+diffusers layout. Two things differ from diffusers by intent: RoPE of images that are not square is that of the
+official code, and the noise of an image is a function of its seed, so it is the same in every precision and batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, DPMSolverMultistepScheduler, HunyuanDiT2DModel
+from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoTokenizer, BertModel, T5EncoderModel
+from transformers.utils import logging as transformers_logging
+
+from muralist.core import rng
+from muralist.core.errors import UserError
+from muralist.core.progress import loading_progress
+from muralist.core.rng import Purpose, SampleKeys
+from muralist.data.latents import EncodedText, LatentSource
+from muralist.data.loader import Batch
+from muralist.diffusion import ddpm, flow
+from muralist.models.families import HUNYUAN_DIT
+from muralist.models.integrity import fingerprint
+from muralist.models.lora import Lora, is_adapter
+from muralist.models.spec import flip_mask, to_unit_range
+from muralist.settings import SampleSettings, TrainSettings
+
+ENCODER_COMPONENTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+BERT_TOKENS, T5_TOKENS = 77, 256  # fixed in HunyuanDiTPipeline
+_PIXELS_PER_TOKEN = HUNYUAN_DIT.pixels_per_token
+_PIXELS_PER_LATENT = 8
+_ROPE_GRID = 32  # tokens along a side of 512 pixels, the size at which RoPE was trained
+_GUIDANCE = 5.0
+
+transformers_logging.disable_progress_bar()
+
+
+class HunyuanDiTInputs(NamedTuple):
+    """Latents and both text embeddings with their masks."""
+
+    latents: Tensor  # [B, 4, H / 8, W / 8]
+    bert: Tensor  # [B, 77, C]
+    bert_mask: Tensor  # [B, 77]
+    t5: Tensor  # [B, 256, D]
+    t5_mask: Tensor  # [B, 256]
+
+
+class TextEmbeddings(NamedTuple):
+    """Both text embeddings of captions with their masks."""
+
+    bert: Tensor
+    bert_mask: Tensor
+    t5: Tensor
+    t5_mask: Tensor
+
+
+@dataclass
+class FrozenEncoders:
+    """VAE, text encoders and tokenizers, which are not trained."""
+
+    vae: Any
+    bert: Any
+    bert_tokenizer: Any
+    t5: Any
+    t5_tokenizer: Any
+    prompt_cache: dict[str, TextEmbeddings] = field(default_factory=dict)
+    """Embeddings of sample prompts, which are the same at every checkpoint."""
+
+    @classmethod
+    def load(cls, folder: Path) -> FrozenEncoders:
+        """Load the components of a pipeline folder in float32 on the CPU."""
+        loaders: dict[str, Any] = {"vae": AutoencoderKL, "text_encoder": BertModel, "text_encoder_2": T5EncoderModel}
+        components = []
+        for name, loader in loaders.items():
+            with loading_progress(f"{name} of {folder}", folder / name):
+                component: Any = loader.from_pretrained(folder, subfolder=name, local_files_only=True)
+            components.append(component.eval().requires_grad_(False))
+        vae, bert, t5 = components
+        bert_tokenizer, t5_tokenizer = (
+            AutoTokenizer.from_pretrained(folder, subfolder=name, local_files_only=True, trust_remote_code=False)
+            for name in ("tokenizer", "tokenizer_2")
+        )
+        return cls(vae, bert, bert_tokenizer, t5, t5_tokenizer)
+
+    def to(self, device: torch.device, dtype: torch.dtype, text_device: torch.device | None = None) -> None:
+        """Move the components to a device; text encoders that are rarely used may stay on another."""
+        nn.Module.to(self.vae, device, dtype)  # diffusers' own `to` logs a warning
+        for encoder in (self.bert, self.t5):
+            nn.Module.to(encoder, text_device or device, dtype)
+
+    @torch.no_grad()
+    def encode_text(self, captions: Sequence[str]) -> TextEmbeddings:
+        """Encode captions with both text encoders, as HunyuanDiTPipeline does."""
+        outputs: list[Tensor] = []
+        encoders = ((self.bert_tokenizer, self.bert, BERT_TOKENS), (self.t5_tokenizer, self.t5, T5_TOKENS))
+        for tokenizer, encoder, length in encoders:
+            tokens = tokenizer(
+                list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+            )
+            device = next(encoder.parameters()).device
+            mask = tokens.attention_mask.to(device)
+            outputs += [encoder(tokens.input_ids.to(device), attention_mask=mask)[0].float(), mask]
+        return TextEmbeddings(*outputs)
+
+    def encode_prompts(self, prompts: Sequence[str], device: torch.device) -> TextEmbeddings:
+        """Encode each prompt alone and only once: on a CPU, a large text encoder takes seconds."""
+        for prompt in prompts:
+            if prompt not in self.prompt_cache:
+                self.prompt_cache[prompt] = self.encode_text([prompt])
+        texts = [self.prompt_cache[prompt] for prompt in prompts]
+        return TextEmbeddings(*(torch.cat(tensors).to(device) for tensors in zip(*texts, strict=True)))
+
+    @torch.no_grad()
+    def vae_posterior(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation of the latents of images in [-1, 1], in the VAE's precision."""
+        posterior = self.vae.encode(images.to(self.vae.dtype)).latent_dist
+        return posterior.mean, posterior.std
+
+    def sample_latents(self, mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
+        """Sample scaled latents from the VAE's posterior with the given noise."""
+        return (mean + std * noise).float() * self.vae.config.scaling_factor
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Decode scaled latents to images in [-1, 1]."""
+        latents = (latents / self.vae.config.scaling_factor).to(self.vae.dtype)
+        return self.vae.decode(latents, return_dict=False)[0].float().clamp(-1, 1)
+
+
+@dataclass(frozen=True)
+class HunyuanDiTSpec:
+    """A HunyuanDiT: its components, image size and caption dropout."""
+
+    encoders: FrozenEncoders
+    config: dict[str, Any]  # of the transformer
+    scheduler_config: dict[str, Any]  # beta_end differs between version 1.2 and those before
+    size: tuple[int, int]  # height, width
+    folder: Path | None = None  # None: assembled by a caller, for sampling only
+    uncond_p: float = 0.0
+    uncond_p_t5: float = 0.0
+    random_flip: bool = False
+    gradient_checkpointing: bool = False
+    lora: Lora | None = None  # None: the full transformer is trained
+    seed: int = 0
+    label_names: list[str] = field(default_factory=list)  # captions, no classes
+    latents: LatentSource | None = None  # the data set, if it was encoded ahead of training
+
+    @classmethod
+    def load(cls, folder: Path, size: tuple[int, int], **settings: Any) -> HunyuanDiTSpec:
+        """Load a folder in diffusers layout."""
+        HUNYUAN_DIT.check_size(size)
+        try:
+            config = json.loads((folder / "transformer" / "config.json").read_text())
+            scheduler_config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{folder} is not a HunyuanDiT in diffusers layout.",
+                f"The reason: {error}.",
+                "Give the folder of a HunyuanDiTPipeline as --model.path, or leave it out to train a small one.",
+            ) from None
+        kind = (scheduler_config.get("prediction_type"), scheduler_config.get("beta_schedule"))
+        if kind != ("v_prediction", "scaled_linear"):
+            raise UserError(f"{folder} has another noise schedule than HunyuanDiT: {kind[1]} with {kind[0]}.")
+        return cls(FrozenEncoders.load(folder), config, scheduler_config, size, folder, **settings)
+
+    @classmethod
+    def from_settings(
+        cls, settings: TrainSettings, label_names: list[str], latents: LatentSource | None = None
+    ) -> HunyuanDiTSpec:
+        """Build the spec of a training run; without `--model.path` that of the small model."""
+        model, folder = settings.model, HUNYUAN_DIT.folder(settings)
+        if latents is not None:
+            check_encoder_fingerprints(latents, folder, settings.data.random_flip)
+        return cls.load(
+            folder,
+            model.size,
+            uncond_p=model.uncond_p,
+            uncond_p_t5=model.uncond_p_t5,
+            random_flip=settings.data.random_flip,
+            gradient_checkpointing=model.gradient_checkpointing,
+            lora=Lora(model.lora_rank, tuple(model.lora_targets)) if model.training_parts == "lora" else None,
+            seed=settings.seed,
+            latents=latents,
+        )
+
+    def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the frozen components; with encoded data, the text encoders only serve samples and stay on the CPU."""
+        self.encoders.to(device, dtype, None if self.latents is None else torch.device("cpu"))
+        # Cached before the loss is compiled: a tensor created inside a CUDA graph is overwritten by its next replay.
+        self.__dict__["_alphas_cumprod"] = self._alphas_cumprod.to(device)  # the cached value; the class is frozen
+
+    def network(self) -> nn.Module:
+        """Load the transformer in float32; fresh LoRA does not change its output."""
+        assert self.folder is not None
+        with loading_progress(f"transformer of {self.folder}", self.folder / "transformer"):
+            network = HunyuanDiT2DModel.from_pretrained(self.folder, subfolder="transformer", local_files_only=True)
+            network = network.float().train()
+        network = self._prepare(network)
+        if self.lora:
+            self.lora.init_weights(network, self.seed)
+        return network
+
+    def meta_model(self) -> nn.Module:
+        """Build the transformer on the meta device."""
+        with torch.device("meta"):
+            return self._prepare(HunyuanDiT2DModel.from_config(self.config))
+
+    def _prepare(self, network: nn.Module) -> nn.Module:
+        network._no_split_modules = ("HunyuanDiTBlock",)  # type: ignore[assignment]
+        if self.lora:
+            self.lora.insert(network)
+        if self.gradient_checkpointing:  # diffusers has none for this network
+            for block in network.blocks:  # type: ignore[union-attr]
+                block.forward = _checkpointed(block.forward)
+        return network
+
+    def encode(self, batch: Batch, keys: SampleKeys) -> HunyuanDiTInputs:
+        """Encode images and captions; each text encoder drops captions on its own, to the empty caption."""
+        if batch.encoded is None:
+            images = to_unit_range(batch.images_u8, keys if self.random_flip else None)
+            text, (mean, std) = self.encoders.encode_text(batch.captions), self.encoders.vae_posterior(images)
+        else:
+            text, (mean, std) = _text_embeddings(batch.encoded.text), self._flip(batch.encoded.latents, keys)
+        # The shape is the batch's own: with --multireso, batches differ in size.
+        noise, empty = keys.normal(Purpose.LATENT, tuple(mean.shape[1:])), self._empty_caption
+        probabilities = torch.tensor([self.uncond_p, self.uncond_p_t5], device=noise.device)
+        drop = keys.uniform(Purpose.CAPTION_DROP, (2,)) < probabilities  # [B, 2]: BERT, T5
+        drop_bert, drop_t5 = drop[:, 0, None], drop[:, 1, None]
+        return HunyuanDiTInputs(
+            self.encoders.sample_latents(mean, std, noise),
+            torch.where(drop_bert[..., None], empty.bert, text.bert),
+            torch.where(drop_bert, empty.bert_mask, text.bert_mask),
+            torch.where(drop_t5[..., None], empty.t5, text.t5),
+            torch.where(drop_t5, empty.t5_mask, text.t5_mask),
+        )
+
+    def _flip(self, latents: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
+        """Select mean and std of each image or of its mirror image."""
+        selected = latents[:, 0]
+        if self.random_flip:
+            selected = torch.where(flip_mask(keys)[:, None, None, None, None], latents[:, 1], selected)
+        return selected[:, 0], selected[:, 1]
+
+    @cached_property
+    def _empty_caption(self) -> TextEmbeddings:
+        if self.latents is None:
+            return self.encoders.encode_text([""])
+        device = next(self.encoders.vae.parameters()).device
+        return TextEmbeddings(*(tensor.to(device) for tensor in _text_embeddings(self.latents.read_empty_caption())))
+
+    def loss(self, network: nn.Module, encoded: HunyuanDiTInputs, keys: SampleKeys) -> Tensor:
+        """Compute the mean squared error of the predicted velocity, for each sample."""
+        x = encoded.latents
+        t = ddpm.sample_timestep(keys)
+        e = flow.sample_noise(keys, tuple(x.shape[1:]))
+        a = self._alphas_cumprod[t]
+        output = self._predict(network, ddpm.add_noise(x, e, a), t.float(), TextEmbeddings(*encoded[1:]))
+        return (output.float() - ddpm.velocity(x, e, a)).square().mean(dim=(1, 2, 3))
+
+    @cached_property
+    def _alphas_cumprod(self) -> Tensor:
+        return ddpm.alphas_cumprod(self.scheduler_config["beta_start"], self.scheduler_config["beta_end"])
+
+    def _predict(self, network: nn.Module, latents: Tensor, t: Tensor, text: TextEmbeddings) -> Tensor:
+        conditions: dict[str, Tensor | None] = {"image_meta_size": None, "style": None}
+        height, width = _PIXELS_PER_LATENT * latents.shape[-2], _PIXELS_PER_LATENT * latents.shape[-1]
+        if self.config["use_style_cond_and_image_meta_size"]:  # version 1.1 and before
+            meta = torch.tensor([[width, height, width, height, 0, 0]], dtype=torch.float32, device=latents.device)
+            conditions["image_meta_size"] = meta.repeat(len(latents), 1)
+            conditions["style"] = torch.zeros(len(latents), dtype=torch.int64, device=latents.device)
+        output = network(
+            latents,
+            t,
+            encoder_hidden_states=text.bert,
+            text_embedding_mask=text.bert_mask,
+            encoder_hidden_states_t5=text.t5,
+            text_embedding_mask_t5=text.t5_mask,
+            image_rotary_emb=rope_table(self.config["attention_head_dim"], (height, width), latents.device),
+            return_dict=False,
+            **conditions,
+        )[0]
+        return output.chunk(2, dim=1)[0]  # the other half is a learned variance that no sampler uses
+
+    def default_prompts(self) -> list[str]:
+        """Return the default prompts of the family."""
+        return HUNYUAN_DIT.default_prompts()
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Accept any text."""
+
+    @torch.no_grad()
+    def sample(
+        self, network: nn.Module, prompts: Sequence[str], seeds: Sequence[int], settings: SampleSettings
+    ) -> Tensor:
+        """Sample with DPM-Solver++ or DDIM and classifier-free guidance."""
+        device = next(network.parameters()).device
+        scheduler_class = DDIMScheduler if settings.solver == "ddim" else DPMSolverMultistepScheduler
+        scheduler = scheduler_class.from_config(self.scheduler_config)
+        scheduler.set_timesteps(settings.steps, device=device)
+        shape = (4, self.size[0] // _PIXELS_PER_LATENT, self.size[1] // _PIXELS_PER_LATENT)
+        # Drawn on the CPU: a seed gives the same noise on every device.
+        noise = rng.normal(0, Purpose.SAMPLE_NOISE, torch.tensor(list(seeds), dtype=torch.int64), shape)
+        latents = noise.to(device) * scheduler.init_noise_sigma
+        text = self.encoders.encode_prompts(prompts, device)
+        empty = self.encoders.encode_prompts([""] * len(prompts), device)
+        guidance = _GUIDANCE if settings.guidance == "auto" else settings.guidance
+        for t in scheduler.timesteps:
+            noisy = scheduler.scale_model_input(latents, t)
+            times = t.float().expand(len(prompts))
+            output = self._predict(network, noisy, times, text).float()
+            if guidance != 1:
+                unconditional = self._predict(network, noisy, times, empty).float()
+                output = unconditional + guidance * (output - unconditional)
+            latents = scheduler.step(output, t, latents, return_dict=False)[0]
+        return self.encoders.decode(latents)
+
+    @torch.no_grad()
+    def init_from(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
+        """Load the weights of a run that trains the same parameters."""
+        own = {name: value.shape for name, value in network.state_dict().items() if self.is_saved(name)}
+        if own == {name: value.shape for name, value in weights.items()}:
+            network.load_state_dict(weights, strict=False)
+            return
+        full, given_full = self.lora is None, not any(map(is_adapter, weights))
+        if full != given_full:
+            here, there = ("the full network", "LoRA weights") if full else ("LoRA", "a full network")
+            raise UserError(
+                f"The weights of {origin} do not fit: this run trains {here}, and they are {there}.",
+                fix=f"Merge them with `muralist export {origin} FOLDER`, and train with --model.path FOLDER.",
+            )
+        fix = "Give weights of the same network." if full else "Give the same --lora_rank and --lora_targets."
+        raise UserError(f"The weights of {origin} do not fit this HunyuanDiT.", fix=fix)
+
+    def is_saved(self, name: str) -> bool:
+        """Save everything; with LoRA, only the adapter: the rest is in the model's folder."""
+        return self.lora is None or is_adapter(name)
+
+    def flops_per_image(self) -> int:
+        """Forward FLOPs and twice as many backward (LoRA: as many); VAE and text encoders are not counted."""
+        return (2 if self.lora else 3) * self._forward_flops
+
+    @cached_property
+    def _forward_flops(self) -> int:
+        config = self.config
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+            text = TextEmbeddings(
+                torch.zeros(1, BERT_TOKENS, config["cross_attention_dim"]),
+                torch.ones(1, BERT_TOKENS),
+                torch.zeros(1, T5_TOKENS, config["cross_attention_dim_t5"]),
+                torch.ones(1, T5_TOKENS),
+            )
+            latents = torch.zeros(1, 4, self.size[0] // _PIXELS_PER_LATENT, self.size[1] // _PIXELS_PER_LATENT)
+            self._predict(self.meta_model(), latents, torch.zeros(1), text)
+        return int(counter.get_total_flops())
+
+    def tokens_per_image(self) -> int:
+        """Patches of latents per image."""
+        return self.size[0] * self.size[1] // _PIXELS_PER_TOKEN**2
+
+    def summary(self) -> str:
+        """Folder, image size, objective, LoRA."""
+        lora = f", LoRA of rank {self.lora.rank} on {' '.join(self.lora.targets)}" if self.lora else ""
+        encoded = "" if self.latents is None else ", encoded ahead of training"
+        return f"HunyuanDiT of {self.folder} at {self.size[0]} x {self.size[1]} px, v-prediction{lora}{encoded}"
+
+    def describe(self) -> dict[str, Any]:
+        """Name the folder, and everything that shapes the training."""
+        return {
+            "family": HUNYUAN_DIT.key,
+            "model": HUNYUAN_DIT.name,
+            "img_size": self.size[0] if self.size[0] == self.size[1] else list(self.size),
+            "label_names": [],
+            "folder": str(self.folder),
+            "frozen_parts": self._encoders_fingerprint,
+            "beta_end": self.scheduler_config["beta_end"],
+            "uncond_p": self.uncond_p,
+            "uncond_p_t5": self.uncond_p_t5,
+            "lora": self._lora_description,
+        }
+
+    @cached_property
+    def _encoders_fingerprint(self) -> str:
+        """Identify the frozen components: with another VAE or text encoder a run would be another run."""
+        return " ".join(encoder_fingerprints(self.folder).values()) if self.folder else ""
+
+    @cached_property
+    def _lora_description(self) -> dict[str, Any] | None:
+        if self.lora is None or self.folder is None:
+            return None
+        # Checkpoints do not hold the base transformer, so a reader must check that it is the same.
+        base = fingerprint(self.folder / "transformer")
+        return {"rank": self.lora.rank, "targets": list(self.lora.targets), "base": base}
+
+    @staticmethod
+    def trained_components(
+        weights: Mapping[str, Tensor], description: Mapping[str, Any], dtype: torch.dtype
+    ) -> dict[str, nn.Module]:
+        """Load the components that replace those of the base pipeline in `muralist generate`."""
+        from muralist.models.export import trained_transformer
+
+        network = trained_transformer(weights, Path(description["folder"]), description.get("lora"))
+        nn.Module.to(network, dtype)  # diffusers' own `to` logs a warning
+        return {"transformer": _use_official_rope(network)}
+
+    @staticmethod
+    def export(weights: Mapping[str, Tensor], description: Mapping[str, Any], folder: Path) -> str:
+        """Write a pipeline in diffusers layout."""
+        from muralist.models.export import ADAPTER_FOLDER, write_pipeline
+
+        lora = description.get("lora")
+        write_pipeline(folder, weights, Path(description["folder"]), lora)
+        adapter = f"; the LoRA alone, for PEFT, in {ADAPTER_FOLDER}/" if lora else ""
+        return f"for {HUNYUAN_DIT.pipeline_class}.from_pretrained{adapter}"
+
+
+def encoder_fingerprints(folder: Path) -> dict[str, str]:
+    """Return a fingerprint of each frozen component of a model folder."""
+    return {name: fingerprint(folder / name) for name in ENCODER_COMPONENTS}
+
+
+def check_encoder_fingerprints(source: LatentSource, folder: Path, random_flip: bool) -> None:
+    """Refuse encoded data that another model made, or without the mirror images that the settings need."""
+    manifest = source.manifest
+    if random_flip and not manifest.mirrored:
+        raise UserError(
+            f"{source.folder} was encoded without mirror images, which random flips need.",
+            fix="Train with --no_random_flip, or encode the data set again without it.",
+        )
+    if not folder.is_dir():
+        return  # the small model, which is built and checked when the run starts
+    differing = [name for name, mark in encoder_fingerprints(folder).items() if manifest.frozen_parts.get(name) != mark]
+    if differing:
+        raise UserError(
+            f"{source.folder} was encoded by another model than {folder}: by {manifest.model}.",
+            f"They differ in {', '.join(differing)}.",
+            f"Train with --model.path of the model that encoded it, or encode the data again with --encode {folder}.",
+        )
+
+
+def _text_embeddings(encoded: EncodedText) -> TextEmbeddings:
+    """Convert stored embeddings to the dtypes of encode_text()."""
+    return TextEmbeddings(encoded.bert.float(), encoded.bert_mask.long(), encoded.t5.float(), encoded.t5_mask.long())
+
+
+def _checkpointed(forward: Any) -> Any:
+    """Wrap a forward in activation checkpointing."""
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        return checkpoint(forward, *inputs, use_reentrant=False, **named)
+
+    return run
+
+
+def _use_official_rope(network: Any) -> Any:
+    """Make diffusers' pipeline use the RoPE of training, which for square images is its own."""
+    forward = network.forward
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def run(*inputs: Any, **named: Any) -> Any:
+        bound = signature.bind(*inputs, **named)
+        latents = bound.arguments["hidden_states"]
+        size = (latents.shape[-2] * _PIXELS_PER_LATENT, latents.shape[-1] * _PIXELS_PER_LATENT)
+        bound.arguments["image_rotary_emb"] = rope_table(network.config.attention_head_dim, size, latents.device)
+        return forward(*bound.args, **bound.kwargs)
+
+    network.forward = run
+    return network
+
+
+def rope_table(head_dim: int, size: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the official 2-D RoPE: positions in a 32 x 32 square that the longer side fills.
+
+    A side of n tokens divides [start, stop) evenly; diffusers uses stop * (n - 1) / n as its end, which is the same for
+    squares only.
+    """
+    grid = (size[0] // _PIXELS_PER_TOKEN, size[1] // _PIXELS_PER_TOKEN)
+    extents = [round(_ROPE_GRID / max(grid) * count) for count in grid]  # of the image, centered in the square
+    rows, columns = (
+        round((_ROPE_GRID - extent) / 2) + extent * torch.arange(count, dtype=torch.float32, device=device) / count
+        for extent, count in zip(extents, grid, strict=True)
+    )
+    positions = torch.stack(torch.meshgrid(columns, rows, indexing="xy")).unsqueeze(1)
+    return get_2d_rotary_pos_embed_from_grid(head_dim, positions, use_real=True)

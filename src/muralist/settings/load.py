@@ -1,0 +1,363 @@
+"""Load settings from YAML and flags; errors name the closest valid setting.
+
+Flags and YAML become {dotted path: value} with the origin of each value, flags over YAML; then pydantic validates
+types. Flat names (`--batch_size`) and dotted names (`--data.batch_size`), dashes and underscores are equivalent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import reprlib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from muralist.core.errors import UserError, closest_match
+from muralist.core.run_dir import sanitize_name
+from muralist.settings import Section, TrainSettings
+from muralist.settings.section import NonIdentityMark
+
+S = TypeVar("S", bound=Section)
+_MAX_BITS = 1000  # of an integer; larger ones do not convert to float
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "none"}
+
+
+@dataclass(frozen=True)
+class SettingValue:
+    """A value as the user wrote it, and its origin: a flag, or a line of YAML."""
+
+    value: Any
+    origin: str
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield (dotted path, field) for every setting."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", field
+
+
+class FlagTable:
+    """Resolves flat and dotted names to the dotted paths of one settings class."""
+
+    def __init__(self, model: type[Section], flat_names: Mapping[str, str]) -> None:
+        self.fields = dict(leaves(model))
+        self.flags: dict[str, str] = {path: name for name, path in reversed(list(flat_names.items()))}
+        lasts = [path.rpartition(".")[2] for path in self.fields]
+        for path, last in zip(self.fields, lasts, strict=True):
+            self.flags.setdefault(path, last if lasts.count(last) == 1 else path)
+        own = {path: path for path in self.fields}
+        self.paths = own | {flag: path for path, flag in self.flags.items()} | dict(flat_names)
+
+    def resolve(self, written: str, origin: str) -> str:
+        """Return the dotted path of a written name; raise with the closest valid name if there is none."""
+        name = written.replace("-", "_")
+        if name in self.paths:
+            return self.paths[name]
+        if name == "config":
+            raise UserError(f"{origin}: --config takes the path of one YAML file.")
+        raise UserError(f"Unknown setting {origin}.", closest_match(name, self.paths), "`--help` lists every setting.")
+
+
+def load(model: type[S], arguments: Sequence[str], flat_names: Mapping[str, str], positional: Sequence[str] = ()) -> S:
+    """Parse a command line into settings; flags override `--config FILE`."""
+    names = FlagTable(model, flat_names)
+    given: dict[str, SettingValue] = {}
+    flags, config = _read_flags(names, arguments, positional)
+    if config is not None:
+        given.update(_read_yaml(names, Path(config)))
+    given.update(flags)
+    return _validate(model, names, given)
+
+
+def config_path(arguments: Sequence[str]) -> str | None:
+    """Return the file given by --config, or None; the last one wins, as with every flag."""
+    found = None
+    for index, argument in enumerate(arguments):
+        if argument == "--config" and index + 1 < len(arguments):
+            found = arguments[index + 1]
+        elif argument.startswith("--config="):
+            found = argument.partition("=")[2]
+    return found
+
+
+def _read_flags(
+    names: FlagTable, arguments: Sequence[str], positional: Sequence[str]
+) -> tuple[dict[str, SettingValue], str | None]:
+    given: dict[str, SettingValue] = {}
+    config: str | None = None
+    waiting, queue = list(positional), list(arguments)
+    while queue:
+        token = queue.pop(0)
+        if not token.startswith("--"):
+            if not waiting:
+                raise UserError(f"Unexpected argument {token!r}.", "Every setting is given as --name value.")
+            name = waiting[0]
+            if _is_list(names.fields[name]):  # the last positional argument takes all remaining values
+                before = given[name].value if name in given else []
+                given[name] = SettingValue([*before, token], name.upper())
+            else:
+                given[waiting.pop(0)] = SettingValue(token, name.upper())
+            continue
+        written, equals, inline = token[2:].partition("=")
+        if written == "config":
+            config = inline if equals else _take(queue, token)
+            continue
+        negated = written.replace("-", "_").removeprefix("no_")
+        if written.replace("-", "_") not in names.paths and _is_bool(names.fields.get(names.paths.get(negated, ""))):
+            if equals:
+                raise UserError(f"{token} has a value, which --{written} does not take.", f"Did you mean --{negated}?")
+            given[names.paths[negated]] = SettingValue(False, token)
+            continue
+        path = names.resolve(written, f"--{written}")
+        field = names.fields[path]
+        value: Any
+        if equals:
+            value = [inline] if _is_list(field) else inline
+        elif _is_bool(field):
+            value = queue.pop(0) if queue and queue[0].lower() in _TRUE | _FALSE | {"auto"} else True
+        elif _is_list(field):
+            value = []
+            while queue and not queue[0].startswith("--"):
+                value.append(queue.pop(0))
+            if not value:
+                raise UserError(f"{token} needs at least one value.")
+        elif _may_be_list(field):
+            value = _take(queue, token)
+            # After numbers, a word that is not a number may be a positional argument.
+            while queue and (queue[0].isdecimal() if _of_numbers(field) else not queue[0].startswith("--")):
+                value = [*([value] if isinstance(value, str) else value), queue.pop(0)]
+        else:
+            value = _take(queue, token)
+        given[path] = SettingValue(value, f"--{written}")
+    if waiting and waiting[0] not in given:
+        raise UserError(f"Missing argument {waiting[0].upper()}.", "`--help` shows how the command is used.")
+    return given, config
+
+
+def _take(queue: list[str], token: str) -> str:
+    if not queue or queue[0].startswith("--"):
+        raise UserError(f"{token} needs a value.")
+    return queue.pop(0)
+
+
+def _read_yaml(names: FlagTable, path: Path) -> dict[str, SettingValue]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        beside = path if path.is_dir() else path.parent
+        files = sorted(str(p) for p in beside.glob("*.y*ml")) if beside.is_dir() else []
+        guess = (
+            f"Give one of its files: {', '.join(files)}."
+            if path.is_dir() and files
+            else closest_match(str(path), files)
+        )
+        raise UserError(f"Cannot read the config file {path}: {_reason(error)}.", guess) from None
+    try:
+        tree = yaml.safe_load(text)
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply to be settings.") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error) or "cannot be parsed"
+        raise UserError(f"{path} is not valid YAML{where}: {problem}.") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold settings as `name: value` lines, not {type(tree).__name__}.")
+    given: dict[str, SettingValue] = {}
+
+    def walk(branch: Mapping[Any, Any], prefix: str) -> None:
+        for key, value in branch.items():
+            written = f"{prefix}{key}"
+            is_section = any(known.startswith(f"{written}.") for known in names.fields)
+            if is_section and (value is None or isinstance(value, dict)):
+                walk(value or {}, f"{written}.")  # None: all lines of the section are commented out
+                continue
+            item = SettingValue(value, f"`{written}` in {path}")
+            setting = names.resolve(written, item.origin)
+            if setting in given:
+                raise UserError(f"{item.origin} is given twice: {given[setting].origin} is the same setting.")
+            given[setting] = item
+
+    walk(tree, "")
+    return given
+
+
+def _validate(model: type[S], names: FlagTable, given: Mapping[str, SettingValue]) -> S:
+    tree: dict[str, Any] = {}
+    for path, item in given.items():
+        branch = tree
+        *parents, last = path.split(".")
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        if isinstance(item.value, bool) and not _is_bool(names.fields[path]):
+            raise _refused(item, names.fields[path])  # pydantic would accept true as 1
+        if isinstance(item.value, int) and item.value.bit_length() > _MAX_BITS:
+            raise _refused(item, names.fields[path])
+        branch[last] = _from_text(names.fields[path], item.value)
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = _longest_known(names, [str(part) for part in first["loc"]])
+        if path not in given:
+            what = (names.fields[path].description or describe(names.fields[path])).replace("\n", " ").rstrip(".")
+            raise UserError(f"--{names.flags[path]} is missing.", f"{what}.", "`--help` lists every setting.") from None
+        raise _refused(given[path], names.fields[path]) from None
+
+
+def _refused(item: SettingValue, field: FieldInfo) -> UserError:
+    written = item.value if isinstance(item.value, list) and item.origin.startswith("--") else []
+    joined = any(isinstance(word, str) and "," in word for word in written)
+    return UserError(
+        f"{item.origin} is {_shown(' '.join(map(str, written)) if written else item.value)}: expected {describe(field)}.",
+        fix="Put blanks between values, not commas." if joined else "",
+    )
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message, truncated: YAML aliases can expand to gigabytes."""
+    try:
+        return f"{value!r:.200}" if isinstance(value, str) else reprlib.repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        return "a number of thousands of digits"
+
+
+def _longest_known(names: FlagTable, location: Sequence[str]) -> str:
+    for length in range(len(location), 0, -1):
+        path = ".".join(location[:length])
+        if path in names.fields:
+            return path
+    return ".".join(location)
+
+
+def _from_text(field: FieldInfo, value: Any) -> Any:
+    if isinstance(value, str) and value.lower() in {"none", "null"} and type(None) in get_args(field.annotation):
+        return None
+    if _is_list(field) and isinstance(value, (str, int, float)):
+        return [value]
+    return value
+
+
+def _is_list(field: FieldInfo | None) -> bool:
+    return field is not None and get_origin(field.annotation) in (list, tuple)
+
+
+def _may_be_list(field: FieldInfo) -> bool:
+    return any(get_origin(part) in (list, tuple) for part in get_args(field.annotation))
+
+
+def _of_numbers(field: FieldInfo) -> bool:
+    return str not in [element for part in get_args(field.annotation) for element in get_args(part)]
+
+
+def _is_bool(field: FieldInfo | None) -> bool:
+    return field is not None and (field.annotation is bool or bool in get_args(field.annotation))
+
+
+def describe(field: FieldInfo) -> str:
+    """Describe the values that a setting accepts."""
+    limits = _limits(field.metadata)
+
+    def words(annotation: Any) -> list[str]:
+        if get_origin(annotation) in (Union, types.UnionType):
+            return [word for part in get_args(annotation) for word in words(part)]
+        if get_origin(annotation) is Literal:
+            return [str(choice) for choice in get_args(annotation)]
+        if get_origin(annotation) is tuple:
+            return [f"{len(get_args(annotation))} numbers"]
+        if get_origin(annotation) is list:
+            (element,) = get_args(annotation)
+            if get_origin(element) is Literal:
+                return [f"one or more of {', '.join(words(element))}"]
+            return ["one or more values" if element is str else f"one or more of {words(element)[0]}"]
+        if hasattr(annotation, "__metadata__"):
+            return [f"{words(get_args(annotation)[0])[0]}{_limits(annotation.__metadata__)}"]
+        return [_TYPE_NAMES.get(annotation, str(annotation))]
+
+    choices = words(field.annotation)
+    joined = choices[0] if len(choices) == 1 else ", ".join(choices[:-1]) + " or " + choices[-1]
+    return joined + limits
+
+
+def _limits(metadata: Sequence[Any]) -> str:
+    found = []
+    for item in metadata:
+        for part in getattr(item, "metadata", [item]):
+            for attribute, word in (("gt", "above"), ("ge", "at least"), ("lt", "below"), ("le", "at most")):
+                if getattr(part, attribute, None) is not None:
+                    found.append(f"{word} {getattr(part, attribute)}")
+    return " " + " and ".join(found) if found else ""
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or "it is not UTF-8 text"
+
+
+def flatten(settings: Section) -> dict[str, Any]:
+    """Return all settings as {dotted path: plain value}."""
+    plain = settings.model_dump(mode="json")
+
+    def walk(branch: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in branch.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(walk(plain, ""))
+
+
+def identity(settings: TrainSettings) -> dict[str, Any]:
+    """Return the non-default settings that affect the result: runs with equal identities are the same run.
+
+    Defaults are omitted so that a setting added in a later version does not change the identity of earlier runs.
+    """
+    fields, values, defaults = dict(leaves(type(settings))), flatten(settings), flatten(type(settings)())
+    ignored = {
+        path for path, field in fields.items() if any(isinstance(mark, NonIdentityMark) for mark in field.metadata)
+    }
+    found = {path: value for path, value in values.items() if path not in ignored and value != defaults[path]}
+    if settings.optim.lr_schedule == "cosine":
+        found["epochs"] = settings.epochs
+    if paths := [os.path.normpath(path) for path in settings.data.paths]:
+        found["data.path"] = paths if len(paths) > 1 else paths[0]
+    return found
+
+
+def run_name(settings: TrainSettings, config: str | None) -> str:
+    """Return --run_name, or `<config stem or model-size[-cond]>-<6 hex digits of the identity>`."""
+    if settings.run_name:
+        return settings.run_name
+    condition = "-cond" if settings.model.enable_condition else ""
+    height, width = settings.model.size
+    size = height if height == width else f"{height}x{width}"
+    model = f"{settings.model.name.replace('/', '-')}-{size}{condition}"
+    digest = hashlib.sha256(json.dumps(identity(settings), sort_keys=True).encode()).hexdigest()
+    return f"{sanitize_name(Path(config).stem) if config else model}-{digest[:6]}"
+
+
+def to_yaml(settings: Section) -> str:
+    """Return settings as YAML that `--config` reads back to the same settings."""
+    plain = settings.model_dump(mode="json")
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    # PyYAML does not read back every Unicode line break it writes: such text is written with escapes.
+    return text if yaml.safe_load(text) == plain else yaml.safe_dump(plain, sort_keys=False)
+
+
+def read_yaml(model: type[S], path: Path) -> S:
+    """Read a file written by `to_yaml`."""
+    return load(model, ["--config", str(path)], {})

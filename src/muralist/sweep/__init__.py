@@ -1,1 +1,0 @@
-"""Which weights and which guidance of a JiT make the best pictures."""

@@ -1,0 +1,296 @@
+"""GPU checks: visible and free, driver version, a test computation, bf16."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from muralist.core.formatting import format_bytes, format_list
+from muralist.core.hardware import check_gpu_ids, select_devices
+from muralist.tools.doctor.check import Check, CheckContext, Finding, failed, ok, skipped, warning
+
+COMPUTE_TIMEOUT = 60.0  # seconds; the first CUDA context of a machine may take a while
+_SMI_TIMEOUT = 30.0  # seconds; a driver without persistence mode takes several
+_KILL_TIMEOUT = 1.0  # seconds
+_SMI_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
+_IN_USE = 0.1  # fraction of its memory above which a GPU counts as in use
+_BF16_CAPABILITY = 8.0
+_HIDDEN = ("", "-1", "NoDevFiles")  # SLURM sets the last one for jobs without GPUs
+_TEST_PROGRAM = (
+    "import sys, torch\n"
+    "for device in sys.argv[1:]:\n"
+    "    a = torch.ones(256, 256, device=device)\n"
+    "    assert float((a @ a).sum()) == 256.0**3\n"
+    "    print(device, flush=True)\n"
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as nvidia-smi lists it."""
+
+    index: int
+    uuid: str
+    name: str
+    total: int
+    used: int
+    driver: str
+    capability: float
+    processes: tuple[str, ...] = ()
+    """Processes that hold its memory, described."""
+
+    @property
+    def free(self) -> int:
+        """Free memory in bytes."""
+        return self.total - self.used
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Output of nvidia-smi."""
+
+    listed: tuple[Gpu, ...] = ()
+    cuda: str = ""
+    """Newest CUDA version that the driver supports."""
+    error: str = ""
+    """Why nvidia-smi gave no answer, on a machine that has it."""
+
+    def visible(self, environment: Mapping[str, str], ids: Sequence[int] = ()) -> list[Gpu]:
+        """GPUs in the order in which CUDA numbers them for a process; `ids` selects some of them."""
+        visible = list(self.listed)
+        if (setting := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+            visible = []
+            for entry in map(str.strip, setting.split(",")):
+                matches = (
+                    gpu for gpu in self.listed if entry == str(gpu.index) or (entry and gpu.uuid.startswith(entry))
+                )
+                if (gpu := next(matches, None)) is None:
+                    break  # CUDA ignores the first invalid entry and everything after it
+                visible.append(gpu)
+        return [visible[index] for index in ids if index < len(visible)] if ids else visible
+
+
+def query_nvidia_smi(timeout: float = _SMI_TIMEOUT) -> Gpus:
+    """List GPUs and their processes without a CUDA context; a machine without nvidia-smi has no NVIDIA driver."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Gpus()
+    plain = "--format=csv,noheader,nounits"
+    queries = [
+        [f"--query-gpu={','.join(_SMI_FIELDS)}", plain],
+        ["--query-compute-apps=gpu_uuid,pid,process_name,used_memory", plain],
+        [],  # only the table that it prints by default names the CUDA version
+    ]
+    # Concurrently: each may take a second, and a starting command waits for the answers.
+    processes = [_start([program, *query]) for query in queries]
+    deadline = time.monotonic() + timeout
+    try:
+        outputs = [process.communicate(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
+    except subprocess.TimeoutExpired:
+        return Gpus(error=f"nvidia-smi did not answer within {timeout:g} s")
+    finally:
+        for process in processes:
+            _kill(process)
+    for process, (output, errors) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            reason = ((errors or output).strip().splitlines() or ["no message"])[0]
+            return Gpus(error=f"nvidia-smi ended with status {process.returncode}: {reason}")
+    gpu_rows, process_rows = (
+        [re.split(r"\s*,\s*", line.strip()) for line in output.splitlines()] for output, _ in outputs[:2]
+    )
+    listed = [_parse_gpu(row, process_rows) for row in gpu_rows if len(row) == len(_SMI_FIELDS)]
+    version = re.search(r"CUDA Version:\s*(\d+\.\d+)", outputs[2][0])
+    return Gpus(tuple(sorted(listed, key=lambda gpu: gpu.index)), version[1] if version else "")
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):  # a process blocked inside the driver cannot be killed
+        process.wait(_KILL_TIMEOUT)
+    for stream in (process.stdout, process.stderr):
+        assert stream
+        stream.close()
+
+
+def _parse_gpu(row: list[str], process_rows: list[list[str]]) -> Gpu:
+    index, uuid, name, total, used, driver, capability = row
+    processes = tuple(
+        f"process {pid} ({','.join(name)}, {format_bytes(_parse_mebibytes(memory))})"
+        for gpu_uuid, pid, *name, memory in (cells for cells in process_rows if len(cells) >= 4)
+        if gpu_uuid == uuid
+    )
+    return Gpu(
+        int(index),
+        uuid,
+        name,
+        _parse_mebibytes(total),
+        _parse_mebibytes(used),
+        driver,
+        _parse_float(capability),
+        processes,
+    )
+
+
+def _parse_mebibytes(cell: str) -> int:
+    return int(_parse_float(cell) * 2**20)
+
+
+def _parse_float(cell: str) -> float:
+    """Parse a number; 0 for the `[N/A]` of MIG instances."""
+    try:
+        return float(cell)
+    except ValueError:
+        return 0.0
+
+
+@Check(
+    "GPUs",
+    symptom="GPUs without work (wrong ids); GPUs 0 and 1 are busy; CUDA out of memory",
+    why="A GPU that another program fills runs out of memory; a GPU that is not visible does no work.",
+    fix="Choose free GPUs with --gpu_ids or CUDA_VISIBLE_DEVICES, or end the programs that use them.",
+    at_start=True,
+    per_machine=True,
+    certain=False,  # nvidia-smi may be slow, or installed without a driver; CUDA itself decides
+)
+def check_gpus(context: CheckContext) -> Finding:
+    """List the GPUs that the job may use (`--gpu_ids`, `CUDA_VISIBLE_DEVICES`), their free memory and the programs that
+    use them."""
+    setting = context.environment.get("CUDA_VISIBLE_DEVICES")
+    gpus, ids = context.gpus, context.gpu_ids
+    if context.uses_ray:
+        return skipped("Ray provides the GPUs")
+    if gpus.error:
+        return failed(f"{gpus.error}.")
+    if not gpus.listed:
+        select_devices(ids)  # raises if an id is given twice
+        return skipped("no GPU: nvidia-smi lists none; CPU processes are used instead")
+    entries = [entry.strip() for entry in (setting or "").split(",")]
+    if setting is not None and entries[0] in _HIDDEN:
+        return skipped(f"the GPUs are hidden (CUDA_VISIBLE_DEVICES is {setting!r}); CPU processes are used instead")
+    if any(entry.startswith("MIG-") for entry in entries):
+        return skipped(f"MIG instances (CUDA_VISIBLE_DEVICES is {setting!r}), whose memory nvidia-smi does not list")
+    visible = gpus.visible(context.environment)
+    note = f" (CUDA_VISIBLE_DEVICES is {setting!r})" if setting is not None else ""
+    if not visible:
+        fix = "Unset CUDA_VISIBLE_DEVICES, or name GPUs in it."
+        return failed(f"None of {len(gpus.listed)} GPUs is visible{note}.", fix=fix)
+    check_gpu_ids(ids, len(visible), setting)
+    if len(visible) < len([entry for entry in entries if entry]):
+        return failed(
+            f"CUDA_VISIBLE_DEVICES is {setting!r}, but only {len(visible)} of its entries are GPUs of this machine.",
+            "CUDA ignores the first invalid entry and everything after it.",
+            f"Name GPUs from 0 to {len(gpus.listed) - 1}.",
+        )
+    chosen = context.own_gpus if context.starting else gpus.visible(context.environment, ids)
+    facts = {f"GPU {gpu.index}, bytes free": gpu.free for gpu in chosen}
+    in_use = [gpu for gpu in chosen if gpu.total and gpu.used > _IN_USE * gpu.total]
+    if in_use:
+        free = [str(index) for index, gpu in enumerate(visible) if gpu not in in_use]
+        fix = f"Use the free ones ({' '.join(free)}): --gpu_ids, or CUDA_VISIBLE_DEVICES." if free else ""
+        return warning(f"{format_list([_usage(gpu) for gpu in in_use])}.", fix=fix, facts=facts)
+    memory = format_list([f"{gpu.index} with {format_bytes(gpu.free)}" for gpu in chosen], 8)
+    return ok(f"{len(chosen)} free: {memory} ({', '.join(sorted({gpu.name for gpu in chosen}))}){note}", facts=facts)
+
+
+def _usage(gpu: Gpu) -> str:
+    used = f"{format_bytes(gpu.used)} of {format_bytes(gpu.total)}"
+    return f"GPU {gpu.index} is in use: {used} held by {format_list(gpu.processes, 3) or 'unknown processes'}"
+
+
+@Check(
+    "driver",
+    symptom="a process that hangs (a GPU that does not answer)",
+    why="torch would not see the GPUs, and everything would run on the CPU or fail.",
+    fix="Install the torch build for the CUDA version of this driver (see pytorch.org), or a newer driver.",
+    per_machine=True,
+)
+def check_driver(context: CheckContext) -> Finding:
+    """Compare the CUDA version that torch was built for with the newest that the driver supports."""
+    import torch
+
+    if not context.gpus.listed:
+        return skipped(f"no GPU; torch {torch.__version__}")
+    return compare_versions(torch.__version__, torch.version.cuda, context.gpus.cuda, context.gpus.listed[0].driver)
+
+
+def compare_versions(torch_version: str, torch_cuda: str | None, driver_cuda: str, driver: str) -> Finding:
+    """Judge versions: a driver runs programs of the major version of its own CUDA, and of older ones."""
+    if torch_cuda is None:
+        return failed(f"torch {torch_version} is built without CUDA, but this machine has GPUs.")
+    if driver_cuda and int(torch_cuda.partition(".")[0]) > int(driver_cuda.partition(".")[0]):
+        return failed(
+            f"torch {torch_version} needs CUDA {torch_cuda}; driver {driver} supports CUDA {driver_cuda} at most."
+        )
+    supported = f"driver {driver}, which supports CUDA {driver_cuda or '?'}"
+    return ok(f"torch {torch_version} for CUDA {torch_cuda}, {supported}")
+
+
+@Check(
+    "GPUs answer",
+    symptom="a process that hangs (a GPU that does not answer)",
+    why="A GPU that fell off the bus, or whose driver hangs, blocks every program that uses it.",
+    fix="See `nvidia-smi -q` and the kernel log (`dmesg`); reset the GPU, reboot, or leave this GPU out.",
+    per_machine=True,
+)
+def check_gpus_answer(context: CheckContext) -> Finding:
+    """Multiply two matrices on every GPU, in a child process with a timeout."""
+    import torch
+
+    devices = [f"cuda:{index}" for index in context.gpu_ids or range(torch.cuda.device_count())]
+    if not context.gpus.listed or not devices:
+        return skipped("no GPU")
+    return compute_on_devices(devices, COMPUTE_TIMEOUT)
+
+
+def compute_on_devices(devices: Sequence[str], timeout: float) -> Finding:
+    """Compute on each device, in a child process because one that hangs inside a driver cannot be interrupted."""
+    began = time.monotonic()
+    child = _start([sys.executable, "-c", _TEST_PROGRAM, *devices])
+    try:
+        output, errors = child.communicate(timeout=timeout)
+        reason = f"could not compute: {(errors.strip().splitlines() or ['no message'])[-1]}"
+    except subprocess.TimeoutExpired as expired:
+        output, reason = (expired.stdout or b"").decode(), f"did not answer within {timeout:g} s"
+    finally:
+        _kill(child)
+    if silent := [device for device in devices if device not in output.split()]:
+        return failed(f"{silent[0]} {reason}.")
+    return ok(f"{format_list(devices, 8)} computed in {time.monotonic() - began:.1f} s")
+
+
+@Check(
+    "bf16",
+    symptom="BF16/FP16 mixed precision; --dtype bf16",
+    why="Without hardware support bf16 is emulated, many times slower, or unavailable.",
+    fix="Use fp16 or fp32.",
+    per_machine=True,
+)
+def check_bf16(context: CheckContext) -> Finding:
+    """Check that every GPU supports bf16."""
+    gpus = context.own_gpus
+    if not gpus:
+        return skipped("no GPU; CPUs compute bf16 slowly")
+    without = [gpu for gpu in gpus if 0 < gpu.capability < _BF16_CAPABILITY]
+    if not without:
+        return ok(f"compute capability {min(gpu.capability for gpu in gpus):g}")
+    names = format_list([f"{gpu.index} ({gpu.name}, {gpu.capability:g})" for gpu in without])
+    fix = "No action needed: --use_amp trains in fp16 with loss scaling there."
+    if context.generate and context.generate.dtype == "bf16":
+        fix = "Give --dtype fp16."
+    elif context.train and context.train.use_amp and context.train.distributed.strategy not in ("auto", "ddp"):
+        strategy = context.train.distributed.strategy
+        return failed(
+            f"GPU {names} does not support bf16, and --strategy {strategy} has no loss scaling for fp16.",
+            fix="Use --strategy ddp, or leave --use_amp out.",
+        )
+    return warning(f"GPU {names} does not support bf16.", fix=fix)

@@ -1,0 +1,1 @@
+"""`muralist estimate`: time, cost, energy and scaling from a measured speed."""

@@ -1,0 +1,563 @@
+"""`muralist sweep`: the weights, guidance scale and guidance interval of a JiT with the best FID.
+
+Every combination generates a few images; the best one then generates the full count. sweep.json holds the scores: the
+same command resumes, and a command with more values adds to them.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import gc
+import io
+import json
+import logging
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from muralist.core.errors import UserError
+from muralist.core.formatting import format_duration
+from muralist.core.hardware import select_devices
+from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error
+from muralist.core.slurm import set_rank_environment
+from muralist.data.source import sample_files, short_hash
+from muralist.evaluate.command import measure, stats
+from muralist.evaluate.encoders import InceptionEncoder, file_sha256
+from muralist.evaluate.inception import find_weights, load_inception
+from muralist.evaluate.inputs import find_images, read_statistics
+from muralist.generate.command import INTERRUPTED, generate
+from muralist.generate.model_info import ModelInfo, inspect_model
+from muralist.generate.plan import SEED_STRIDE
+from muralist.models.jit_spec import UNCONDITIONAL
+from muralist.models.weights import WeightSet, has_single_weight_set, latest_checkpoint
+from muralist.settings import EvaluateSettings, GenerateSettings, StatsSettings, SweepSettings
+from muralist.tools.doctor.command import check_generation
+
+log = logging.getLogger("muralist")
+RESULTS = "sweep.json"
+_PROMPTS = "prompts.jsonl"
+_ROWS_WHILE_RUNNING = 10
+_TABLE_WIDTH = 118  # without a terminal
+
+
+class Combination(NamedTuple):
+    """Sampling settings to try; None where the model leaves no choice."""
+
+    weights: WeightSet | None
+    guidance_scale: float | None
+    guidance_interval: tuple[float, float] | None
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        parts: list[str] = [self.weights or "weights"]
+        if self.guidance_scale is not None:
+            parts.append(f"cfg{_format_number(self.guidance_scale)}")
+        if self.guidance_interval:
+            parts.append("-".join(map(_format_number, self.guidance_interval)))
+        return "_".join(parts)
+
+    @property
+    def generate_settings(self) -> dict[str, Any]:
+        """The settings of `muralist generate` that it fixes."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+    @property
+    def flags(self) -> str:
+        """The flags of `muralist generate` for it."""
+        words: list[str] = []
+        for name, value in self.generate_settings.items():
+            values = value if isinstance(value, tuple) else (value,)
+            words += [f"--{name}", *(word if isinstance(word, str) else _format_number(word) for word in values)]
+        return shlex.join(words)
+
+    @property
+    def sort_key(self) -> tuple[str, float, tuple[float, float]]:
+        """Its order in sweep.json."""
+        return self.weights or "", self.guidance_scale or 0.0, self.guidance_interval or (0.0, 0.0)
+
+
+def _format_number(value: float) -> str:
+    return f"{value:.12g}"
+
+
+def list_combinations(settings: SweepSettings, guided: bool, single_set: bool) -> tuple[list[Combination], list[str]]:
+    """Return the combinations to try, and notes for the log.
+
+    `guided`: the model has classes. `single_set`: it has one set of weights, without EMA.
+    """
+    notes = []
+    intervals = [_parse_interval(text) for text in settings.guidance_interval]
+    weights: Sequence[WeightSet | None] = settings.weights
+    if single_set:
+        weights = [None]
+        notes.append("The model has a single set of weights: there are no EMA weights to choose from.")
+    if not guided:
+        notes.append("The model is unconditional and cannot be guided: only its weights are compared.")
+        return [Combination(which, None, None) for which in dict.fromkeys(weights)], notes
+    candidates = [
+        Combination(which, scale, interval if scale != 1 else None)  # a scale of 1 is no guidance in any interval
+        for which, scale, interval in product(weights, settings.guidance_scale, intervals)
+    ]
+    found = list(dict.fromkeys(candidates))
+    if duplicates := len(candidates) - len(found):
+        notes.append(f"{duplicates} of {len(candidates)} combinations are duplicates and left out.")
+    return found, notes
+
+
+def _parse_interval(text: str) -> tuple[float, float]:
+    reason = "It is empty or outside 0 to 1."
+    try:
+        low, high = map(float, text.split(","))
+        if 0 <= low < high <= 1:
+            return low, high
+    except ValueError:
+        reason = "It is not two numbers with a comma between them."
+    raise UserError(
+        f"{text!r} is not an interval for --guidance_interval.",
+        reason,
+        "Write LOW,HIGH, for example 0.1,1 or 0,1 0.1,1.",
+    )
+
+
+def _equal_weights(checkpoint: Path, sets: Sequence[WeightSet]) -> dict[WeightSet, WeightSet]:
+    """Return weight sets that equal another one: early in training, both EMAs cover the same few steps."""
+    files = {which: checkpoint / f"{which}.safetensors" for which in sets}
+    equal: dict[WeightSet, WeightSet] = {}
+    for one, other in combinations([which for which, file in files.items() if file.is_file()], 2):
+        if one not in equal and other not in equal and filecmp.cmp(files[one], files[other], shallow=False):
+            equal[other] = one
+    return equal
+
+
+@dataclass(frozen=True)
+class SweepReference:
+    """The reference: a folder of images or an .npz file, and a digest of its content."""
+
+    path: Path
+    digest: str
+
+    @classmethod
+    def find(cls, path: Path, output: Path) -> SweepReference:
+        """Check the reference; generated images below `output` must not become part of it."""
+        if path.suffix == ".npz":
+            read_statistics(path)
+            return cls(path, file_sha256(path)[:16])
+        if output.absolute().is_relative_to(path.absolute()):
+            raise UserError(
+                f"{output} is inside {path}: generated images would become part of the reference.",
+                fix="Choose another --output_dir.",
+            )
+        files = find_images(path, "--reference")
+        names = "\n".join(file.relative_to(path).as_posix() for file in files)
+        return cls(path, short_hash(names, sample_files(len(files), files.__getitem__)))
+
+    def statistics(self, output: Path, inception: Path, gpu_ids: list[int]) -> Path:
+        """Return the .npz file with everything known about it, computed into `output` for a folder."""
+        if self.path.suffix == ".npz":
+            return self.path
+        file = output / f"reference-{self.digest}.npz"
+        if not file.is_file():
+            settings = StatsSettings(
+                source=str(self.path), output=str(file), inception_weights=str(inception), gpu_ids=gpu_ids
+            )
+            stats(settings)
+        return file
+
+    def moments(self, statistics: Path, output: Path) -> Path:
+        """Return an .npz file with mean and covariance alone.
+
+        Without features, an evaluation computes nothing but FID, and its interval is that of the generated images: the
+        reference is the same for all combinations and does not affect their order.
+        """
+        file = output / f"reference-{self.digest}-moments.npz"
+        if not file.is_file():
+            known = read_statistics(statistics)
+            if known.features is None:
+                return statistics
+            content = {"mu": known.moments.mean, "sigma": known.moments.covariance}
+            if known.count is not None:
+                content["number"] = np.asarray(known.count)
+            data = io.BytesIO()
+            np.savez(data, **content)  # type: ignore[arg-type]  # savez declares its flags among the arrays
+            atomic_write(file, data.getvalue())
+        return file
+
+
+@dataclass(frozen=True)
+class SweepScore:
+    """The FID of one combination."""
+
+    combination: Combination
+    fid: float
+    low: float
+    high: float
+    images: int
+    gpu_seconds: float
+    """Time of all GPUs together, without loading and interruptions."""
+
+    @classmethod
+    def from_report(cls, combination: Combination, report: dict[str, Any]) -> SweepScore:
+        """Read the score from an evaluation's report."""
+        fid = report["scores"]["fid"]
+        speeds = report["speed"].values()
+        seconds = sum(gpu["images"] / gpu["images_per_second"] for gpu in speeds if gpu["images_per_second"])
+        return cls(combination, fid["value"], fid["low"], fid["high"], report["images"]["count"], round(seconds, 1))
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> SweepScore:
+        """Read an entry of sweep.json."""
+        interval = content["guidance_interval"]
+        combination = Combination(
+            content["weights"], content["guidance_scale"], (interval[0], interval[1]) if interval else None
+        )
+        return cls(combination, *(content[name] for name in ("fid", "low", "high", "images", "gpu_seconds")))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of sweep.json."""
+        values = {name: getattr(self, name) for name in ("fid", "low", "high", "images", "gpu_seconds")}
+        return {"name": self.combination.name, **self.combination._asdict(), **values}
+
+
+@dataclass
+class SweepResults:
+    """The content of sweep.json."""
+
+    path: Path
+    model_path: str
+    settings: dict[str, Any]
+    """Everything besides the combination that affects the scores: sweeps with other settings are not comparable."""
+    scores: dict[Combination, SweepScore] = field(default_factory=dict)
+    full: SweepScore | None = None
+
+    @classmethod
+    def open(cls, path: Path, model_path: str, settings: dict[str, Any]) -> SweepResults:
+        """Read the results of an earlier command, and refuse those of other settings."""
+        results = cls(path, model_path, settings)
+        if not path.is_file():
+            return results
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            scores = [SweepScore.from_json(entry) for entry in content["combinations"]]
+            full = SweepScore.from_json(content["full"]) if content["full"] else None
+            earlier = dict(content["settings"])
+        except (ValueError, KeyError, TypeError, IndexError):
+            raise UserError(
+                f"{path} is damaged.",
+                fix="Delete it and run the same command: images and features are kept, scores are computed again.",
+            ) from None
+        if scores and earlier != settings:
+            names = [name for name in earlier | settings if settings.get(name) != earlier.get(name)]
+            changes = "; ".join(f"{name} {earlier.get(name)!s:.16} -> {settings.get(name)!s:.16}" for name in names)
+            raise UserError(
+                f"{path.parent} holds a sweep with other settings.",
+                f"Changed: {changes}. Its model was {content.get('model_path')}.",
+                "Run the command as before, or choose another --output_dir.",
+            )
+        if scores:
+            results.scores, results.full = {score.combination: score for score in scores}, full
+        return results
+
+    def ranked(self) -> list[SweepScore]:
+        """Return the scores, best first."""
+        return sorted(self.scores.values(), key=lambda score: (score.fid, score.combination.sort_key))
+
+    def write(self, finished: bool = False) -> None:
+        """Write sweep.json atomically; only a finished sweep has a winner."""
+        ranked = self.ranked()
+        winner = None
+        if finished:
+            tied = [score.combination.name for score in within_noise(ranked)]
+            winner = ranked[0].to_json() | {"flags": ranked[0].combination.flags, "within_noise": tied}
+        content = {
+            "model_path": self.model_path,
+            "settings": self.settings,
+            "winner": winner,
+            "full": self.full.to_json() if self.full else None,
+            "combinations": [s.to_json() for s in sorted(ranked, key=lambda score: score.combination.sort_key)],
+        }
+        try:
+            atomic_write_json(self.path, content)
+        except OSError as error:
+            raise disk_write_error(error, self.path) from None
+
+
+def within_noise(ranked: Sequence[SweepScore]) -> list[SweepScore]:
+    """Return the scores whose intervals overlap with that of the best one."""
+    best = ranked[0]
+    return [score for score in ranked[1:] if score.low <= best.high and best.low <= score.high]
+
+
+def results_table(ranked: Sequence[SweepScore], full: SweepScore | None = None, limit: int | None = None) -> Table:
+    """Return a table of the best scores; `full` is the best combination's score with the full count."""
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
+    for title in ("weights", "guidance", "interval"):
+        table.add_column(title)
+    for title in ("FID", "95%", "images", "GPU time"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    tied = within_noise(ranked)
+    for place, score in enumerate(ranked[:limit]):
+        table.add_row(*_cells(score), "best" if place == 0 else "within noise" if score in tied else "")
+    if full:
+        table.add_row(*_cells(full), "full count")
+    return table
+
+
+def _cells(score: SweepScore) -> list[str]:
+    weights, scale, interval = score.combination
+    return [
+        weights or "-",
+        "-" if scale is None else f"{scale:g}",
+        f"{interval[0]:g} to {interval[1]:g}" if interval else "-",
+        f"{score.fid:.2f}",
+        f"{score.low:.2f} to {score.high:.2f}",
+        f"{score.images:,}",
+        format_duration(score.gpu_seconds),
+    ]
+
+
+def conclusions(ranked: Sequence[SweepScore]) -> list[str]:
+    """Return sentences about the best score, its ties and the range of guidance scales."""
+    best, tied = ranked[0], within_noise(ranked)
+    lines = [f"Best of {len(ranked)}: {best.combination.name}, FID {best.fid:.2f} with {best.images:,} images."]
+    if tied:
+        others = f"{len(tied)} other{'s' if len(tied) > 1 else ''}"
+        lines.append(
+            f"It is within noise of {others}: the 95% intervals overlap. Raise --num_samples to separate them."
+        )
+    scales = {score.combination.guidance_scale or 1.0 for score in ranked}
+    scale = best.combination.guidance_scale or 1.0
+    if len(scales) > 1 and scale in (min(scales), max(scales)) and scale != 1:
+        which, where = ("highest", "higher") if scale == max(scales) else ("lowest", "lower")
+        lines.append(f"Its guidance scale is the {which} one tried: try {where} ones too, in the same folder.")
+    return lines
+
+
+class _Interrupted(Exception):
+    """Ctrl+C while images were generated; generate has printed its summary."""
+
+
+def sweep(settings: SweepSettings) -> int:
+    """Score every combination that has no score yet, then the full count of the best one."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    command = Sweep.prepare(settings)
+    try:
+        command.run()
+    except _Interrupted:
+        return INTERRUPTED
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise disk_write_error(error, Path(error.filename)) from None
+    return 0
+
+
+@dataclass
+class Sweep:
+    """One call of `muralist sweep`, checked before anything is generated."""
+
+    settings: SweepSettings
+    root: Path
+    checkpoint: Path
+    """Fixed at the start: a run may write newer checkpoints meanwhile."""
+    model: ModelInfo
+    combinations: list[Combination]
+    inception: InceptionEncoder
+    reference: SweepReference
+    results: SweepResults
+    console: Console
+    logged_warnings: set[str] = field(default_factory=set)
+
+    @classmethod
+    def prepare(cls, settings: SweepSettings) -> Sweep:
+        """Find all inputs; wrong settings are an error before anything is computed."""
+        set_rank_environment(os.environ)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(
+                "Under a launcher, every rank would run the complete sweep.",
+                fix="Run the command once, without srun or torchrun: it uses every GPU of the machine.",
+            )
+        select_devices(settings.gpu_ids)
+        root, checkpoint = Path(settings.output_dir), latest_checkpoint(Path(settings.model_path))
+        model = inspect_model(_generate_settings(settings, checkpoint))
+        if model.jit is None:
+            raise UserError(
+                f"{settings.model_path} is not a JiT model.",
+                "A sweep compares EMA weights and guidance of JiT models.",
+                "For other models, run `muralist generate` and `muralist evaluate`.",
+            )
+        guided = bool(model.description["label_names"])
+        tried, notes = list_combinations(settings, guided, has_single_weight_set(checkpoint))
+        for combination in {combination.weights: combination for combination in tried}.values():
+            inspect_model(_generate_settings(settings, checkpoint, combination))
+        for which, same in _equal_weights(checkpoint, settings.weights).items():
+            tried = [combination for combination in tried if combination.weights != which]
+            notes.append(f"{which} is left out: after so few steps it equals {same} bit for bit.")
+        weights, reason = find_weights(settings.inception_weights)
+        if weights is None:
+            raise UserError(reason)
+        load_inception(weights)
+        inception = InceptionEncoder.from_file(weights)
+        reference = SweepReference.find(Path(settings.reference).expanduser(), root)
+        identity = {name: model.identity[name] for name in ("model", "fingerprint")}
+        identity |= {name: getattr(settings, name) for name in ("num_inference_steps", "num_samples", "seed_start")}
+        identity |= {"reference": reference.digest, "inception": inception.sha256} | _last_step(settings)
+        results = SweepResults.open(root / RESULTS, str(checkpoint), identity)
+        for note in notes:
+            log.info("%s", note)
+        console = Console(width=None if Console().is_terminal else _TABLE_WIDTH, highlight=False)
+        return cls(settings, root, checkpoint, model, tried, inception, reference, results, console)
+
+    def run(self) -> None:
+        """Score all combinations, then the full count of the best one."""
+        log.info("%s", self._plan())
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.results.write()
+        self._write_prompts()
+        statistics = self.reference.statistics(self.root, self.inception.source, self.settings.gpu_ids)
+        self._score_all(self.reference.moments(statistics, self.root))
+        best = self.results.ranked()[0].combination
+        if self.results.full and self.results.full.combination != best:
+            self.results.full = None  # another combination was the best then
+        self.results.write(finished=True)
+        count, full = self.settings.full_samples, self.results.full
+        if count is not None and (full is None or full.images != count):
+            log.info("The full count of the best, %s.", best.name)
+            # With other seeds: FID on the seeds by which the best was selected would be biased downward.
+            seed_start = self.settings.seed_start + SEED_STRIDE
+            self.results.full = self._score(best, f"full-{count}", count, seed_start, statistics)
+            self.results.write(finished=True)
+        self._print_results(best)
+
+    def _plan(self) -> str:
+        """Return what is about to happen."""
+        settings, classes = self.settings, len(self.model.description["label_names"])
+        done = sum(combination in self.results.scores for combination in self.combinations)
+        evenly = f" evenly over {classes:,} classes" if classes else ""
+        full = f", then {settings.full_samples:,} of the best" if settings.full_samples else ""
+        already = f" Scored already: {done}." if done else ""
+        images = (len(self.combinations) - done) * settings.num_samples + (settings.full_samples or 0)
+        height, width = self.model.resolved["height"], self.model.resolved["width"]
+        size = images * (height * width * 3 + 4 * self.inception.width)
+        existing = next(folder for folder in (self.root.absolute(), *self.root.absolute().parents) if folder.is_dir())
+        return (
+            f"{len(self.combinations)} combination{'' if len(self.combinations) == 1 else 's'} for "
+            f"{self.model.identity['model']}, {settings.num_samples:,} images each{evenly}, "
+            f"{settings.num_inference_steps} steps{full}.{already} "
+            f"{self.root} may take up to {_format_size(size)}; "
+            f"{_format_size(shutil.disk_usage(existing).free)} are free."
+        )
+
+    def _write_prompts(self) -> None:
+        """Write the classes in turn: any number of leading rows is as balanced as possible."""
+        names = self.model.description["label_names"] or [UNCONDITIONAL]
+        # Table cells lose surrounding spaces; classes can be given by index too.
+        classes = [name if name == name.strip() else str(number) for number, name in enumerate(names)]
+        rows = max(self.settings.num_samples, self.settings.full_samples or 0)
+        lines = [json.dumps({"prompt": name}) + "\n" for name in classes]
+        atomic_write(self.root / _PROMPTS, "".join(lines[row % len(lines)] for row in range(rows)))
+
+    def _score_all(self, reference: Path) -> None:
+        remaining = [combination for combination in self.combinations if combination not in self.results.scores]
+        count, seed_start = self.settings.num_samples, self.settings.seed_start
+        started = time.monotonic()
+        for number, combination in enumerate(remaining, start=1):
+            log.info("Combination %d of %d: %s.", number, len(remaining), combination.name)
+            score = self._score(combination, f"small-{count}", count, seed_start, reference)
+            self.results.scores[combination] = score
+            self.results.write()
+            if left := len(remaining) - number:
+                self.console.print(results_table(self.results.ranked(), limit=_ROWS_WHILE_RUNNING))
+                seconds = (time.monotonic() - started) / number * left
+                log.info("%d left, about %s.", left, format_duration(seconds))
+
+    def _score(self, combination: Combination, folder: str, count: int, seed_start: int, reference: Path) -> SweepScore:
+        """Generate the missing images of a combination, and evaluate them."""
+        images = self.root / folder / combination.name
+        paths = {"prompts_csv": str(self.root / _PROMPTS), "output_dir": str(images)}
+        settings = _generate_settings(self.settings, self.checkpoint, combination)
+        settings = settings.model_copy(update=paths | {"num_samples": count, "seed_start": seed_start})
+        status = generate(settings, preflight=check_generation)
+        if status == INTERRUPTED:
+            raise _Interrupted
+        if status:
+            raise UserError(
+                f"Some of the {count:,} images of {combination.name} are missing.",
+                f"{images}/failed_prompts_gpu*.txt list the reasons. FID values of fewer images are not comparable.",
+                "Run the same command again to retry.",
+            )
+        report, _ = measure(
+            EvaluateSettings(
+                images=str(images),
+                output_dir=str(images / "evaluation"),
+                reference=str(reference),
+                inception_weights=str(self.inception.source),
+                gpu_ids=self.settings.gpu_ids,
+            )
+        )
+        if report["images"]["count"] != count:
+            raise UserError(
+                f"{images} holds {report['images']['count']:,} readable images instead of {count:,}.",
+                fix="Remove files that do not belong there, and run the same command again.",
+            )
+        for warning in report["warnings"]:
+            if warning not in self.logged_warnings:
+                self.logged_warnings.add(warning)
+                log.warning("%s", warning)
+        gc.collect()  # the next combination needs the GPU memory of Inception
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return SweepScore.from_report(combination, report)
+
+    def _print_results(self, best: Combination) -> None:
+        full = self.results.full if self.settings.full_samples else None
+        ranked = self.results.ranked()
+        self.console.print(results_table(ranked, full))
+        lines = conclusions(ranked)
+        if full:
+            lines.append(
+                f"With {full.images:,} other images its FID is {full.fid:.2f} ({full.low:.2f} to {full.high:.2f})."
+            )
+        last_step = "--official_last_step" if self.settings.official_last_step else ""
+        flags = ("--model_path", shlex.quote(str(self.checkpoint)), best.flags, last_step, "--num_inference_steps")
+        command = " ".join(filter(None, ("muralist generate", *flags, str(self.settings.num_inference_steps))))
+        lines.append(f"All scores are in {self.root / RESULTS}. To generate images with the best settings:")
+        lines.append(f"  {command} --prompts_csv TABLE --output_dir IMAGES")
+        print("\n".join(lines))
+
+
+def _generate_settings(
+    settings: SweepSettings, checkpoint: Path, combination: Combination | None = None
+) -> GenerateSettings:
+    """Return the settings of generate, without prompts and output."""
+    return GenerateSettings(
+        prompts_csv="",
+        output_dir="",
+        model_path=str(checkpoint),
+        gpu_ids=settings.gpu_ids,
+        num_inference_steps=settings.num_inference_steps,
+        **_last_step(settings),
+        **(combination.generate_settings if combination else {}),
+    )
+
+
+def _last_step(settings: SweepSettings) -> dict[str, Any]:
+    """Return the setting only where it is on: sweeps from before it existed do not record it."""
+    return {"official_last_step": True} if settings.official_last_step else {}
+
+
+def _format_size(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,208 @@
+"""The data of a run: training images, held-out images, and multi-resolution buckets."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from muralist.core.errors import UserError
+from muralist.core.run_dir import atomic_write
+from muralist.data.gpu_resident import fits_on_device, free_device_memory, image_bytes
+from muralist.data.latents import LatentSource
+from muralist.data.loader import num_loader_workers
+from muralist.data.sampler import (
+    BucketedSource,
+    Buckets,
+    BucketSampler,
+    Indices,
+    MeasurableSource,
+    SampleOrder,
+    ShuffledOrder,
+    Split,
+    bucket_sizes,
+    check_measurable,
+    default_step,
+    measure_shapes,
+    nearest_size,
+    split_held_out,
+)
+from muralist.data.source import Source, cache_in_memory, short_hash
+from muralist.data.sources.hydit_index import IndexSource
+from muralist.data.sources.registry import open_held_out, open_source
+from muralist.models.families import families_with, find_family
+from muralist.settings import TrainSettings
+from muralist.train.distributed import World
+
+_CAPTIONS_CHECKED = 32  # images
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Training images and held-out images of a run."""
+
+    source: Source
+    split: Split
+    held_out: Source | None
+    held_out_indices: np.ndarray
+    facts: dict[str, Any]
+    """Fingerprint and size, which checkpoints store to notice that the data changed."""
+    buckets: Buckets | None = None
+    """With --multireso: the size of each training image. Held-out images have one size, as in all other runs."""
+
+    def order(self, seed: int, total_batch: int) -> SampleOrder:
+        """The order of images: sample index to position."""
+        if self.buckets is None:
+            return ShuffledOrder(seed, self.split.training_size)
+        return BucketSampler.build(seed, self.buckets.of_image[self._trained_on], total_batch)
+
+    def bucket_lines(self, total_batch: int) -> list[str]:
+        """Lines of the run summary about the buckets."""
+        return self.buckets.summary(self._trained_on, total_batch) if self.buckets else []
+
+    @property
+    def largest(self) -> int:
+        """Index of an image of the largest size."""
+        return self.buckets.largest if self.buckets else 0
+
+    def bytes_on(
+        self, device: torch.device, settings: TrainSettings, steps: range, total_batch: int, ranks: int
+    ) -> int:
+        """Bytes of the training images if they are to be kept on each rank's device for these steps, else 0."""
+        if self.latents or self.buckets:
+            return 0
+        count = self.split.training_size
+        needed = image_bytes(count, settings.model.img_size)
+        full_epoch = len(steps) * total_batch >= ranks * count  # every rank reads each image once on average
+        return needed if fits_on_device(settings.data.cache, needed, free_device_memory(device), full_epoch) else 0
+
+    @property
+    def _trained_on(self) -> Indices:
+        return self.split.training_index(np.arange(self.split.training_size))
+
+    @property
+    def latents(self) -> LatentSource | None:
+        """The source, if it was encoded ahead of training."""
+        return self.source if isinstance(self.source, LatentSource) else None
+
+
+def open_data(settings: TrainSettings) -> TrainingData:
+    """Open the data set; val/loss uses its own validation split, or a fixed fraction of the images is held out."""
+    path, img_size = settings.data.path or "", settings.model.img_size
+    source = open_source(path, img_size, settings.data.caption, settings.data.cameras)
+    if settings.model.enable_condition and not source.label_names:
+        raise UserError(
+            f"--enable_condition needs labels, and {' '.join(settings.data.paths)} has none.",
+            "Several data sets have labels together only if their classes are the same."
+            if len(settings.data.paths) > 1
+            else "",
+            "Put the images into one sub-folder per class, or leave --enable_condition out.",
+        )
+    if isinstance(source, LatentSource):
+        _check_latents(source, settings)
+    size = min(len(source), settings.data.max_samples or len(source))
+    if settings.data.multireso:
+        check_measurable(source, " ".join(settings.data.paths))
+    else:
+        source = cache_in_memory(source, size, img_size, num_loader_workers(settings.data))
+    own = _open_own_held_out(settings) if settings.data.val_fraction > 0 else None
+    split = split_held_out(size, 0.0 if own else settings.data.val_fraction)
+    if not split.training_size:
+        raise UserError(
+            f"--val_fraction {settings.data.val_fraction:g} holds out all {size:,} images: none are left to train on.",
+            fix="Give a smaller one; 0 holds none out.",
+        )
+    held_out = own or (source if len(split.held_out) else None)
+    indices = split_held_out(len(own), 1.0).held_out if own else split.held_out
+    return TrainingData(
+        source, split, held_out, indices, {"fingerprint": source.fingerprint(), "samples": split.training_size}
+    )
+
+
+def has_captions(data: TrainingData) -> bool:
+    """Whether any of some evenly chosen training images has a caption; reading all may take hours."""
+    size = data.split.training_size
+    chosen = data.split.training_index(np.unique(np.linspace(0, size - 1, _CAPTIONS_CHECKED).astype(np.int64)))
+    if data.latents:
+        return any(caption.strip() for caption in data.latents.read_latents(chosen)[2])
+    for index in chosen:
+        try:
+            if data.source.read(int(index)).caption.strip():
+                return True
+        except UserError:
+            continue  # a broken image is reported when training reads it
+    return False
+
+
+def _open_own_held_out(settings: TrainSettings) -> Source | None:
+    try:
+        model, data = settings.model, settings.data
+        return open_held_out(data.path or "", model.img_size, model.enable_condition, data.caption, data.cameras)
+    except UserError as error:
+        fix = f"{error.fix} Or give --val_fraction 0 to train without held-out images.".strip()
+        raise UserError(error.what, error.why, fix) from None
+
+
+def with_buckets(data: TrainingData, settings: TrainSettings, world: World, cache: Path) -> TrainingData:
+    """Assign each image to a size bucket, by its shape or as a multi-resolution index says.
+
+    The main process measures the shapes and writes them into the file `cache`, for the other ranks and the next start.
+    """
+    source, count, (base, _) = data.source, data.split.source_size, settings.model.size
+    assert isinstance(source, MeasurableSource), "checked by open_data"
+    if isinstance(source, IndexSource) and source.groups:
+        buckets = Buckets.of_index(source, count)
+    else:
+        sizes = bucket_sizes(base, settings.data.reso_step or default_step(base))
+        shapes = _shared_shapes(source, count, world, cache, data.facts["fingerprint"])
+        buckets = Buckets.assign(sizes, nearest_size(shapes, sizes))
+    divided = cache_in_memory(BucketedSource(source, buckets), count, base, num_loader_workers(settings.data))
+    facts = data.facts | {"buckets": short_hash(*map(str, buckets.sizes), buckets.of_image)}
+    return replace(data, source=divided, buckets=buckets, facts=facts)
+
+
+def _shared_shapes(source: MeasurableSource, count: int, world: World, cache: Path, fingerprint: str) -> np.ndarray:
+    if world.is_main:
+        if (shapes := _read_shapes(cache, count, fingerprint)) is None:
+            shapes = measure_shapes(source, count, meanwhile=lambda: world.all_reduce_max(1))
+            file = io.BytesIO()
+            np.savez_compressed(file, shapes=shapes, fingerprint=fingerprint)
+            atomic_write(cache, file.getvalue())
+        world.all_reduce_max(0)
+        return shapes
+    while world.all_reduce_max(0):
+        pass  # the main process takes part regularly: one long wait could exceed the timeout
+    shapes = _read_shapes(cache, count, fingerprint)
+    return measure_shapes(source, count) if shapes is None else shapes  # the folder is not shared with the main process
+
+
+def _read_shapes(cache: Path, count: int, fingerprint: str) -> np.ndarray | None:
+    """Read the shapes that an earlier start measured, if the data are still the same."""
+    try:
+        with np.load(cache, allow_pickle=False) as file:
+            shapes, found = file["shapes"], str(file["fingerprint"])
+    except Exception:  # damaged files make NumPy, zipfile and zlib raise almost anything; the images are measured again
+        return None
+    plausible = shapes.shape == (count, 2) and shapes.dtype == np.int32 and (shapes > 0).all()
+    return shapes if found == fingerprint and plausible else None
+
+
+def _check_latents(source: LatentSource, settings: TrainSettings) -> None:
+    family = find_family(settings.model.name)
+    folder = family.folder(settings)
+    if not family.supports_latents or folder is None:
+        raise UserError(
+            f"{source.folder} holds latents, and {settings.model.name} is trained on pixels.",
+            fix=f"Pack the data set without --encode, or train --model {families_with('supports_latents')}.",
+        )
+    if settings.data.cache == "device":
+        raise UserError(
+            f"--cache device is for images, and {source.folder} holds latents.", fix="Leave --cache device out."
+        )
+    from muralist.models.hunyuan_dit import check_encoder_fingerprints
+
+    check_encoder_fingerprints(source, folder, settings.data.random_flip)

@@ -1,0 +1,268 @@
+"""Data parallelism: full weights in every process (DDP), or weights, gradients and optimizer state sharded (FSDP2).
+
+A checkpoint is the same for all strategies (ZeRO is in deepspeed_zero.py): a run can be resumed under any of them, on
+any number of processes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from muralist.core.rng import SampleKeys
+from muralist.models.spec import Encoded, ModelSpec
+from muralist.train import checkpoint
+from muralist.train.distributed import World
+from muralist.train.memory import state_bytes
+from muralist.train.optim import EMA, SwappedWeights, optimizer_tensors
+
+
+class LossWrapper(nn.Module):
+    """A module whose forward is the loss, so that DDP and torch.compile see the complete step."""
+
+    def __init__(self, spec: ModelSpec, network: nn.Module, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.spec, self.network, self.autocast = spec, network, autocast
+
+    def forward(self, encoded: Encoded, seed: int, sample_indices: Tensor) -> Tensor:
+        """Compute the loss of each sample, [B]."""
+        with torch.autocast(sample_indices.device.type, self.autocast, enabled=self.autocast is not None):
+            return self.spec.loss(self.network, encoded, SampleKeys(seed, sample_indices))
+
+
+class Snapshot(NamedTuple):
+    """Tensors of a checkpoint: sets of weights by name, and the optimizer's state."""
+
+    weights: dict[str, dict[str, Tensor]]
+    state: dict[str, Tensor]
+
+
+class DataParallel:
+    """Every process holds everything and gradients are averaged (DDP); or there is one process."""
+
+    is_sharded = False  # then a forward pass needs all processes, and none may run one alone
+    layout = "full copy on each GPU"
+    main_saves_alone = True  # whether the main process needs no other process for a checkpoint
+    checkpoint_mesh: DeviceMesh | None = None  # the processes that write checkpoints together; None: the main one alone
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.module: nn.Module = nn.Identity()
+
+    def memory(self, trained: int, frozen: int) -> float:
+        """Bytes of weights, gradients, optimizer state and EMA weights in each process."""
+        return state_bytes(self.world.strategy, trained, frozen, self.world.size)
+
+    def to_device(self, network: nn.Module, compiled: bool) -> None:
+        """Bring a network from host memory to where it is trained."""
+        network.to(self.world.device)
+
+    def wrap(
+        self, module: LossWrapper, optimizer: torch.optim.Optimizer, compiled: bool, cuda_graphs: bool
+    ) -> nn.Module:
+        """Prepare the module whose forward is the loss."""
+        if compiled:
+            module.compile(mode="reduce-overhead" if cuda_graphs else None)
+        self.module = module
+        if self.world.size > 1:
+            self.module = ddp = self.world.accelerator.prepare_model(module)
+            if module.autocast is torch.bfloat16:
+                # Most gradients come from bf16 GEMMs; half the bytes overlap with the backward pass sooner.
+                assert isinstance(ddp, DistributedDataParallel)
+                ddp.register_comm_hook(None, lambda _, bucket: _all_reduce_bf16(bucket))
+                self.layout = f"{DataParallel.layout}, gradients all-reduced in bf16"
+        return self.module
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
+        """Surround forward and backward of one micro-batch; gradients are all-reduced in the last one of a step."""
+        return nullcontext() if last or self.world.size == 1 else self.world.accelerator.no_sync(self.module)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients."""
+        loss.backward()
+
+    def optimizer_step(
+        self,
+        network: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
+        max_grad_norm: float | None,
+        skip_non_finite: bool = False,
+        fused_step: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """Clip the gradients, update the weights, reset the gradients; returns the norm before clipping.
+
+        The norm is that of all processes, so they agree whether to skip. A `fused_step` replaces the optimizer's own.
+        """
+        scaler.unscale_(optimizer)
+        parameters = [parameter for parameter in network.parameters() if parameter.grad is not None]
+        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], foreach=True)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        # isfinite waits for the device, so it is asked only where steps may be skipped.
+        if skip_non_finite and not scaler.is_enabled() and not torch.isfinite(norm):
+            optimizer.zero_grad(set_to_none=True)
+            return norm
+        if max_grad_norm is not None:
+            clip_grads_with_norm_(parameters, max_grad_norm, norm, foreach=True)
+        if fused_step:
+            fused_step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def trained_weights(self, network: nn.Module) -> dict[str, Tensor]:
+        """The trained weights, or this process's shards of them."""
+        return {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+
+    def load_emas(self, emas: list[EMA], states: list[dict[str, Tensor]]) -> None:
+        """Load full EMA weights."""
+        for ema, state in zip(emas, states, strict=True):
+            for name, value in ema.items():
+                value.copy_(_shard_like(value, state[name]))
+
+    def load_optimizer(self, path: Path, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Load the optimizer state of a checkpoint, however many processes wrote it."""
+        checkpoint.read_state(path, optimizer_tensors(network, optimizer), sharded=self.is_sharded)
+
+    def snapshot(
+        self, spec: ModelSpec, network: nn.Module, optimizer: torch.optim.Optimizer, emas: list[EMA]
+    ) -> Snapshot | None:
+        """The tensors of a checkpoint; None where this process has nothing to write."""
+        if not self.world.is_main and self.checkpoint_mesh is None:
+            return None
+        weights = {"model": {name: value for name, value in network.state_dict().items() if spec.is_saved(name)}}
+        for number, ema in enumerate(emas, start=1):
+            weights[f"ema{number}"] = weights["model"] | dict(ema.items())
+        return Snapshot(weights, optimizer_tensors(network, optimizer))
+
+    def inference_network(self, spec: ModelSpec, network: nn.Module, ema: EMA) -> nn.Module | None:
+        """A network with EMA weights that this process can run alone; None where it does not fit into memory."""
+        return SwappedWeights(network, dict(ema.items()))
+
+
+class FullySharded(DataParallel):
+    """FSDP2: every process holds a shard of everything and gathers the weights of one block at a time."""
+
+    is_sharded = True
+    layout = "sharded over the GPUs (FSDP2)"
+    main_saves_alone = False
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.mesh = init_device_mesh(world.device.type, (world.size,))
+        # A group of its own: checkpoints are written in a thread, beside the collectives of training.
+        self.checkpoint_mesh = DeviceMesh.from_group(dist.new_group(backend="gloo", timeout=world.timeout), "cpu")
+
+    def to_device(self, network: nn.Module, compiled: bool) -> None:
+        """Shard every block, then the rest; each moves as it is sharded, so the full network is never on the device."""
+        # The warning is about outputs changed in place; the loss changes none.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        for module in blocks(network):
+            if compiled:
+                module.compile()  # block by block: the all-gathers between them cannot be compiled
+            fully_shard(module, mesh=self.mesh)
+        fully_shard(network, mesh=self.mesh)
+
+    def wrap(
+        self, module: LossWrapper, optimizer: torch.optim.Optimizer, compiled: bool, cuda_graphs: bool
+    ) -> nn.Module:
+        """Compile what is around the blocks; the network has its hooks already."""
+        if compiled:
+            module.compile()
+        return module
+
+    def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
+        """Reduce-scatter in every micro-batch: full gradients until the last would cost the memory that was saved."""
+        return nullcontext()
+
+    def inference_network(self, spec: ModelSpec, network: nn.Module, ema: EMA) -> nn.Module | None:
+        """Gather a full copy of the EMA weights."""
+        return gather_network(self.world, spec, network.state_dict() | dict(ema.items()))
+
+
+def build_strategy(world: World) -> DataParallel:
+    """Build the strategy that the process group was started for."""
+    if world.strategy == "fsdp2":
+        return FullySharded(world)
+    if world.strategy in ("zero2", "zero3"):
+        from muralist.train.deepspeed_zero import DeepSpeedZero
+
+        return DeepSpeedZero(world, stage=int(world.strategy[-1]))
+    return DataParallel(world)
+
+
+def blocks(network: nn.Module) -> list[nn.Module]:
+    """The modules that are gathered, and compiled, as one: `_no_split_modules` as in transformers."""
+    names = set(getattr(network, "_no_split_modules", None) or ())
+    return [module for module in network.modules() if type(module).__name__ in names]
+
+
+def gather_network(world: World, spec: ModelSpec, weights: Mapping[str, Tensor]) -> nn.Module | None:
+    """Build a full network from sharded weights; a collective, and either all processes get one or none does."""
+    needed = sum(value.numel() * value.element_size() for value in weights.values())
+    # With a margin: a process that ran out of memory while gathering would leave the others waiting.
+    if not world.all_reduce_min(1.2 * needed < _free_memory(world.device)):
+        return None
+    network = spec.meta_model()
+    shapes = {name: value.shape for name, value in network.state_dict().items()}
+    network.load_state_dict(
+        {name: full_tensor(value).view(shapes[name]) for name, value in weights.items()}, assign=True
+    )
+    return network
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1 << 62  # host memory: the network was built there
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor; others are returned as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _shard_like(pattern: Tensor, tensor: Tensor) -> Tensor:
+    if not isinstance(pattern, DTensor):
+        return tensor
+    # Every process has read the same file and keeps its shard: nothing is sent.
+    tensor = tensor.to(pattern.device)
+    return distribute_tensor(tensor, pattern.device_mesh, pattern.placements, src_data_rank=None)
+
+
+def _all_reduce_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket of gradients in bf16; torch's own hook of this kind needs a GPU."""
+    buffer = bucket.buffer()
+    compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(compressed, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda summed: buffer.copy_(summed.value()[0]))
+
+
+def compile_each_size(count: int) -> None:
+    """Make torch.compile build one static graph for each of so many image sizes.
+
+    By default it builds one for the first size it meets and a dynamic, slower one for all others: results would then
+    depend on the step at which the run was started.
+    """
+    from torch._dynamo import config
+
+    config.automatic_dynamic_shapes = False
+    config.recompile_limit = max(config.recompile_limit, 8 * count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 64 * count)

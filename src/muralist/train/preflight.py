@@ -1,0 +1,193 @@
+"""Checks of settings before anything heavy is loaded, and the summary of a run before it starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from muralist.core.errors import UserError
+from muralist.core.formatting import format_bytes, format_duration
+from muralist.models.families import families_with, find_family
+from muralist.settings import ModelSettings, Strategy, TrainSettings
+from muralist.train.memory import BYTES_ON_DISK
+from muralist.train.schedule import TrainingClock, rates_by_gpus
+
+if TYPE_CHECKING:
+    import torch
+
+    from muralist.train.dataset import TrainingData
+    from muralist.train.step import TrainState
+
+
+SMALL_BATCH = 256
+NO_CAPTIONS = (
+    "None of the images that were checked has a caption: the model will learn images, but not to follow a prompt. "
+    "Set --data.caption to the name of a column or to a text such as 'A photo of {label}', or write the caption of "
+    "image.jpg into image.txt beside it."
+)
+
+
+def check_settings(settings: TrainSettings) -> None:
+    """Refuse settings that cannot work together."""
+    check_model_settings(settings.model)
+    if not settings.data.path:
+        raise UserError(
+            "No data set was given.", fix="Give --data_path FOLDER, or --data_path driving_world for the embedded set."
+        )
+    _check_multireso(settings)
+    if settings.data.global_batch_size and settings.optim.gradient_accumulation_steps > 1:
+        raise UserError(
+            "--global_batch_size and --gradient_accumulation_steps cannot both be given.",
+            fix="With a total batch, accumulation is derived: leave --gradient_accumulation_steps out.",
+        )
+    check_strategy(settings, settings.distributed.strategy)
+    check_precision(settings, settings.distributed.strategy)
+    low, high = settings.samples.interval
+    if low >= high:
+        raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
+
+
+def check_model_settings(model: ModelSettings) -> None:
+    """Refuse a model that does not exist, is incomplete, or cannot be trained like this."""
+    if model.training_parts == "lora":
+        _check_lora(model)
+    find_family(model.name).check(model)
+
+
+def check_strategy(settings: TrainSettings, strategy: Strategy, autocast: torch.dtype | None = None) -> None:
+    """Refuse what a strategy does not support; what `auto` means is known only in a process of the run."""
+    if settings.optim.non_finite == "skip" and strategy in ("zero2", "zero3"):
+        raise UserError(
+            f"--non_finite skip is not supported with --strategy {strategy}: DeepSpeed updates the weights by itself.",
+            fix="Use --strategy fsdp2 or ddp, or leave --non_finite skip out.",
+        )
+    if str(autocast) == "torch.float16" and strategy != "ddp":
+        raise UserError(
+            f"--use_amp with --strategy {strategy} needs GPUs that support bf16.",
+            "These GPUs do not, and loss scaling for fp16 is implemented for ddp only.",
+            "Use --strategy ddp, or leave --use_amp out.",
+        )
+
+
+def check_precision(settings: TrainSettings, strategy: Strategy, device: torch.device | None = None) -> None:
+    """Refuse FP8 for models, strategies and, once it is known, devices without support for it."""
+    if settings.precision != "fp8":
+        return
+    if not find_family(settings.model.name).supports_fp8:
+        raise UserError(
+            f"{settings.model.name} cannot be trained with --precision fp8.",
+            f"FP8 training supports {families_with('supports_fp8')}.",
+            "Use --use_amp, which is bf16.",
+        )
+    if strategy in ("zero2", "zero3"):
+        raise UserError(
+            f"--precision fp8 is not supported with --strategy {strategy}.",
+            "FP8 matmuls were never tested with weights that DeepSpeed gathers.",
+            "Use --strategy fsdp2 or ddp, or leave --precision fp8 out.",
+        )
+    if device is None:
+        return
+    from muralist.kernels.fp8 import has_fp8, why_no_fp8
+
+    if not has_fp8(device):
+        raise UserError(
+            "--precision fp8 needs a GPU with FP8 matmuls: compute capability 8.9 or later (Ada, Hopper, Blackwell).",
+            why_no_fp8(device),
+            "Use --use_amp, which is bf16, or leave both out.",
+        )
+
+
+def _check_multireso(settings: TrainSettings) -> None:
+    data, img_size = settings.data, settings.model.img_size
+    if not data.multireso:
+        if data.reso_step:
+            raise UserError(
+                "--reso_step has no effect without --multireso.", fix="Give both, or leave --reso_step out."
+            )
+        return
+    family = find_family(settings.model.name)
+    if family.square_only:
+        raise UserError(
+            f"{settings.model.name} makes square images only.",
+            "--multireso trains images of several shapes.",
+            "Leave --multireso out.",
+        )
+    if data.cache == "device":
+        raise UserError(
+            "--cache device needs images of one size.",
+            "With --multireso they have several.",
+            "Leave --cache device out.",
+        )
+    if isinstance(img_size, tuple):
+        raise UserError(
+            f"--multireso starts from a square, not from {img_size[0]} x {img_size[1]}.",
+            "All sizes of --multireso have about the area of this square.",
+            "Give one number as --img_size.",
+        )
+    token = family.pixels_per_token
+    if data.reso_step and (data.reso_step % token or data.reso_step > max(token, img_size // 2)):
+        raise UserError(
+            f"--reso_step {data.reso_step} does not fit images of {img_size} pixels.",
+            fix=f"Give a multiple of {token} that is at most half of --img_size.",
+        )
+
+
+def _check_lora(model: ModelSettings) -> None:
+    if not find_family(model.name).supports_lora:
+        raise UserError(
+            f"{model.name} cannot be trained by LoRA.",
+            f"LoRA supports {families_with('supports_lora')}.",
+            "Leave --training_parts out.",
+        )
+    if not model.lora_targets:
+        raise UserError("--lora_targets is empty.", fix="Name the layers for LoRA, or leave --lora_targets out.")
+    from muralist.models.lora import require_peft
+
+    require_peft()
+
+
+def check_length(clock: TrainingClock) -> None:
+    """Refuse a run without a step."""
+    if clock.last_step < 1:
+        raise UserError(
+            f"{clock.epochs} epochs of {clock.samples:,} images are less than one batch of {clock.total_batch}.",
+            fix="Lower --batch_size, raise --epochs, or add data.",
+        )
+
+
+def run_summary(
+    settings: TrainSettings,
+    state: TrainState,
+    clock: TrainingClock,
+    data: TrainingData,
+    gpu_bytes: int,
+    min_seconds: float,
+) -> list[str]:
+    """Lines for a person to check before a run starts; `gpu_bytes` is the size of a GPU-resident dataset, else 0."""
+    optim, plan, rate = settings.optim, state.plan, state.rate
+    trained, frozen = state.num_trained, state.num_unsaved
+    memory = state.strategy.memory(trained, frozen)
+    stop = min(clock.last_step, settings.max_steps or clock.last_step)
+    lines = [
+        f"model      {state.spec.summary()}, {trained / 1e6:.1f}M "
+        + (f"of {(trained + frozen) / 1e6:.1f}M parameters trained" if frozen else "parameters"),
+        f"data       {' '.join(settings.data.paths)}: {clock.samples:,} images to train on, "
+        f"{len(data.held_out_indices):,} held out"
+        + (f"; training images are kept on the device ({format_bytes(gpu_bytes)})" if gpu_bytes else ""),
+        *data.bucket_lines(plan.total),
+        f"batch      {plan}",
+        f"length     {clock.epochs} epochs x {clock.samples / clock.total_batch:,.1f} steps/epoch = "
+        f"{clock.last_step:,} steps" + (f", stopping after {stop:,}" if stop < clock.last_step else ""),
+        f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}",
+        f"memory     {memory / 1e9:.2f} GB per GPU for weights, gradients, optimizer and EMA "
+        f"({state.strategy.layout}), plus activations; {BYTES_ON_DISK * trained / 1e9:.2f} GB of disk per checkpoint",
+        f"time       at least {format_duration(min_seconds)} (at the measured matmul rate); an estimate follows",
+    ]
+    rule = "linear" if optim.blr is not None else optim.lr_rule
+    if rule != "none":
+        lines.append(f"rule       {rule} with the total batch: {rates_by_gpus(rate, rule, plan)} GPUs")
+        if clock.total_batch < SMALL_BATCH:
+            lines.append(
+                f"note       the total batch is under {SMALL_BATCH}: try the unscaled learning rate first, or a longer "
+                "--warmup_steps"
+            )
+    return lines

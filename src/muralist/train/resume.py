@@ -1,0 +1,159 @@
+"""Where a run starts: at its last checkpoint, at a named one, at the weights of another run, or from scratch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from muralist.core.errors import UserError
+from muralist.core.run_dir import RunDir, atomic_write
+from muralist.models.weights import read_weights
+from muralist.settings import TrainSettings
+from muralist.settings.load import flatten, identity, read_yaml, to_yaml
+from muralist.train.checkpoint import Checkpoint, list_checkpoints, newest_intact, read_manifest
+from muralist.train.distributed import World
+
+log = logging.getLogger("muralist")
+
+
+class SettingsMismatch(UserError):
+    """The run folder holds a run with other settings."""
+
+
+def claim(run: RunDir, settings: TrainSettings) -> None:
+    """Write the run's settings; a folder that holds a run with other settings is refused with the difference."""
+    check_same_settings(run, settings)
+    atomic_write(run.config, to_yaml(settings))
+
+
+def check_same_settings(run: RunDir, settings: TrainSettings) -> None:
+    """Refuse a folder that holds a run with other settings."""
+    if not (run.config.exists() and list_checkpoints(run.checkpoints)):
+        return
+    before = read_yaml(TrainSettings, run.config)
+    there, here = identity(before), identity(settings)
+    was, now = flatten(before), flatten(settings)
+    different = [
+        f"{path}: {was[path]!r} there, {now[path]!r} here"
+        for path in sorted(there | here)
+        if there.get(path) != here.get(path)
+    ]
+    if different:
+        raise SettingsMismatch(
+            f"The run {run.root} was started with other settings: {'; '.join(different)}.",
+            fix="Give another --run_name, or the settings it was started with.",
+        )
+
+
+def find_checkpoint(run: RunDir, resume: str, model: dict[str, Any], data: dict[str, Any]) -> Checkpoint | None:
+    """The intact checkpoint to resume from, of the same model and data; None to start at step 0."""
+    found = _find_checkpoint(run, resume)
+    if found:
+        _check_same_model(found, model)
+        _check_same_data(found.manifest["data"], data)
+    return found
+
+
+def _find_checkpoint(run: RunDir, resume: str) -> Checkpoint | None:
+    if resume == "auto":
+        return newest_intact(run.checkpoints)
+    if resume == "none":
+        if existing := list_checkpoints(run.checkpoints):
+            raise UserError(
+                f"--resume none would start over a run that has {len(existing)} checkpoints, the last {existing[-1]}.",
+                fix="Give another --run_name, or delete the folder yourself.",
+            )
+        return None
+    path = Path(resume)
+    if (path / "checkpoints").is_dir():
+        return _newest_of_run(path)
+    return Checkpoint(path, read_manifest(path))
+
+
+def _newest_of_run(root: Path) -> Checkpoint:
+    found = newest_intact(root / "checkpoints")
+    if found is None:
+        raise UserError(f"The run {root} has no checkpoint to start from.")
+    return found
+
+
+def _check_same_model(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
+    then = checkpoint.manifest["model"]
+    different = [
+        f"{key}: {then.get(key)!r} there, {now[key]!r} here"
+        for key in now
+        if key != "folder" and then.get(key) != now[key]  # a folder may move; its content has a key of its own
+    ]
+    if different:
+        raise UserError(
+            f"The checkpoint {checkpoint.path} is of another model: {'; '.join(different)}.",
+            fix="Give the settings it was trained with, or start a new run with --init_from.",
+        )
+
+
+def _check_same_data(then: dict[str, Any], now: dict[str, Any]) -> None:
+    if then != now:
+        how = "with other names or contents" if then["samples"] == now["samples"] else "another number"
+        raise UserError(
+            f"The data changed since this run started: {then['samples']:,} training images then, {now['samples']:,} "
+            f"now ({how}).",
+            "Resuming would train on the images in another order.",
+            "Restore the data, or start a new run with --run_name and --init_from.",
+        )
+
+
+def check_ranks_agree(world: World, checkpoint: Checkpoint | None, data: dict[str, Any], total_batch: int) -> None:
+    """Refuse to train where processes found different checkpoints or data, as on a file system that lags behind."""
+    step, name = (checkpoint.step, checkpoint.path.name) if checkpoint else (0, "")
+    digest = zlib.crc32(json.dumps([step, name, data, total_batch], sort_keys=True).encode())
+    if world.all_reduce_min(digest) != world.all_reduce_max(digest):
+        raise UserError(
+            "The processes do not see the same checkpoint and data.",
+            f"Rank {world.rank} would start at step {step} ({name or 'from scratch'}) with {data['samples']:,} images.",
+            "Check that all machines share the results folder and have the same data, then run the same command again.",
+        )
+
+
+def find_initial_weights(settings: TrainSettings) -> tuple[dict[str, Tensor], str] | None:
+    """The weights that a new run starts from (--init_from), with their origin, or None."""
+    init_from = settings.checkpoint.init_from
+    if init_from == "default":
+        init_from = "auto" if settings.model.enable_condition else "none"
+    if init_from == "none":
+        return None
+    if init_from == "auto":
+        path = _newest_unconditional(settings)
+        if path is None:
+            log.info("No unconditional run of %s at %d px under %s: starting from scratch.",
+                     settings.model.name, settings.model.img_size, settings.results_dir)  # fmt: skip
+            return None
+    else:
+        path = Path(init_from)
+        path = _newest_of_run(path).path if (path / "checkpoints").is_dir() else path
+    return read_weights(path, "ema1"), str(path)
+
+
+def _newest_unconditional(settings: TrainSettings) -> Path | None:
+    """The newest intact checkpoint of an unconditional run; files are hashed only where the manifest matches."""
+    model = (settings.model.name, settings.model.img_size)
+    matching: list[tuple[float, Path]] = []
+    for manifest in Path(settings.results_dir).glob("*/checkpoints/step_*/manifest.json"):
+        try:
+            content = json.loads(manifest.read_text())
+            found = content["model"]
+            if (found["model"], found["img_size"]) == model and not found["label_names"]:
+                matching.append((content["written"], manifest.parent))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged; reported when its own run is resumed
+    for _, path in sorted(matching, reverse=True):
+        try:
+            read_manifest(path)
+            return path
+        except UserError as error:
+            log.warning("%s Skipping it.", error)
+    return None

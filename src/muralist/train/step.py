@@ -1,0 +1,238 @@
+"""The training state and one optimizer step: forward and backward over micro-batches, AdamW, EMA."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterable, Iterator
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from muralist.core.errors import UserError
+from muralist.core.rng import SampleKeys
+from muralist.data.loader import Batch, held_out_batches
+from muralist.models.spec import ModelSpec
+from muralist.settings import TrainSettings
+from muralist.train.checkpoint import Checkpoint, read_saved_weights
+from muralist.train.optim import EMA, build_optimizer, optimizer_tensors
+from muralist.train.parallel import DataParallel, LossWrapper, Snapshot
+from muralist.train.schedule import BatchPlan, LearningRate
+
+if TYPE_CHECKING:
+    from muralist.kernels.fused_adamw_ema import FusedAdamWEma
+    from muralist.train.dataset import TrainingData
+    from muralist.train.watchdog import Watchdog
+
+log = logging.getLogger("muralist")
+VALIDATION_SEED = 0  # not the run's own: val/loss is comparable between runs
+
+
+class StepResult(NamedTuple):
+    """Metrics of a step, still on the device: reading them would wait for the device."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    learning_rate: float
+
+
+def autocast_dtype(use_amp: bool, device: torch.device) -> torch.dtype | None:
+    """bf16 where the hardware has it, else fp16; None without mixed precision."""
+    if not use_amp:
+        return None
+    return torch.float16 if device.type == "cuda" and not torch.cuda.is_bf16_supported() else torch.bfloat16
+
+
+class TrainState:
+    """Network, optimizer, EMA weights, loss scale and images seen: what a step changes and a checkpoint stores."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        spec: ModelSpec,
+        network: nn.Module,
+        strategy: DataParallel,
+        plan: BatchPlan,
+        rate: LearningRate,
+        autocast: torch.dtype | None,
+        compiled: bool,
+        cuda_graphs: bool = False,
+    ) -> None:
+        """Move the network to its device and wrap it; `cuda_graphs` replays the compiled step as one CUDA graph."""
+        optim, micro_batch = settings.optim, settings.data.micro_batch_size
+        self.spec, self.network, self.strategy, self.plan, self.rate = spec, network, strategy, plan, rate
+        self.autocast, self.compiled, self.world, self.seed = autocast, compiled, strategy.world, settings.seed
+        self.max_grad_norm, self.skip_non_finite = optim.max_grad_norm, optim.non_finite == "skip"
+        self.micro_batch = plan.batch_size if micro_batch == "auto" else micro_batch
+        self.cuda_graphs = cuda_graphs and plan.accumulation_steps == 1 and self.micro_batch >= plan.batch_size
+        self.images = 0
+        # Counted before weights are sharded: ZeRO-3 leaves empty parameters behind.
+        self.num_trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
+        self.num_unsaved = sum(p.numel() for name, p in network.named_parameters() if not spec.is_saved(name))
+
+        strategy.to_device(network, compiled)
+        self.optimizer = build_optimizer(network, optim)
+        self.loss = LossWrapper(spec, network, autocast)
+        self.module = strategy.wrap(self.loss, self.optimizer, compiled, self.cuda_graphs)
+        self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=autocast is torch.float16)
+        trained = strategy.trained_weights(network)
+        self.emas = [EMA(trained, half_life) for half_life in (optim.ema1_half_life, optim.ema2_half_life)]
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Load EMA weights, optimizer, loss scale and images seen; the network has its weights already."""
+        emas = [read_saved_weights(checkpoint.path, name, self.network, self.spec) for name in ("ema1", "ema2")]
+        self.strategy.load_emas(self.emas, emas)
+        self.strategy.load_optimizer(checkpoint.path, self.network, self.optimizer)
+        self.scaler.load_state_dict(checkpoint.manifest["loss_scale"])
+        self.images = checkpoint.step * self.plan.total
+
+    def snapshot(self) -> Snapshot | None:
+        """The tensors of a checkpoint; None where this process has nothing to write."""
+        return self.strategy.snapshot(self.spec, self.network, self.optimizer, self.emas)
+
+    def inference_network(self) -> nn.Module | None:
+        """A network with the first EMA's weights that this process can run alone; None where it does not fit."""
+        return self.strategy.inference_network(self.spec, self.network, self.emas[0])
+
+    def step(self, batches: Iterable[Batch]) -> StepResult:
+        """Train on this rank's batches of the next global batch."""
+        learning_rate = self.rate.at(self.images)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss = self._backward(batches)
+        fused_step = None
+        if self.fused_adamw_ema:
+            lerp_weights = [ema.lerp_weight(self.images, self.plan.total) for ema in self.emas]
+            fused_step = partial(self.fused_adamw_ema.step, lerp_weights)
+        grad_norm = self.strategy.optimizer_step(
+            self.network, self.optimizer, self.scaler, self.max_grad_norm, self.skip_non_finite, fused_step
+        )
+        if not fused_step:
+            trained = self.strategy.trained_weights(self.network)
+            for ema in self.emas:
+                ema.update(trained, self.images, self.plan.total)
+        self.images += self.plan.total
+        return StepResult(loss, grad_norm, learning_rate)
+
+    @cached_property
+    def fused_adamw_ema(self) -> FusedAdamWEma | None:
+        """The kernel for AdamW and EMA in one pass, where full weights are on a GPU; asked for once gradients exist."""
+        unsharded = type(self.strategy) is DataParallel and self.compiled and self.world.device.type == "cuda"
+        if not unsharded or self.scaler.is_enabled() or self.skip_non_finite:
+            return None
+        from muralist.kernels.fused_adamw_ema import FusedAdamWEma
+
+        optimizer_tensors(self.network, self.optimizer)  # AdamW itself creates its state only in its first step
+        trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        if not FusedAdamWEma.supports(self.optimizer, trained):
+            return None
+        return FusedAdamWEma(self.optimizer, trained, [ema.values for ema in self.emas])
+
+    def _backward(self, batches: Iterable[Batch], sync: bool = True) -> Tensor:
+        loss = torch.zeros((), device=self.world.device)
+        for number, host_batch in enumerate(batches, start=1):
+            batch = host_batch.to(self.world.device)
+            encoded = self.spec.encode(batch, SampleKeys(self.seed, batch.sample_indices))
+            starts = range(0, len(batch.sample_indices), self.micro_batch)
+            for start in starts:
+                rows = slice(start, start + self.micro_batch)
+                last = number == self.plan.accumulation_steps and start == starts[-1]
+                with self.strategy.gradient_sync(last=sync and last):
+                    if self.cuda_graphs:
+                        torch.compiler.cudagraph_mark_step_begin()
+                    micro_batch = type(encoded)(*(tensor[rows] for tensor in encoded))
+                    losses = self.module(micro_batch, self.seed, batch.sample_indices[rows])
+                    self.strategy.backward(self.scaler.scale(losses.sum() / self.plan.per_rank))
+                loss += losses.detach().sum() / self.plan.per_rank
+        return loss
+
+    @torch.no_grad()
+    def losses(self, batch: Batch, seed: int) -> Tensor:
+        """Loss of each sample with the current weights; a collective where weights are sharded."""
+        encoded = self.spec.encode(batch, SampleKeys(seed, batch.sample_indices))
+        # Unsharded, it bypasses DDP and another compilation.
+        forward = self.module if self.strategy.is_sharded else self.loss.forward
+        return forward(encoded, seed, batch.sample_indices)
+
+    def warm_up(self, batch: Batch) -> None:
+        """Run one backward pass and discard its gradients.
+
+        It finds a micro-batch that fits into memory, and makes DDP build its final buckets, whose order of sums would
+        otherwise differ between a fresh start and a resumed one.
+        """
+        if self.strategy.is_sharded:
+            return  # a rank that ran out of memory in the middle of a forward pass would leave the others waiting
+        batches = [batch] * self.plan.accumulation_steps
+        while True:
+            try:
+                # Without all-reduce: a rank that runs out of memory must not leave the others waiting in it.
+                self._backward(batches, sync=False)
+                if self.cuda_graphs:  # whose memory pool is not shared: the held-out loss must fit beside it
+                    self.losses(batch.to(self.world.device), self.seed)
+                fits = 1
+            except torch.cuda.OutOfMemoryError:
+                fits = 0
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.world.all_reduce_min(fits):
+                break
+            torch.cuda.empty_cache()
+            if self.micro_batch == 1:
+                raise UserError(
+                    "CUDA out of memory with a single image.",
+                    fix="Use a smaller model or image size, --use_amp, --cache none, or a GPU without other programs.",
+                )
+            batch_size = self.plan.batch_size
+            self.micro_batch = next(size for size in range(self.micro_batch // 2, 0, -1) if batch_size % size == 0)
+            self._disable_cuda_graphs()
+            log.info("Memory is short: micro-batches of %d images, same result.", self.micro_batch)
+        if self.world.size > 1:
+            self._backward(batches)
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def _disable_cuda_graphs(self) -> None:
+        """Compile again without CUDA graphs: a replay would overwrite gradients that accumulate over micro-batches."""
+        if self.cuda_graphs:
+            from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+            self.cuda_graphs = False
+            torch._dynamo.reset()
+            reset_cudagraph_trees()
+            gc.collect()  # the graph's memory is freed once nothing refers to it
+            torch.cuda.empty_cache()
+            self.module = self.strategy.wrap(self.loss, self.optimizer, self.compiled, cuda_graphs=False)
+
+
+@torch.no_grad()
+def held_out_loss(state: TrainState, data: TrainingData, watchdog: Watchdog) -> tuple[float | None, UserError | None]:
+    """Mean loss over the held-out images with fixed noise, None without any; or an error that all ranks raise."""
+    if data.held_out is None:
+        return None, None
+    world, count = state.world, len(data.held_out_indices)
+    # The same number on every rank, repeating the last image if needed: a forward pass may need all ranks.
+    rows = -(-count // world.size)
+    positions = np.minimum(world.rank + world.size * np.arange(rows), count - 1)
+    counted = torch.arange(rows) * world.size + world.rank < count
+    batches = held_out_batches(data.held_out, data.held_out_indices, positions, state.micro_batch)
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    state.network.eval()
+    try:
+        for first in range(0, rows, state.micro_batch):
+            watchdog.report("held-out loss")
+            batch, error = _next_or_error(batches)
+            if world.all_reduce_max(error is not None) or batch is None:
+                return None, error or UserError("Another process could not read a held-out image; see its message.")
+            losses = state.losses(batch.to(world.device), VALIDATION_SEED)
+            total += losses.double()[counted[first : first + state.micro_batch].to(world.device)].sum()
+    finally:
+        state.network.train()
+    return float(world.all_reduce_sum(total)) / count, None
+
+
+def _next_or_error(batches: Iterator[Batch]) -> tuple[Batch | None, UserError | None]:
+    try:
+        return next(batches), None
+    except UserError as error:
+        return None, error

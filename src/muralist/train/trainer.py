@@ -1,0 +1,468 @@
+"""The trainer: set-up, loop and checkpoints of a run, whose state is network, optimizer, EMA and images seen."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from enum import IntEnum
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+
+import numpy as np
+import torch
+
+from muralist import __version__
+from muralist.core import compile_cache
+from muralist.core.errors import UserError
+from muralist.core.hardware import can_compile
+from muralist.core.run_dir import RunDir, atomic_write, disk_write_error, is_disk_full
+from muralist.core.slurm import set_rank_environment
+from muralist.data.gpu_resident import load_to_device
+from muralist.data.loader import Batch, held_out_batches, training_batches
+from muralist.models.families import find_family
+from muralist.models.spec import build_spec
+from muralist.settings import TrainSettings
+from muralist.train import resume, samples
+from muralist.train.checkpoint import CheckpointWriter, read_saved_weights, remove_leftovers
+from muralist.train.dataset import TrainingData, has_captions, open_data, with_buckets
+from muralist.train.distributed import World, is_lost_peer
+from muralist.train.loggers import MetricsLogger, ProgressLogger, open_loggers, start_log
+from muralist.train.metrics import Forecast, MetricsRecorder, matmul_rate
+from muralist.train.parallel import build_strategy, compile_each_size
+from muralist.train.preflight import (
+    NO_CAPTIONS,
+    check_length,
+    check_precision,
+    check_settings,
+    check_strategy,
+    run_summary,
+)
+from muralist.train.profiler import StepProfiler
+from muralist.train.schedule import LearningRate, TrainingClock, learning_rate, plan_batch
+from muralist.train.step import TrainState, autocast_dtype, held_out_loss
+from muralist.train.watchdog import RESUME_HINT, SAVING, WAITING, Watchdog
+
+log = logging.getLogger("muralist")
+_SAVE_FILE_INTERVAL = 0.2  # seconds between looks for the file that requests a checkpoint
+
+
+class Request(IntEnum):
+    """A request to the running training; the larger, the more urgent."""
+
+    NOTHING = 0
+    SAVE = 1
+    STOP = 2
+    FAIL = 3
+
+
+class Trainer:
+    """One run in one process of its world."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        data: TrainingData,
+        run: RunDir,
+        world: World,
+        watchdog: Watchdog,
+        signals: SignalHandler,
+    ) -> None:
+        """Build the model, find the checkpoint to resume from, and build the state."""
+        self.settings, self.run, self.world, self.watchdog, self.signals = settings, run, world, watchdog, signals
+        if world.is_main:
+            find_family(settings.model.name).prepare(settings)
+        world.barrier()
+        if settings.data.multireso:
+            watchdog.report("measuring images")
+            data = with_buckets(data, settings, world, run.shapes)
+        watchdog.report("loading the model")
+        self.data, self.spec = data, build_spec(settings, data.source.label_names, data.latents)
+        self.prompts = samples.read_prompts(settings.samples.prompts, self.spec)
+
+        self.checkpoint = resume.find_checkpoint(run, settings.checkpoint.resume, self.spec.describe(), data.facts)
+        manifest = self.checkpoint.manifest if self.checkpoint else {}
+        self.plan = plan_batch(settings.data, settings.optim, world.size, manifest.get("total_batch"))
+        self.clock = TrainingClock(data.split.training_size, self.plan.total, settings.epochs)
+        check_length(self.clock)
+        last_step = min(self.clock.last_step, settings.max_steps or self.clock.last_step)
+        self.steps = range(self.checkpoint.step if self.checkpoint else 0, last_step)
+        rate = learning_rate(settings.optim, self.clock)
+        resume.check_ranks_agree(world, self.checkpoint, data.facts, self.plan.total)
+
+        self.state = self._build_state(rate)
+        self.saved_step = -1
+        self.unlogged_samples: int | None = None  # the step whose samples by other ranks the loggers do not have yet
+        self.gpu_bytes = data.bytes_on(world.device, settings, self.steps, self.plan.total, world.size)
+        self.peak_flops = matmul_rate(world.device, self.state.autocast or torch.float32)
+        self._log_summary()
+
+    def _build_state(self, rate: LearningRate) -> TrainState:
+        settings, spec, device = self.settings, self.spec, self.world.device
+        autocast = autocast_dtype(settings.mixed, device)
+        check_strategy(settings, self.world.strategy, autocast)
+        spec.to_device(device, autocast or torch.float32)
+        network = spec.network()
+        if self.checkpoint:
+            weights = read_saved_weights(self.checkpoint.path, "model", network, spec)
+            network.load_state_dict(weights, strict=False)
+        elif initial := resume.find_initial_weights(settings):
+            spec.init_from(network, *initial)
+            log.info("starting from the weights of %s", initial[1])
+        compiled = device.type == "cuda" and can_compile() if settings.compile == "auto" else settings.compile
+        self.compile_cache = compile_cache.use_compile_cache() if compiled else None
+        if compiled and self.data.buckets:
+            compile_each_size(len(self.data.buckets.sizes))
+        cuda_graphs = compiled and device.type == "cuda" and self.world.size == 1 and not self.data.buckets
+        strategy = build_strategy(self.world)
+        state = TrainState(settings, spec, network, strategy, self.plan, rate, autocast, compiled, cuda_graphs)
+        if self.checkpoint:
+            state.restore(self.checkpoint)
+        return state
+
+    def train(self) -> None:
+        """Train until the last step or a request to stop."""
+        if not self.steps:
+            done = (self.steps.start, self.steps.stop)
+            log.info(
+                "Nothing left to do: the run is at step %d of %d. Raise --epochs or --max_steps to continue.", *done
+            )
+            return
+        batches = self._open_batches()
+        if batches is None:
+            self._log_stopped(self.steps.start)
+            return
+        self._warm_up()
+        with ExitStack() as stack:
+            self._open_outputs(stack)
+            self._loop(batches)
+            self.world.barrier()
+            self._log_samples_of_other_ranks()
+            if self.world.is_main:
+                samples.write_sheet(self.run.samples, self.prompts)  # with every rank's last samples
+
+    def _loop(self, batches: Iterator[Batch]) -> None:
+        first = self.steps.start
+        for step in self.steps:
+            self.profiler.begin(step)
+            self.watchdog.report("reading data", step)
+            started = time.perf_counter()
+            step_batches, error = self._next_batches(batches)
+            waited = time.perf_counter() - started
+            # All ranks agree here, between steps, on one rank's request or error. A signal to the whole job also ends
+            # loader processes: then the signal counts, not the error.
+            request = self.signals.poll(savable=step > first)
+            request = Request(self.world.all_reduce_max(Request.FAIL if error and request != Request.STOP else request))
+            self._log_samples_of_other_ranks()
+            if request != Request.NOTHING and step > first:
+                self.save(step)
+            if request == Request.FAIL:
+                # No rank leaves before the checkpoint is on disk: a launcher gives those that remain half a minute.
+                error = self._finish_saving_together() or error
+                raise error or UserError("Another process failed.", self.watchdog.diagnosis())
+            if request == Request.STOP:
+                self._finish_saving()
+                self._log_stopped(step)
+                return
+            self.watchdog.report("computing", step)
+            result = self.state.step(step_batches)
+            self.recorder.add(step + 1, result, waited)
+            self.profiler.end(step, self.recorder.paused)
+            if self._checkpoint_is_due(step + 1):
+                self.validate_save_sample(step + 1)
+            else:
+                self.recorder.flush_if_due(step + 1)
+        self.recorder.forecast.conclude()
+        self._finish_saving()
+        log.info("Finished at step %d.", self.steps.stop)
+
+    def _checkpoint_is_due(self, step: int) -> bool:
+        settings = self.settings.checkpoint
+        regular = step % settings.every == 0 or (settings.latest_every and step % settings.latest_every == 0)
+        epoch_end = settings.at_epoch_end and self.clock.ends_epoch(step)
+        return bool(regular or epoch_end or step == self.steps.stop)
+
+    def _next_batches(self, batches: Iterator[Batch]) -> tuple[list[Batch], UserError | None]:
+        """This rank's batches of the next step, or the error of reading them or of writing the last checkpoint."""
+        try:
+            self.writer.check()
+            return list(islice(batches, self.plan.accumulation_steps)), None
+        except UserError as error:
+            return [], error
+
+    def validate_save_sample(self, step: int) -> None:
+        """Compute the held-out loss, write a checkpoint, generate samples."""
+        with self.recorder.paused():
+            loss, error = held_out_loss(self.state, self.data, self.watchdog)
+        self.save(step, {} if loss is None else {"val/loss": loss})
+        if error:
+            raise self._finish_saving_together() or error
+        if loss is not None:
+            log.info("step %d  val/loss %.4f", step, loss)
+        if self.settings.samples.per_gpu:
+            with self.recorder.paused():
+                self._write_samples(step)
+
+    def save(self, step: int, metrics: dict[str, float] | None = None) -> None:
+        """Write metrics, then a checkpoint in the background: a resumed run finds both or neither."""
+        if step == self.saved_step:
+            return
+        self.recorder.flush(metrics)
+        self._report_saving()
+        with self.recorder.paused():
+            for logger in self.loggers:
+                logger.flush()
+            if snapshot := self.state.snapshot():
+                manifest = {
+                    "images": self.state.images,
+                    "total_batch": self.plan.total,
+                    "model": self.spec.describe(),
+                    "data": self.data.facts,
+                    **self.recorder.state_dict(),
+                    "loss_scale": self.state.scaler.state_dict(),
+                    "versions": {"muralist": __version__, "torch": torch.__version__},
+                }
+                self.writer.submit(step, snapshot.weights, snapshot.state, manifest)
+            self.saved_step = step
+
+    def _finish_saving(self) -> None:
+        self._report_saving()
+        self.writer.finish()
+
+    def _finish_saving_together(self) -> UserError | None:
+        """Wait until all ranks have finished saving; returns this rank's error."""
+        error = None
+        try:
+            self._finish_saving()
+        except UserError as caught:
+            error = caught
+        self.world.barrier()
+        return error
+
+    def _report_saving(self) -> None:
+        # A process that needs the others for a checkpoint must not be taken for one that works by itself.
+        self.watchdog.report(SAVING if self.state.strategy.main_saves_alone else WAITING)
+
+    def _write_samples(self, step: int) -> None:
+        network = self.state.inference_network()  # a collective where weights are sharded: it must not fail on one rank
+        if network is None:
+            log.warning("No samples at step %d: the full network does not fit beside its training state.", step)
+            return
+        self.watchdog.report("writing samples")
+        self.unlogged_samples = step if self.world.is_main and self.world.size > 1 else None
+        samples.write_samples(
+            self.run.samples, step, self.world.rank, self.world.size, self.spec, network, self.prompts,
+            self.settings.samples, self.state.autocast, self.loggers,
+        )  # fmt: skip
+
+    def _log_samples_of_other_ranks(self) -> None:
+        """Log the other ranks' samples, which are complete once all ranks have passed a collective."""
+        if self.unlogged_samples is not None:
+            samples.log_samples_of_other_ranks(self.run.samples, self.unlogged_samples, self.loggers)
+            self.unlogged_samples = None
+
+    def _open_outputs(self, stack: ExitStack) -> None:
+        """Open loggers, recorder, checkpoint writer and profiler; the stack closes them whatever ends the run."""
+        settings, world, run, steps = self.settings, self.world, self.run, self.steps
+        checkpoint, every = self.checkpoint, settings.checkpoint.latest_every or settings.checkpoint.every
+        if checkpoint and world.is_main and checkpoint.path.parent.resolve() == run.checkpoints.resolve():
+            # A run that was resumed from an earlier checkpoint stays there, even if it dies before the next one.
+            atomic_write(run.checkpoints / "latest", checkpoint.path.name + "\n")
+        self.loggers: list[MetricsLogger] = []
+        if world.is_main:
+            self.loggers = open_loggers(run, settings.log, settings.model_dump(mode="json"), steps.start)
+        for logger in self.loggers:
+            stack.callback(logger.close)
+        progress = ProgressLogger(steps.start, steps.stop, settings.log.every, quiet=not world.is_main)
+        stack.callback(progress.close)
+        forecast = Forecast(
+            run.forecast if world.is_main else None, steps.start, steps.stop, min(settings.checkpoint.every, every)
+        )
+        self.recorder = MetricsRecorder(
+            world, self.clock, self.spec, self.loggers, progress, forecast, settings.log.every, self.peak_flops,
+            self.state.scaler.is_enabled(), self.state.skip_non_finite,
+        )  # fmt: skip
+        self.recorder.load_state_dict(checkpoint.manifest if checkpoint else {})
+        self.writer = CheckpointWriter(run.checkpoints, settings.checkpoint, self.state.strategy.checkpoint_mesh)
+        stack.callback(self.writer.finish)
+        stack.callback(self._report_saving)
+        self.watchdog.before_exit = self.writer.finish
+        self.profiler = StepProfiler(settings.log.profile or 0, steps, run.profile, world.rank, world.device)
+        stack.callback(self.profiler.close)
+
+    def _open_batches(self) -> Iterator[Batch] | None:
+        """Start reading this rank's batches; None if a stop was requested while images were loaded to the GPU."""
+        data, settings = self.data, self.settings
+        order = data.order(settings.seed, self.plan.total)
+        sample_indices = self.plan.sample_indices(self.world.rank, self.steps)
+        if not self.gpu_bytes:
+            return training_batches(data.source, data.split, order, sample_indices, settings.data)
+        started, stopped, images = time.perf_counter(), False, None
+
+        def report(count: int) -> None:
+            self.watchdog.report(f"loading images to the device, {count:,} so far")
+            if self.signals.signal_name is not None:
+                raise InterruptedError
+
+        try:
+            images = load_to_device(
+                self.world.device, data.source, data.split, settings.model.img_size, settings.data, report,
+                shown=self.world.is_main,
+            )  # fmt: skip
+        except (UserError, InterruptedError):
+            if self.signals.signal_name is None:
+                raise
+            stopped = True  # also on an error: a signal to the whole job ends loader processes too
+        if self.world.all_reduce_max(stopped) or images is None:
+            return None
+        seconds = time.perf_counter() - started
+        log.info("%s images are on the device after %.1f s.", f"{len(images.labels):,}", seconds)
+        return images.batches(order, sample_indices)
+
+    def _warm_up(self) -> None:
+        if self.world.size == 1 and self.world.device.type != "cuda":
+            return
+        self.watchdog.report("compiling" if self.state.compiled else "warming up")
+        if cache := self.compile_cache:
+            cached = f"seconds if {cache.folder} has the code, else about a minute"
+            log.info("Compiling the training step: %s.", cached if cache.is_warm else "about a minute, once")
+        indices = np.arange(self.plan.batch_size)
+        largest = np.full_like(indices, self.data.largest)
+        self.state.warm_up(next(held_out_batches(self.data.source, largest, indices, self.plan.batch_size)))
+        if self.compile_cache and (report := self.compile_cache.summary()):
+            log.info("%s", report)
+
+    def _log_summary(self) -> None:
+        origin = f"resuming from {self.checkpoint.path}" if self.checkpoint else "starting"
+        flops = len(self.steps) * self.plan.total * self.spec.flops_per_image()
+        lines = [
+            *self.world.banner().splitlines(),
+            f"device     {self.world.device_name}",
+            f"run        {self.run.root}, {origin} at step {self.steps.start}",
+            *run_summary(
+                self.settings,
+                self.state,
+                self.clock,
+                self.data,
+                self.gpu_bytes,
+                flops / (self.peak_flops * self.world.size),
+            ),
+        ]
+        for line in lines:
+            log.info(line)
+        if self.world.is_main and find_family(self.settings.model.name).uses_captions and not has_captions(self.data):
+            log.warning(NO_CAPTIONS)
+
+    def _log_stopped(self, step: int) -> None:
+        what = "saved" if step > self.steps.start else "before the first step, so nothing was saved"
+        by = self.signals.signal_name or "another process"
+        log.info("Stopped by %s at step %d: %s. Run the same command to resume.", by, step, what)
+
+
+def train(settings: TrainSettings, name: str, preflight: Callable[[TrainSettings, Path], None] | None = None) -> int:
+    """Train until the last step or a request to stop; returns the exit status.
+
+    `preflight` raises a UserError if the run in a folder cannot work on this machine (GPUs, disk, memory, network).
+    """
+    check_settings(settings)
+    if not torch.cuda.is_available():  # else it is checked for the GPU of this process, which is not known yet
+        check_precision(settings, settings.distributed.strategy, torch.device("cpu"))
+    run = RunDir.named(settings.results_dir, name)
+    set_rank_environment(os.environ)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    start_log(None, rank)  # to the terminal only, until this process has the run's lock
+    if size == 1 and preflight:
+        preflight(settings, run.root)
+    data = open_data(settings)  # before anything is written: a mistyped path leaves no empty run behind
+    with Watchdog(run.heartbeats, rank, size, settings.distributed.dist_timeout) as watchdog:
+        try:
+            if size > 1 and preflight:  # here the other processes are told of an error
+                preflight(settings, run.root)
+            _train_in_world(settings, data, run, watchdog)
+        except RuntimeError as error:
+            if size == 1 or not is_lost_peer(error):
+                raise
+            what = f"Rank {rank} lost contact with the other processes."
+            raise UserError(what, watchdog.diagnosis(), RESUME_HINT) from None
+    return 0
+
+
+def _train_in_world(settings: TrainSettings, data: TrainingData, run: RunDir, watchdog: Watchdog) -> None:
+    world = World(settings.distributed.strategy, settings.distributed.dist_timeout, watchdog)
+    try:
+        check_precision(settings, world.strategy, world.device)
+        with ExitStack() as stack:
+            if world.is_main:
+                run.create()
+                stack.enter_context(run.locked())
+                resume.claim(run, settings)
+                remove_leftovers(run.checkpoints)
+            world.barrier()
+            start_log(run.log, world.rank)
+            signals = SignalHandler(run.save_request)
+            stack.enter_context(signals.installed())
+            Trainer(settings, data, run, world, watchdog, signals).train()
+            world.barrier()
+    except Exception as error:
+        explained = _explain(error, run)
+        if world.size == 1 or not is_lost_peer(error):
+            watchdog.failed(str(explained))  # before the group is destroyed, which may wait for other processes
+        if explained is error:
+            raise
+        raise explained from None
+    finally:
+        world.close()
+
+
+def _explain(error: Exception, run: RunDir) -> Exception:
+    """Turn a full disk or a full GPU into a UserError."""
+    if isinstance(error, OSError) and is_disk_full(error):
+        return disk_write_error(error, run.root)
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return UserError(
+            "CUDA out of memory.",
+            "Another program may use part of the GPU's memory. The last checkpoint is intact.",
+            "Run the same command to resume; a smaller --micro_batch_size needs less memory, with the same result.",
+        )
+    return error
+
+
+class SignalHandler:
+    """Collects signals and the file that requests a checkpoint; the loop polls it between steps."""
+
+    def __init__(self, save_file: Path) -> None:
+        self.save_file = save_file
+        self.signal_name: str | None = None
+        self._next_poll = 0.0
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take SIGTERM, SIGINT and SIGUSR1 (SLURM, before a time limit) as requests to stop; a second SIGINT ends."""
+        handled = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        before = {number: signal.signal(number, self._handle) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal_name = signal.Signals(number).name
+
+    def poll(self, savable: bool) -> Request:
+        """Return the most urgent request; the save file is looked for five times a second, and removed."""
+        if self.signal_name is not None:
+            return Request.STOP
+        if not savable or time.monotonic() < self._next_poll:
+            return Request.NOTHING
+        self._next_poll = time.monotonic() + _SAVE_FILE_INTERVAL
+        if not self.save_file.exists():
+            return Request.NOTHING
+        self.save_file.unlink(missing_ok=True)
+        return Request.SAVE

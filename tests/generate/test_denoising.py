@@ -1,0 +1,179 @@
+"""Truncated guidance and step caching: fewer denoiser passes, exact at both ends, and no dependence on neighbors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+
+from muralist.generate.denoising import DenoisingLoop
+from muralist.generate.pipeline import GenerationMode, PipelineError
+from muralist.generate.step_caching import StepCache, step_cache_for
+from muralist.generate.worker import psnr
+from tests.support.pipeline_calls import (
+    CAR,
+    DOGS,
+    NIGHT,
+    SIZE,
+    SNOW,
+    STEPS,
+    generate,
+    load,
+    max_difference,
+    no_callback,
+)
+from tests.support.pipelines import BUILDERS
+
+Build = Callable[[str], Path]
+NETWORKS = {
+    "hunyuan": diffusers.HunyuanDiT2DModel,
+    "hunyuan11": diffusers.HunyuanDiT2DModel,
+    "sd": diffusers.UNet2DConditionModel,
+    "sdxl": diffusers.UNet2DConditionModel,
+    "sd3": diffusers.SD3Transformer2DModel,
+    "flux": diffusers.FluxTransformer2DModel,
+    "schnell": diffusers.FluxTransformer2DModel,
+    "pixart": diffusers.PixArtTransformer2DModel,
+    "sana": diffusers.SanaTransformer2DModel,
+    "wan21": diffusers.WanTransformer3DModel,
+    "wan22": diffusers.WanTransformer3DModel,
+    "zimage": diffusers.ZImageTransformer2DModel,
+    "qwenimage": diffusers.QwenImageTransformer2DModel,
+}
+SCALE = 7.5
+FAST_STEPS = 10
+
+
+@contextmanager
+def batch_sizes(monkeypatch: pytest.MonkeyPatch, network: Any) -> Iterator[list[int]]:
+    """The batch size of every real pass of a denoiser, for pipelines loaded meanwhile."""
+    sizes: list[int] = []
+    forward = network.forward
+
+    @functools.wraps(forward)
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(len(args[0] if args else kwargs["hidden_states"]))
+        return forward(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(network, "forward", count)
+        yield sizes
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name != "flux"])
+def test_truncated_guidance(name: str, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_pipeline(name)
+    requests = [CAR, NIGHT]
+    guided = generate(load(folder, guidance_scale=SCALE), *requests)
+    unguided = generate(load(folder, guidance_scale=0.0 if name == "zimage" else 1.0), *requests)
+    with batch_sizes(monkeypatch, NETWORKS[name]) as sizes:
+        for step, expected in ((STEPS, guided), (0, unguided), (2, None)):
+            sizes.clear()
+            pipeline = load(folder, guidance_scale=SCALE, cfg_truncation_step=step)
+            images = generate(pipeline, *requests)
+            assert sum(sizes) == len(requests) * (STEPS + min(step, STEPS)), f"truncated at {step}: passes of {sizes}"
+            if expected is not None:
+                assert all(map(np.array_equal, images, expected)), f"truncated at {step}"
+            else:
+                assert max_difference(images[0], guided[0]) > 0
+                assert max_difference(images[0], unguided[0]) > 0
+                assert np.array_equal(images[0], generate(pipeline, SNOW, CAR)[1])
+
+
+def test_truncation_without_guidance_is_refused(tiny_pipeline: Build) -> None:
+    with pytest.raises(PipelineError, match="no effect: FluxPipeline runs without"):
+        load(tiny_pipeline("flux"), cfg_truncation_step=2)
+    with pytest.raises(PipelineError, match="no effect: StableDiffusionPipeline runs without"):
+        load(tiny_pipeline("sd"), cfg_truncation_step=2, guidance_scale=1.0)
+
+
+def test_missing_guidance_is_detected_at_the_first_step(tiny_pipeline: Build) -> None:
+    """For pipelines whose config files do not reveal it."""
+    pipeline: Any = load(tiny_pipeline("flux"))
+    DenoisingLoop(pipeline._pipe, STEPS, 2)
+    calls: list[int] = []
+    with pytest.raises(PipelineError, match="no effect"):
+        pipeline.generate([CAR], SIZE, lambda: calls.append(1))
+    assert calls == []
+
+
+@pytest.mark.parametrize(("scheduler", "stages", "in_first"), [("HeunDiscrete", 2 * STEPS - 1, 2), ("PNDM", 13, 4)])
+def test_schedulers_with_several_stages_per_step(
+    scheduler: str, stages: int, in_first: int, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_pipeline("sd")
+    with batch_sizes(monkeypatch, NETWORKS["sd"]) as sizes:
+        for step, guided in ((0, 0), (1, in_first), (STEPS, stages)):
+            sizes.clear()
+            generate(load(folder, scheduler=scheduler, cfg_truncation_step=step), CAR)
+            assert sizes == [2] * guided + [1] * (stages - guided)
+
+
+def test_a_pipeline_that_runs_the_negative_prompt_first_is_refused(tiny_pipeline: Build) -> None:
+    """Wan with its two calls in the other order."""
+    pipeline: Any = load(tiny_pipeline("wan21"), cfg_truncation_step=1)
+    encode = pipeline._pipe.encode_prompt
+
+    def swapped(*args: Any, **kwargs: Any) -> Any:
+        positive, negative = encode(*args, **kwargs)
+        return negative, positive
+
+    pipeline._pipe.encode_prompt = swapped
+    with pytest.raises(PipelineError, match="WanPipeline.*negative prompt first"):
+        pipeline.generate([CAR], SIZE, no_callback)
+
+
+def test_cached_steps_depend_on_their_number_alone() -> None:
+    cache = step_cache_for("WanPipeline")
+    assert sorted(cache.computed(20)) == [0, 1, 2, 3, 5, 7, 9, 11, 13, 15, 17, 19]
+    assert (cache.guided_steps(20), cache.passes(20)) == (10, 19)
+    assert cache.describe(20) == "fast: guidance in 10 and the network in 12 of 20 steps, fp8"
+    assert cache.describe(20, truncation=3).startswith("fast: guidance in 3 and")
+    for steps in range(1, 60):
+        computed = cache.computed(steps)
+        assert steps - 1 in computed and set(range(min(2, steps))) <= computed
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in ("flux", "schnell")])
+def test_step_caching_saves_passes_and_no_image_depends_on_another(
+    name: str, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_pipeline(name)
+    with batch_sizes(monkeypatch, NETWORKS[name]) as sizes:
+        pipeline = load(folder, preset="fast", num_inference_steps=FAST_STEPS)
+        first = generate(pipeline, CAR, NIGHT)
+    assert sum(sizes) == 2 * StepCache().passes(FAST_STEPS) == 2 * 9  # of 2 * 20
+    assert np.array_equal(first[0], generate(pipeline, SNOW, CAR)[1])
+    exact = generate(load(folder, num_inference_steps=FAST_STEPS), CAR, NIGHT)
+    assert max_difference(first[0], exact[0]) > 0
+    assert all(map(np.array_equal, exact, generate(pipeline, CAR, NIGHT, mode=GenerationMode.EXACT)))
+    assert np.array_equal(first[1], generate(pipeline, DOGS, NIGHT)[1])  # and back again
+
+
+@pytest.mark.parametrize("name", ["flux", "schnell"])
+def test_step_caching_without_guidance(name: str, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    with batch_sizes(monkeypatch, NETWORKS[name]) as sizes:
+        generate(load(tiny_pipeline(name), preset="fast", num_inference_steps=FAST_STEPS), CAR)
+    assert len(sizes) == len(StepCache().computed(FAST_STEPS)) == 6
+
+
+@pytest.mark.parametrize(("name", "least"), [("wan21", 20.0), ("sdxl", 20.0), ("sd3", 15.0)])
+def test_extrapolated_steps_are_close_to_exact_ones(name: str, least: float, tiny_pipeline: Build) -> None:
+    """Without guidance the two differ by the extrapolated steps alone."""
+    changes = {"num_inference_steps": 20, "guidance_scale": 1.0}
+    exact = generate(load(tiny_pipeline(name), **changes), CAR)[0]
+    fast = generate(load(tiny_pipeline(name), preset="fast", **changes), CAR)[0]
+    assert psnr(fast, exact) > least
+
+
+def test_psnr() -> None:
+    black = np.zeros((4, 4, 3), dtype=np.uint8)
+    assert psnr(black, black) == 99.0
+    assert psnr(black, black + 255) == 0.0
+    assert psnr(black, black + 51) == pytest.approx(13.98, abs=0.01)

@@ -1,0 +1,311 @@
+"""Models trained here: JiT in all its forms, and HunyuanDiT with trained weights."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from muralist.core.errors import UserError
+from muralist.core.images import to_uint8_array
+from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
+from muralist.generate.model_info import inspect_model
+from muralist.generate.pipeline import Pipeline, SampleRequest, load_pipeline
+from muralist.models.export import export
+from muralist.models.jit_spec import JiTSpec
+from muralist.models.lora import Lora
+from muralist.settings import ExportSettings, GenerateSettings, SampleSettings
+from tests.support.hunyuan import small_family
+from tests.support.jit_models import SIDE, checkpoint, family, network_of
+from tests.support.pipeline_calls import CPU, max_difference, no_callback
+
+DOG, CAT = SampleRequest("dog", "", 3), SampleRequest("cat", "", 4)
+
+
+def given(path: Path, **changes: Any) -> GenerateSettings:
+    plain = {"num_inference_steps": 4, "dtype": "fp32"} | changes
+    return GenerateSettings(prompts_csv="", output_dir="", model_path=str(path), **plain)
+
+
+def load(path: Path, **changes: Any) -> Pipeline:
+    return load_pipeline(given(path, **changes), CPU)
+
+
+def generate(pipeline: Pipeline, *requests: SampleRequest) -> list[np.ndarray]:
+    return pipeline.generate(requests, (SIDE, SIDE), no_callback)
+
+
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JiTSpec, torch.nn.Module]:
+    spec = family("cat", "dog", "bird")
+    network = network_of(spec)
+    run = checkpoint(tmp_path_factory.mktemp("runs") / "pets", spec.describe(), network.state_dict())
+    return run, spec, network
+
+
+def test_non_finite_images_are_errors(tmp_path: Path) -> None:
+    spec = family("cat", "dog", "bird")
+    weights = network_of(spec).state_dict()
+    weights["final_layer.linear.bias"] = torch.full_like(weights["final_layer.linear.bias"], torch.nan)
+    pipeline = load(checkpoint(tmp_path / "run", spec.describe(), weights))
+    with pytest.raises(UserError, match="NaN or Inf values instead of an image"):
+        generate(pipeline, DOG)
+
+
+def test_images_are_those_of_the_spec(pets: tuple[Path, JiTSpec, torch.nn.Module]) -> None:
+    run, spec, network = pets
+    pipeline = load(run)
+    assert pipeline.supports_batching()
+    pipeline.prepare([DOG])
+    drawn = to_uint8_array(spec.sample(network, ["dog", "cat", "2"], [3, 4, 5], SampleSettings(steps=4, guidance=2.9)))
+    generated = generate(pipeline, DOG, CAT, SampleRequest("bird", "", 5))
+    assert all(map(np.array_equal, generated, drawn))
+    assert np.array_equal(generate(pipeline, CAT, CAT, DOG)[2], generated[0])
+    assert max_difference(generated[0], generated[1]) > 5
+
+
+def test_noise_is_drawn_ahead_once(
+    pets: tuple[Path, JiTSpec, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unprepared = generate(load(pets[0]), DOG, CAT)
+    pipeline, drawn, draw = load(pets[0]), [], JiTSpec.sample_noise
+
+    def watched(spec: JiTSpec, seeds: list[int]) -> torch.Tensor:
+        drawn.append(list(seeds))
+        return draw(spec, seeds)
+
+    monkeypatch.setattr(JiTSpec, "sample_noise", watched)
+    pipeline.prepare([DOG, CAT])
+    pipeline.prepare([CAT, DOG, DOG])  # as the window moves on
+    assert all(map(np.array_equal, generate(pipeline, DOG, CAT), unprepared))
+    assert sorted(drawn) == [[DOG.seed], [CAT.seed]]
+    pipeline.prepare([CAT])  # the other is forgotten
+    assert all(map(np.array_equal, generate(pipeline, DOG, CAT), unprepared))
+    assert drawn[2:] == [[DOG.seed, CAT.seed]]
+
+
+def test_noise_is_drawn_again_after_an_error(
+    pets: tuple[Path, JiTSpec, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, draw, failed = load(pets[0]), JiTSpec.sample_noise, []
+
+    def short_of_memory(spec: JiTSpec, seeds: list[int]) -> torch.Tensor:
+        if not failed:
+            failed.append(seeds)
+            raise MemoryError
+        return draw(spec, seeds)
+
+    monkeypatch.setattr(JiTSpec, "sample_noise", short_of_memory)
+    pipeline.prepare([DOG])
+    with pytest.raises(MemoryError):
+        generate(pipeline, DOG)
+    assert generate(pipeline, DOG)[0].shape == (SIDE, SIDE, 3)
+
+
+def test_every_format_of_the_weights_gives_the_same_images(
+    pets: tuple[Path, JiTSpec, torch.nn.Module], tmp_path: Path
+) -> None:
+    run, _, network = pets
+    export(ExportSettings(source=str(run), destination=str(tmp_path / "export")))
+    save_file(network.state_dict(), tmp_path / "weights.safetensors")
+    state = {f"net.{name}": value for name, value in network.state_dict().items()}
+    torch.save({"model": {}, "model_ema1": state, "model_ema2": {}}, tmp_path / "official.pth")
+    (tmp_path / "folder").mkdir()
+    torch.save({"model": {}, "model_ema1": state, "model_ema2": {}}, tmp_path / "folder" / "checkpoint-last.pth")
+    expected = generate(load(run), DOG)[0]
+    assert np.array_equal(generate(load(run / "checkpoints" / "step_0000001"), DOG)[0], expected)
+    assert np.array_equal(generate(load(tmp_path / "export"), DOG)[0], expected)
+    for name in ("weights.safetensors", "official.pth", "folder"):  # they know classes by number alone
+        assert np.array_equal(generate(load(tmp_path / name), DOG._replace(prompt="1"))[0], expected)
+    with pytest.raises(UserError, match="'dog' does not name a class.*labels from 0 to 2"):
+        generate(load(tmp_path / "official.pth"), DOG)
+
+
+def test_truncated_guidance(pets: tuple[Path, JiTSpec, torch.nn.Module]) -> None:
+    run, _, _ = pets
+
+    def generated(**changes: Any) -> tuple[np.ndarray, int]:
+        calls: list[int] = []
+        image = load(run, num_inference_steps=10, **changes).generate([DOG], (SIDE, SIDE), lambda: calls.append(1))
+        return image[0], len(calls)
+
+    guided, passes = generated()
+    none, fewest = generated(guidance_scale=1.0)
+    assert fewest == 19  # two stages a step, and one for the last
+    for truncation, expected in ((10, guided), (12, guided), (0, none), (1, none)):  # guidance starts at time 0.1
+        assert np.array_equal(generated(cfg_truncation_step=truncation)[0], expected), truncation
+    truncated, fewer = generated(cfg_truncation_step=5)
+    assert fewest < fewer < passes
+    assert max_difference(truncated, guided) > 0
+    assert max_difference(truncated, none) > 0
+
+
+def test_the_guidance_interval(pets: tuple[Path, JiTSpec, torch.nn.Module]) -> None:
+    run, spec, network = pets
+
+    def generated(**changes: Any) -> np.ndarray:
+        return generate(load(run, num_inference_steps=10, **changes), DOG)[0]
+
+    usual = generated()
+    assert np.array_equal(generated(guidance_interval=(0.1, 1)), usual)
+    sampling = SampleSettings(steps=10, guidance=2.9, interval=(0.3, 0.6))
+    drawn = to_uint8_array(spec.sample(network, ["dog"], [3], sampling))[0]
+    assert np.array_equal(generated(guidance_interval=(0.3, 0.6)), drawn)
+    assert max_difference(drawn, usual) > 0
+    # Truncation shortens the interval and never extends it.
+    assert np.array_equal(generated(guidance_interval=(0.3, 0.6), cfg_truncation_step=8), drawn)
+    none = generated(guidance_scale=1.0)
+    assert np.array_equal(generated(guidance_interval=(0.3, 0.6), cfg_truncation_step=2), none)
+    with pytest.raises(UserError, match="interval 0.5 to 0.2 is empty"):
+        inspect_model(given(run, guidance_interval=(0.5, 0.2)))
+
+
+def test_the_official_last_step(pets: tuple[Path, JiTSpec, torch.nn.Module]) -> None:
+    run, spec, network = pets
+
+    def generated(**changes: Any) -> np.ndarray:
+        return generate(load(run, num_inference_steps=50, **changes), DOG)[0]
+
+    sampling = SampleSettings(steps=50, guidance=2.9, official_last_step=True)
+    official = generated(official_last_step=True)
+    assert np.array_equal(official, to_uint8_array(spec.sample(network, ["dog"], [3], sampling))[0])
+    assert (
+        max_difference(official, generated()) > 0
+    )  # the noise that it leaves: 1 - t is 0.02 in the last step, the clamp at 0.05
+
+
+def test_bf16_gives_the_images_of_autocast(
+    pets: tuple[Path, JiTSpec, torch.nn.Module],
+) -> None:
+    run, spec, network = pets
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = to_uint8_array(spec.sample(network, ["dog"], [3], SampleSettings(steps=4, guidance=2.9)))[0]
+    assert np.array_equal(generate(load(run, dtype="bf16"), DOG)[0], expected)
+    assert max_difference(expected, generate(load(run), DOG)[0]) > 0
+
+
+def test_weight_sets(pets: tuple[Path, JiTSpec, torch.nn.Module], tmp_path: Path) -> None:
+    _, spec, network = pets
+    run = checkpoint(tmp_path / "run", spec.describe(), network.state_dict())
+    step = run / "checkpoints" / "step_0000001"
+    with pytest.raises(UserError, match="no weights at .*ema2.safetensors"):
+        inspect_model(given(run, weights="ema2"))
+    other = {name: value * 1.5 for name, value in network.state_dict().items()}
+    save_file(other, step / "ema2.safetensors")
+    first, second = (generate(load(run, weights=which), DOG)[0] for which in ("ema1", "ema2"))
+    assert np.array_equal(generate(load(run), DOG)[0], first)
+    save_file(other, tmp_path / "other.safetensors")
+    assert np.array_equal(generate(load(tmp_path / "other.safetensors"), DOG._replace(prompt="1"))[0], second)
+    assert max_difference(first, second) > 0
+    states = {key: {f"net.{name}": value for name, value in state.items()}
+              for key, state in (("model_ema1", network.state_dict()), ("model_ema2", other))}  # fmt: skip
+    torch.save(states, tmp_path / "official.pth")
+    official = load(tmp_path / "official.pth", weights="ema2")
+    assert np.array_equal(generate(official, DOG._replace(prompt="1"))[0], second)
+    with pytest.raises(UserError, match="has no weights named model"):
+        inspect_model(given(tmp_path / "official.pth", weights="model"))
+    with pytest.raises(UserError, match="holds one set of weights"):
+        inspect_model(given(tmp_path / "other.safetensors", weights="ema2"))
+
+
+def test_flags_that_change_images_are_part_of_the_identity(
+    pets: tuple[Path, JiTSpec, torch.nn.Module], tmp_path: Path
+) -> None:
+    network = pets[2]
+    state = {f"net.{name}": value for name, value in network.state_dict().items()}
+    torch.save({"model_ema1": state, "model_ema2": state}, tmp_path / "official.pth")
+
+    def identity(**changes: Any) -> dict[str, Any]:
+        return inspect_model(given(tmp_path / "official.pth", **changes)).identity
+
+    usual = identity()
+    assert (
+        not {"weights", "guidance_interval", "official_last_step"} & usual.keys()
+    )  # as in folders of earlier versions
+    assert identity(weights="ema1", guidance_interval=(0.1, 1), official_last_step=False) == usual
+    assert identity(official_last_step=True) == usual | {"official_last_step": True}
+    assert identity(weights="ema2", guidance_interval=(0, 1)) == usual | {
+        "weights": "ema2",
+        "guidance_interval": [0, 1],
+    }
+
+
+@pytest.mark.parametrize(("steps", "truncation"), [(3, 2), (14, 7), (20, 15)])
+def test_the_first_step_after_the_truncation_is_not_guided(
+    pets: tuple[Path, JiTSpec, torch.nn.Module], steps: int, truncation: int
+) -> None:
+    calls: list[int] = []
+    pipeline = load(pets[0], num_inference_steps=steps, cfg_truncation_step=truncation)
+    pipeline.generate([DOG], (SIDE, SIDE), lambda: calls.append(1))
+    guided = sum(step / steps > 0.1 for step in range(truncation))  # times of the grid; two stages meet at each
+    assert len(calls) == 2 * steps - 1 + 2 * guided
+
+
+def test_half_of_one_frame_has_no_effect(
+    pets: tuple[Path, JiTSpec, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(logging.getLogger("muralist"), "info", messages.append)
+    inspect_model(given(pets[0], enable_half_frame=True))
+    assert messages == ["--enable_half_frame has no effect on one frame."]
+
+
+def test_impossible_settings_are_refused(pets: tuple[Path, JiTSpec, torch.nn.Module], tmp_path: Path) -> None:
+    run, _, _ = pets
+    checked = inspect_model(given(run))
+    assert checked.resolved["guidance_scale"] == 2.9
+    assert (checked.resolved["height"], checked.resolved["width"]) == (SIDE, SIDE)
+    with pytest.raises(UserError, match="16 x 16 pixels, not 32 x 16"):
+        inspect_model(given(run, height=32))
+    with pytest.raises(UserError, match="16 x 16 pixels, not 32 x 32"):
+        load(run).generate([DOG], (32, 32), no_callback)
+    with pytest.raises(UserError, match="--scheduler is for diffusers pipelines"):
+        inspect_model(given(run, scheduler="DDIM"))
+    with pytest.raises(UserError, match="JiT generates images, not clips"):
+        inspect_model(given(run, num_frames=5))
+    spec = family()
+    plain = checkpoint(tmp_path / "plain", spec.describe(), network_of(spec).state_dict())
+    assert np.array_equal(*(generate(load(plain), DOG._replace(prompt=text))[0] for text in ("dog", "anything")))
+    with pytest.raises(UserError, match="no effect: JiT runs without"):
+        inspect_model(given(plain, cfg_truncation_step=2))
+
+
+@pytest.mark.parametrize(("lora", "noise"), [(None, 0.02), (Lora(2, ("attn1.to_v",)), 0.5)])
+def test_a_trained_hunyuandit_generates_the_images_of_its_export(
+    lora: Lora | None, noise: float, tmp_path: Path
+) -> None:
+    if lora:
+        pytest.importorskip("peft")
+    spec = small_family(tmp_path / "base", lora=lora)  # type: ignore[arg-type]
+    network = spec.network()
+    torch.manual_seed(0)
+    stored = {name: value for name, value in network.state_dict().items() if spec.is_saved(name)}
+    weights = {name: value + noise * torch.randn_like(value) for name, value in stored.items()}
+    run = checkpoint(tmp_path / "run", spec.describe(), weights)
+    export(ExportSettings(source=str(run), destination=str(tmp_path / "export")))
+    assert inspect_model(given(run)).resolved["height"] == 32
+    requests = [SampleRequest("a rainy night", "", 3), SampleRequest("a sunny day", "", 4)]
+    size = (32, 32)
+    mine, theirs, base = (
+        load(path, height=32, width=32).generate(requests, size, no_callback)
+        for path in (run, tmp_path / "export", tmp_path / "base")
+    )
+    assert all(map(np.array_equal, mine, theirs))
+    assert max_difference(mine[0], base[0]) > 5
+
+
+def test_non_square_images_have_the_rotary_positions_of_training(tmp_path: Path) -> None:
+    size = (32, 64)
+    build_small_hunyuan_dit(tmp_path / "base")
+    spec = small_family(tmp_path / "base", size)
+    run = checkpoint(tmp_path / "run", spec.describe(), spec.network().state_dict())
+    request = SampleRequest("a rainy night", "", 3)
+    mine = load(run).generate([request], size, no_callback)[0]
+    plain = load(tmp_path / "base", height=32, width=64).generate([request], size, no_callback)[0]
+    assert mine.shape == (32, 64, 3)
+    assert max_difference(mine, plain) > 0

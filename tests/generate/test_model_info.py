@@ -1,0 +1,127 @@
+"""Models at --model_path, identified by their small files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from muralist.core.errors import UserError
+from muralist.generate.model_info import inspect_model
+from muralist.settings import GenerateSettings
+
+Build = Callable[[str], Path]
+
+
+def given(path: Path, **changes: object) -> GenerateSettings:
+    return GenerateSettings(prompts_csv="", output_dir="", model_path=str(path), **changes)  # type: ignore[arg-type]
+
+
+def test_defaults_of_diffusers_pipelines(tiny_pipeline: Build) -> None:
+    checked = inspect_model(given(tiny_pipeline("wan21")))
+    assert checked.folder == tiny_pipeline("wan21") and "vae" in checked.components and checked.jit is None
+    assert checked.identity["model"] == checked.pipeline_class == "WanPipeline"
+    expected = {"height": 480, "width": 832, "guidance_scale": 7.5, "num_frames": 1, "enable_half_frame": False}
+    assert checked.resolved == expected
+    asked = inspect_model(given(tiny_pipeline("wan21"), height=64, guidance_scale=3.0)).resolved
+    assert (asked["height"], asked["width"], asked["guidance_scale"]) == (64, 832, 3.0)
+    assert inspect_model(given(tiny_pipeline("schnell"))).resolved["guidance_scale"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("frames", "half", "made"), [(1, True, 1), (5, False, 5), (6, False, 5), (81, True, 41), (8, True, 5), (2, True, 1)]
+)
+def test_the_number_of_frames_is_rounded_to_a_possible_one(
+    frames: int, half: bool, made: int, tiny_pipeline: Build
+) -> None:
+    settings = given(tiny_pipeline("wan21"), num_frames=frames, enable_half_frame=half)
+    settled = inspect_model(settings).resolved
+    assert settled["num_frames"] == made
+    assert inspect_model(settings.model_copy(update=settled)).resolved == settled
+
+
+def test_half_of_one_frame_has_no_effect(tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(logging.getLogger("muralist"), "info", messages.append)
+    inspect_model(given(tiny_pipeline("wan21"), enable_half_frame=True))
+    assert messages == ["--enable_half_frame has no effect on one frame."]
+
+
+def test_a_negative_prompt_without_effect_is_reported(tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    monkeypatch.setattr(logging.getLogger("muralist"), "info", lambda text, *args: messages.append(text % args))
+    inspect_model(given(tiny_pipeline("flux"), negative_prompt="rain"))
+    inspect_model(given(tiny_pipeline("sd"), negative_prompt="rain"))
+    assert messages == ["--negative_prompt has no effect: FluxPipeline runs without classifier-free guidance."]
+
+
+def test_the_fingerprint_depends_on_the_files_and_not_on_their_path(tiny_pipeline: Build, tmp_path: Path) -> None:
+    first = tiny_pipeline("pixart")
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(first, copy)
+    assert inspect_model(given(copy)).identity == inspect_model(given(first)).identity
+    weights = copy / "transformer" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    assert inspect_model(given(copy)).identity != inspect_model(given(first)).identity
+
+
+def test_paths_without_a_model_are_refused(tiny_pipeline: Build, tmp_path: Path) -> None:
+    folder = tiny_pipeline("sd")
+    with pytest.raises(UserError, match=r"no model at .*sdd\. Nothing is downloaded.*Did you mean sd"):
+        inspect_model(given(folder.with_name("sdd")))
+    with pytest.raises(UserError, match="no model at org/name.*Check the path"):
+        inspect_model(given(Path("org/name")))
+    with pytest.raises(UserError, match=f"holds no model.*model_index.json.*Did you mean {folder.parent}/"):
+        inspect_model(given(folder.parent))
+    with pytest.raises(UserError, match="holds no model.*Give the folder"):
+        inspect_model(given(tmp_path))
+    (tmp_path / "config.yaml").write_text("")
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        inspect_model(given(tmp_path))
+
+
+def test_incomplete_pipelines_are_refused(tiny_pipeline: Build, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_pipeline("sd"), copy)
+    shutil.rmtree(copy / "vae")
+    with pytest.raises(UserError, match="incomplete: vae missing.*Copy the model again"):
+        inspect_model(given(copy))
+    (copy / "model_index.json").write_text("{")
+    with pytest.raises(UserError, match="model_index.json cannot be read"):
+        inspect_model(given(copy))
+    (copy / "model_index.json").write_text(json.dumps({"vae": ["diffusers", "AutoencoderKL"]}))
+    with pytest.raises(UserError, match="names no pipeline"):
+        inspect_model(given(copy))
+
+
+def test_a_missing_lora_is_refused(tiny_pipeline: Build, tmp_path: Path) -> None:
+    (tmp_path / "style").mkdir()
+    with pytest.raises(UserError, match="no LoRA at .*stile.*Did you mean style?"):
+        inspect_model(given(tiny_pipeline("sd"), lora=[f"{tmp_path}/stile:0.5"]))
+
+
+def test_jit_flags_are_refused_for_diffusers_pipelines(tiny_pipeline: Build) -> None:
+    for changes in ({"weights": "ema1"}, {"guidance_interval": (0.1, 1)}, {"official_last_step": True}):
+        (flag,) = changes
+        with pytest.raises(UserError, match=f"--{flag} is for JiT models, and this is a diffusers pipeline"):
+            inspect_model(given(tiny_pipeline("sd"), **changes))
+
+
+def test_pipelines_are_inspected_without_torch(tiny_pipeline: Build) -> None:
+    folder = tiny_pipeline("wan21")
+    script = (
+        "import sys, muralist.generate.command; from muralist.generate import model_info\n"
+        "from muralist.settings import GenerateSettings\n"
+        "model_info.inspect_model(GenerateSettings(prompts_csv='none', output_dir='none', model_path=sys.argv[1]))\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

@@ -1,0 +1,40 @@
+"""An encoder without a network, so that processes that use it start quickly."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from muralist.data.decode import decode_image
+from muralist.evaluate.encoders import LoadedEncoder
+
+
+@dataclass(frozen=True)
+class MeanColor:
+    """The mean color of an image; the process named `fails_as` runs out of memory."""
+
+    name: str = "color"
+    sha256: str = "color"
+    width: int = 3
+    fails_as: str = ""
+    source: Path = Path()
+    takes_pixels: bool = False
+    tf32: bool = False
+
+    def load(self, device: torch.device) -> LoadedEncoder:
+        return LoadedEncoder(self.prepare, self.compute, takes_pixels=self.takes_pixels)
+
+    def prepare(self, data: bytes) -> Tensor:
+        return torch.from_numpy(np.array(decode_image(data)))
+
+    def compute(self, batch: Tensor) -> Tensor:
+        if multiprocessing.current_process().name == self.fails_as:
+            raise RuntimeError("out of memory.\nmore")
+        time.sleep(0.05)  # long enough to signal the process meanwhile
+        return batch.float().mean((1, 2))

@@ -1,0 +1,47 @@
+"""CUDA graph capture, imitated on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+from transformers.utils import import_utils
+
+from muralist.generate.gpu_execution import CudaGraphs, Work
+
+
+class FakeCapture:
+    """Captures as a GPU does: one warm-up run, then the same memory in and out at every replay."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def __call__(self, work: Work) -> tuple[Any, Callable[[], None]]:
+        self.captures += 1
+        work()
+        output = _while_capturing(work)
+        static = tree_flatten(output)[0]
+
+        def replay() -> None:
+            self.replays += 1
+            for target, value in zip(static, tree_flatten(_while_capturing(work))[0], strict=True):
+                if isinstance(target, Tensor):
+                    target.copy_(value)
+
+        return output, replay
+
+
+def _while_capturing(work: Work) -> Any:
+    """Run work while transformers believes that a CUDA stream is being captured."""
+    with patch.object(import_utils, "is_cuda_stream_capturing", lambda: True):
+        return work()
+
+
+class FakeCudaGraphs(CudaGraphs):
+    """A pipeline's graphs on a device without a queue that the host could run ahead of."""
+
+    def step(self) -> None:
+        pass

@@ -1,0 +1,277 @@
+"""The doctor: every problem is provoked for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from muralist.cli import main
+from muralist.core.slurm import expand_hosts, expand_tasks_per_node
+from muralist.tools.doctor.check import Check, CheckContext, Status, ok, run_check
+from muralist.tools.doctor.collective_test import SIZES, CollectiveReport
+from muralist.tools.doctor.environment import check_clocks, check_collectives, check_slurm
+from muralist.tools.doctor.inputs import check_batch, check_learning_rate
+from muralist.tools.doctor.registry import CHECKS, troubleshooting_page
+from tests.conftest import REPOSITORY
+from tests.support.disks import leave_free, read_only_view, small_disk
+from tests.support.generating import write_table
+from tests.support.runs import TINY, finish, start
+
+KNOWN_SYMPTOMS = [
+    "NCCL timeout", "out of memory", "loss oscillates", "error during sampling", "the model was not loaded right",
+    "cannot write to directory", "permissions", "disk space", "a process that hangs", "wrong model path",
+    "a GPU that does not answer", "results that differ", "GPUs without work", "1001 over 4",
+]  # fmt: skip
+
+
+def ask(capsys: pytest.CaptureFixture[str], *words: object, expect: int) -> dict[str, dict[str, Any]]:
+    """Results of the doctor by the name of the check."""
+    capsys.readouterr()
+    assert main(["doctor", *map(str, words), "--json"]) == expect
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] == (expect == 0)
+    return {result["name"]: result for result in report["checks"]}
+
+
+def slurm(**variables: str):
+    return run_check(check_slurm, CheckContext(environment={"SLURM_JOB_ID": "7", **variables})).finding
+
+
+def test_known_symptoms_have_a_check_and_the_page_is_generated_from_the_checks() -> None:
+    covered = " ".join(check.symptom for check in CHECKS).lower()
+    assert [symptom for symptom in KNOWN_SYMPTOMS if symptom.lower() not in covered] == []
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    assert (REPOSITORY / "docs" / "troubleshooting.md").read_text() == troubleshooting_page(), "run `make docs`"
+
+
+def test_printed_list_and_exit_status(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    assert "no GPU" in output or "free:" in output
+    assert main(["doctor", "--data_path", str(tmp_path / "nothing"), "--results_dir", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (index,) = [index for index, line in enumerate(lines) if line.startswith("failed")]
+    assert "data set" in lines[index] and "nothing" in lines[index]
+    assert lines[index + 1].strip().startswith("why: ") and lines[index + 2].strip().startswith("fix: ")
+    assert "1 failed" in lines[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_broken_image_in_the_data_set(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "data" / "train"
+    shutil.copytree(photo_folder, data)
+    words = ["train", *TINY, "--data_path", data, "--results_dir", tmp_path / "results"]
+    found = ask(capsys, *words, expect=0)
+    assert found["data set"]["seen"].startswith("48 images, 48 decoded at ")
+    (data / "meadow" / "007.jpg").write_bytes((data / "meadow" / "007.jpg").read_bytes()[:200])
+    found = ask(capsys, *words, expect=1)
+    assert "1 of them broken" in found["data set"]["seen"] and "007.jpg" in found["data set"]["seen"]
+    assert "muralist pack" in found["data set"]["remedy"]
+
+
+def test_full_and_read_only_disks(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TINY, "--data_path", photo_folder, "--max_steps", "1"]
+    with small_disk(tmp_path / "disk", "60m") as disk:
+        found = ask(capsys, "train", *words, "--results_dir", disk, expect=0)
+        assert found["disk space"]["status"] == "warning" and "--keep_last" in found["disk space"]["remedy"]
+        leave_free(disk, 4 * 4096)
+        found = ask(capsys, "train", *words, "--results_dir", disk, expect=1)
+        assert "No space left on the disk" in found["disk space"]["seen"]
+        # train itself refuses before it reads data or loads anything
+        assert main(["train", *map(str, words), "--results_dir", str(disk)]) == 1
+        assert "a checkpoint takes 0.04 GB" in capsys.readouterr().err
+        assert [path.name for path in disk.iterdir()] == ["filler"]
+    with read_only_view(tmp_path / "there", tmp_path / "view") as view:
+        found = ask(capsys, "train", *words, "--results_dir", view / "results", expect=1)
+        assert "Read-only file system" in found["write permission"]["seen"]
+        assert found["write permission"]["remedy"] == "Mount the disk for writing, or give another --results_dir."
+        assert main(["train", *map(str, words), "--results_dir", str(view)]) == 1
+        assert "Read-only file system" in capsys.readouterr().err
+
+
+def write_model(folder: Path) -> Path:
+    """Write what the checks read of a folder in diffusers layout."""
+    for part, file in (("transformer", "config.json"), ("scheduler", "scheduler_config.json")):
+        (folder / part).mkdir(parents=True)
+        (folder / part / file).write_text("{}")
+    parts = {"transformer": ["diffusers", "Network"], "scheduler": ["diffusers", "Scheduler"]}
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", **parts}))
+    save_file({"a": np.zeros(64, np.float32)}, folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    return folder
+
+
+def test_model_with_a_missing_or_truncated_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path / "model")
+    table = write_table(tmp_path, rows=5)
+    words = ["generate", "--prompts_csv", table, "--model_path", model, "--output_dir", tmp_path / "out",
+             "--height", "32", "--width", "32", "--gpu_ids", "0", "1"]  # fmt: skip
+    found = ask(capsys, *words, expect=0)
+    assert found["rows over GPUs"]["seen"] == "5 over 2: 2, 3"
+    assert found["prompts table"]["seen"].startswith("5 rows, 5 of them read")
+    whole = next((model / "transformer").glob("*.safetensors"))
+    shards = [whole.with_name(f"diffusion_pytorch_model-0000{n}-of-00002.safetensors") for n in (1, 2)]
+    index = whole.with_name("diffusion_pytorch_model.safetensors.index.json")
+    index.write_text(json.dumps({"weight_map": {"a": shards[0].name, "b": shards[1].name}}))
+    whole.rename(shards[0])
+    found = ask(capsys, *words, expect=1)
+    assert f"transformer lacks {shards[1].name}" in found["model folder"]["seen"]
+    assert main(list(map(str, words))) == 1  # generate itself refuses it before anything is loaded
+    assert "is incomplete" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    index.unlink()
+    shards[0].rename(whole)
+    whole.write_bytes(whole.read_bytes()[:-10])
+    found = ask(capsys, *words, expect=1)
+    assert f"{whole} is damaged or truncated" in found["model folder"]["seen"]
+
+
+def test_port_in_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        found = ask(capsys, expect=1)
+        assert "is in use on this machine" in found["port"]["seen"] and "ss -ltnp" in found["port"]["remedy"]
+    assert ask(capsys, expect=0)["port"]["status"] == "ok"
+    monkeypatch.setenv("MASTER_PORT", "many")
+    assert "is not a port" in ask(capsys, expect=1)["port"]["seen"]
+
+
+def test_contradicting_slurm_variables() -> None:
+    assert slurm().status is Status.OK
+    sane = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "gpu[07-08]"}  # fmt: skip
+    assert slurm(**sane).status is Status.OK
+    for change, message in (
+        ({"SLURM_PROCID": "8"}, "SLURM_PROCID is 8, but the step has 8 tasks"),
+        ({"SLURM_JOB_NUM_NODES": "3"}, "SLURM_JOB_NUM_NODES is 3, but SLURM_JOB_NODELIST names 2"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4,3"}, "which is not 8"),
+        ({"SLURM_LOCALID": "6"}, "SLURM_LOCALID 6 on node 1 does not fit"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK 0 of WORLD_SIZE 2 is not SLURM_PROCID 5"),
+        ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK is 3, but WORLD_SIZE is 2"),
+    ):
+        found = slurm(**sane | change)
+        assert found.status is Status.FAILED and message in found.message, found
+    assert slurm(SLURM_GPUS_ON_NODE="512").status is Status.WARNING  # no machine has a thousand cores to spare
+    assert expand_hosts("gpu[07-09,12],head") == ["gpu07", "gpu08", "gpu09", "gpu12", "head"]
+    assert expand_tasks_per_node("4(x2),3") == [4, 4, 3]
+
+
+def test_weights_and_biases_login_and_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", *TINY, "--data_path", "driving_world", "--max_samples", "4", "--results_dir", tmp_path,
+             "--use_wandb"]  # fmt: skip
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert "files only" in ask(capsys, *words, expect=0)["Weights & Biases"]["seen"]
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        found = ask(capsys, *words, expect=1)["Weights & Biases"]
+        assert (
+            f"127.0.0.1 cannot be reached at port {port}" in found["seen"] and "WANDB_MODE=offline" in found["remedy"]
+        )
+        server.listen()
+        assert "No login for 127.0.0.1" in ask(capsys, *words, expect=1)["Weights & Biases"]["seen"]
+        monkeypatch.setenv("WANDB_API_KEY", "x")
+        assert ask(capsys, *words, expect=0)["Weights & Biases"]["status"] == "ok"
+
+
+def test_indivisible_batch_and_scaled_learning_rate(tmp_path: Path) -> None:
+    from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
+    from muralist.settings.load import load
+
+    def find(check: Check, ranks: int, *words: str):
+        settings = load(TrainSettings, ["--data_path", "driving_world", *words], TRAIN_FLAT_NAMES)
+        return run_check(check, CheckContext(train=settings, environment={"WORLD_SIZE": str(ranks)})).finding
+
+    assert "cannot be divided by 3 processes" in find(check_batch, 3, "--global_batch_size", "16").message
+    grown = ["--batch_size", "512", "--lr_rule", "linear"]
+    assert find(check_learning_rate, 8, *grown, "--warmup_steps", "0").status is Status.WARNING
+    assert find(check_learning_rate, 8, *grown).status is Status.OK
+
+
+def test_slow_ranks_and_wrong_clocks_are_named() -> None:
+    report = CollectiveReport(["a", "a", "b", "b"], dict.fromkeys(SIZES, 1e9), [1, 1, 1.1, 5], [1, 1.1, 1, 1])
+    context = CheckContext(exchange=report)
+    found = run_check(check_collectives, context).finding
+    assert found.status is Status.WARNING and "rank 3 on b computes 5.0 times slower" in found.message
+    report.compute[3] = 1.2
+    assert run_check(check_collectives, context).finding.status is Status.OK
+    for ahead, status in ((0.2, Status.OK), (120.0, Status.FAILED), (-5.0, Status.WARNING)):
+        report.clocks = {"b": (ahead, 0.001)}
+        found = run_check(check_clocks, context).finding
+        assert found.status is status
+    assert "The clock of b is 5.000 s behind the clock of a" in found.message
+
+
+def test_exception_in_a_check_is_a_finding() -> None:
+    def broken(context: CheckContext):
+        raise ZeroDivisionError("ours")
+
+    check = Check("x", symptom="", why="why.", fix="do.")
+    found = run_check(check(broken), CheckContext()).finding
+    assert found.status is Status.WARNING and "ZeroDivisionError: ours" in found.message and found.fix == "do."
+    assert run_check(check(lambda _: ok("fine")), CheckContext()).finding.why == ""
+
+
+@pytest.mark.slow
+def test_collective_test_names_a_stopped_rank(tmp_path: Path) -> None:
+    report = json.loads(finish(start("muralist", "launch", "--nproc", "2", "doctor", "--json"), timeout=120))
+    found = {result["name"]: result for result in report["checks"]}
+    assert found["collective test"]["seen"].startswith("2 ranks on 1 machine exchange")
+    assert found["collective test"]["facts"]["bytes per second"] > 1e6
+    assert len(found["collective test"]["facts"]["sending, seconds by rank"]) == 2
+
+    process = start("muralist", "launch", "--nproc", "3", "doctor", "--timeout", "6", new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(ranks := children.read_text().split()) < 3:
+        time.sleep(0.01)
+    os.kill(int(ranks[1]), signal.SIGSTOP)
+    lines: list[str] = []
+    assert process.stdout
+    while not lines or not lines[-1].startswith("failed"):
+        lines.append(process.stdout.readline())
+        assert lines[-1], "".join(lines)
+    # On a busy machine rank 2 may be late as well.
+    assert re.search(r"Rank 1(, 2)? did not connect within 6 s", lines[-1]), lines[-1]
+    while "1 failed" not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1], "".join(lines)
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    assert "Traceback" not in finish(process, expect=None, timeout=60)
+    assert process.returncode
+
+
+@pytest.mark.slow
+def test_clock_offset_is_measured_through_the_store(tmp_path: Path) -> None:
+    code = (
+        "import os, time\n"
+        "from muralist.tools.doctor.collective_test import CollectiveTest\n"
+        "test = CollectiveTest(os.environ, 30)\n"
+        "test.wait_for_ranks()\n"
+        "error = 7.5 if test.rank else 0.0\n"
+        "offset = test.clock_offset(1, lambda: time.time() + error)\n"
+        "if test.rank == 0: print(*offset)\n"
+        "test.gather('finished', None)\n"
+    )
+    launcher = (
+        f"import sys; from muralist.tools.launch import launch; sys.exit(launch([sys.executable, '-c', {code!r}], 2))"
+    )
+    ahead, doubt = map(float, finish(start("python", "-c", launcher), timeout=120).split()[:2])
+    assert abs(ahead - 7.5) <= doubt + 0.01 and doubt < 1.0

@@ -1,0 +1,190 @@
+"""Estimates: tables from measured speeds, compared with arithmetic by hand."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from muralist.cli import main
+from muralist.core.errors import UserError
+from muralist.core.formatting import format_count, format_duration, parse_count
+from muralist.models.configs import activation_bytes
+from muralist.settings import EstimateSettings
+from muralist.tools.estimate.command import plot_svg
+from muralist.tools.estimate.model import (
+    BUCKET_BYTES,
+    GPUS,
+    LINK_EFFICIENCY,
+    Links,
+    MeasuredSpeed,
+    TrainingEstimate,
+    cost,
+    flops_per_token,
+    read_measured,
+    ring_seconds,
+    scale,
+)
+from tests.conftest import REPOSITORY
+from tests.support.runs import train
+
+RESULTS = REPOSITORY / "bench" / "results"
+BENCH, STEPS = RESULTS / "jit_b4_64px_h200.json", RESULTS / "train_speed_h200.json"
+ONE_GPU = MeasuredSpeed("test", "JiT-B/4", 64, 64, "NVIDIA H200", 1, (80e3, 100e3, 120e3))
+
+
+def test_cost_of_a_token_budget() -> None:
+    for speed, trillion, ten_billion in ((240e3, 48, 11.6), (400e3, 29, 7), (640e3, 18, 4.3)):
+        assert cost(1e12, speed, 8, None, None).seconds / 86400 == pytest.approx(trillion, abs=0.5)
+        assert cost(10e9, speed, 8, None, None).seconds / 3600 == pytest.approx(ten_billion, abs=0.06)
+    hour = cost(3.6e9, 1e6, 8, price=2.5, watts=700)  # an hour on eight GPUs
+    assert (hour.gpu_hours, hour.price, hour.kilowatt_hours) == pytest.approx((8, 20, 5.6))
+
+
+def test_read_a_benchmark_of_steps() -> None:
+    rows = {row["case"]: row for row in json.loads(STEPS.read_text())["rows"] if row["variant"] == "fused+graphs"}
+    for batch, asked in ((64, None), (256, 200)):
+        found = read_measured(STEPS, asked)
+        assert (found.model, found.img_size, found.batch_size, found.gpu) == ("JiT-B/4", 64, batch, "NVIDIA H200")
+        row = rows[f"JiT-B/4@64x{batch}"]
+        expected = batch * 256 / row["ms a step, the other row"] * 1e3, batch * 256 / row["ms a step"] * 1e3
+        assert found.readings == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "rows", [3, [3], [{"case": 3}], [{"case": "JiT-B/4@64x64", "variant": "fused", "K tokens/s": 1}]]
+)
+def test_rows_of_another_benchmark_are_refused(rows: object, tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(json.dumps({"rows": rows}))
+    with pytest.raises(UserError, match="has no training speed"):
+        read_measured(tmp_path / "other.json", None)
+
+
+def test_parse_and_format_counts() -> None:
+    assert [parse_count(text) for text in ("10B", "1T", "1.5m", "5e9", "300")] == [10e9, 1e12, 1.5e6, 5e9, 300]
+    assert [parse_count(text) for text in ("10,000", "1,000,000", "1,5M", "1_000")] == [10_000, 1e6, 1.5e6, 1000]
+    assert [format_count(number) for number in (1e12, 10e9, 342_068, 999_999, 12)] == ["1T", "10B", "342K", "1M", "12"]
+    for wrong in ("ten", "", "0", "-3B", "1Q"):
+        with pytest.raises(UserError, match="is not a number"):
+            parse_count(wrong)
+    assert format_duration(4.3 * 3600) == "4 h 18 min"
+
+
+def test_ring_all_reduce_overlaps_with_the_backward_pass() -> None:
+    links = Links(intra_node=100e9, inter_node=10e9)
+    assert ring_seconds(1e9, 1, links) == 0
+    assert ring_seconds(1e9, 2, links) == pytest.approx(1e9 / (LINK_EFFICIENCY * 100e9), rel=1e-2)  # 2 (n - 1) / n = 1
+    assert ring_seconds(1e9, 8, links) == pytest.approx(1.75e9 / (LINK_EFFICIENCY * 100e9), rel=1e-2)
+    assert ring_seconds(1e9, 16, links) == pytest.approx(
+        1.875e9 / (LINK_EFFICIENCY * 10e9), rel=1e-2
+    )  # the slower link counts
+    hidden = scale(1.0, 1e9, 8, links)
+    assert hidden.all_reduce < 2 / 3 and hidden.exposed == ring_seconds(BUCKET_BYTES, 8, links)
+    exposed = scale(0.1, 10e9, 16, links)
+    assert exposed.exposed == pytest.approx(exposed.all_reduce - 0.1 * 2 / 3)
+    assert exposed.efficiency == pytest.approx(0.1 / (0.1 + exposed.exposed + exposed.straggler))
+    rows = [scale(0.05, 0.5e9, gpus, Links(intra_node=400e9, inter_node=50e9)) for gpus in GPUS]
+    assert GPUS[0] == 1 and GPUS[-1] == 1024 and rows[0].efficiency == 1.0
+    assert all(before.efficiency > after.efficiency for before, after in pairwise(rows))
+    assert all(before.speedup < after.speedup for before, after in pairwise(rows))
+
+
+def test_scaling_over_pcie() -> None:
+    # Usual figures for GPUs without NVLink: 1.8-1.9, 3.5-3.8, 6.5-7.0.
+    links = Links(intra_node=25e9, inter_node=12.5e9)
+    two, four, eight = (scale(64 * 256 / 342e3, 0.52e9, gpus, links).speedup for gpus in (2, 4, 8))
+    assert 1.8 < two < 2.0 and 3.3 < four < 3.8 and 5.9 < eight < 7.0
+
+
+def test_scenarios_and_numbers_of_gpus() -> None:
+    found = TrainingEstimate(EstimateSettings(gpus=8, price=2.0), ONE_GPU, [1e12])
+    assert ONE_GPU.per_gpu() == pytest.approx((84e3, 100e3, 116e3))
+    low, middle, high = (scenario.tokens_per_second for scenario in found.scenarios)
+    assert low < middle < high and 0.9 * 8 * 100e3 < middle < 8 * 100e3
+    assert found.scenarios[1].costs[0].seconds == pytest.approx(1e12 / middle)
+    assert found.scaling[0].compute == pytest.approx(64 * 256 / 100e3)
+    assert found.gpu_memory == 141e9
+    assert found.scenarios[1].costs[0].kilowatt_hours == pytest.approx(8 * 0.7 * 1e12 / middle / 3600)
+    # A measurement of eight GPUs already includes their communication.
+    eight = MeasuredSpeed("test", "JiT-B/4", 64, 64, "NVIDIA H200", 8, (800e3,))
+    assert TrainingEstimate(EstimateSettings(gpus=8), eight, [1e12]).scenarios[1].tokens_per_second == pytest.approx(
+        800e3, rel=2e-3
+    )
+    # A larger model reaches the same FLOPs per second.
+    large = TrainingEstimate(EstimateSettings(gpus=1, model="JiT-L/4"), ONE_GPU, [1e12]).scenarios[1].tokens_per_second
+    assert large * flops_per_token("JiT-L/4", 64) == pytest.approx(100e3 * flops_per_token("JiT-B/4", 64))
+
+
+def test_tables_from_a_benchmark_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measured = read_measured(BENCH, None)
+    assert (measured.model, measured.img_size, measured.batch_size, measured.gpu) == ("JiT-B/4", 64, 64, "NVIDIA H200")
+    assert measured.readings == (346899, 337068, 279254, 350743)
+    assert read_measured(BENCH, 200).batch_size == 256
+    words = ["estimate", "--from", str(BENCH), "--gpus", "8", "--tokens", "1T", "10B", "--price", "2.5"]
+    assert main([*words, "--plot", str(tmp_path / "scaling.html")]) == 0
+    output = capsys.readouterr().out
+    for part in ("conservative", "medium", "optimistic", "1T tokens", "10B tokens", "kWh", "1024", "exposed",
+                 "A step on one GPU takes 47.9 ms", "the largest batch that fits is about"):  # fmt: skip
+        assert part in output, output
+    written = (tmp_path / "scaling.html").read_text()
+    assert "<html>" in written and "Ethernet, 25 Gbit" in written
+    assert 'src="http' not in written and "8 GPUs: 9" in written
+    assert main(["estimate", "--from", str(tmp_path / "nothing")]) == 1
+    assert "is not a measurement" in capsys.readouterr().err
+    assert main([*words, "--images", "1M"]) == 1
+    assert "--tokens and --images cannot both be given" in capsys.readouterr().err
+
+
+def test_read_a_run(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train("--data_path", photo_folder, "--max_steps", "30", "--results_dir", tmp_path, "--run_name", "run",
+          "--samples_per_gpu", "0", "--log_every", "5")  # fmt: skip
+    measured = read_measured(tmp_path / "run", None)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (measured.model, measured.img_size, measured.batch_size, measured.gpus) == ("JiT-T/8", 16, 4, 1)
+    assert measured.gpu == "CPU"
+    assert set(measured.readings) <= {line["train/tokens_per_second"] for line in lines}
+    found = TrainingEstimate(EstimateSettings(images=["1M"]), measured, [4e6])
+    assert found.scenarios[0].costs[0].seconds > 0
+    assert "requested: 400 Gbit" in plot_svg(found)
+    assert main(["estimate", "--from", str(tmp_path / "run"), "--images", "1M"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    for part in ("One process without a GPU was measured", "0.2 MB per image", "80.0 GB is a default",
+                 "No energy estimate"):  # fmt: skip
+        assert part in output, output
+    log = tmp_path / "run" / "logs" / "train.log"
+    assert " device     CPU\n" in log.read_text()
+    log.write_text(log.read_text().replace(" device     CPU", " device     NVIDIA H200"))
+    found = TrainingEstimate(EstimateSettings(images=["1M"]), read_measured(tmp_path / "run", None), [4e6])
+    assert (found.gpu_memory, found.links.intra_node) == (141e9, 450e9) and found.scenarios[0].costs[0].kilowatt_hours
+
+
+def test_measured_memory_applies_to_its_image_size_only() -> None:
+    measured = MeasuredSpeed("test", "JiT-B/4", 64, 64, "NVIDIA H200", 1, (100e3,), image_bytes=50e6)
+    assert TrainingEstimate(EstimateSettings(), measured, [1e12]).memory["ddp"].per_image == 50e6
+    larger = TrainingEstimate(EstimateSettings(img_size=256), measured, [1e12]).memory["ddp"].per_image
+    assert larger == activation_bytes("JiT-B/4", 256, bf16=True, compiled=True) > 1e9
+
+
+def test_image_in_the_docs_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = plot_svg(TrainingEstimate(EstimateSettings(), read_measured(STEPS, None), [1e12]))
+    assert drawn == (REPOSITORY / "docs" / "scaling.svg").read_text()
+    assert drawn.count("<polyline") == 4 and drawn.count(">1024<") == 1
+    assert main(["estimate", "--from", str(BENCH), "--plot", "curve.pdf"]) == 1
+    assert "ends in .html or .svg" in capsys.readouterr().err
+
+
+def test_probe_runs_real_steps() -> None:
+    from muralist.tools.estimate.probe import probe
+
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.25  # at every call
+        return now[0]
+
+    measured = probe("JiT-T/8", 16, 4, seconds=3.0, clock=clock)
+    assert (measured.model, measured.gpus, measured.batch_size) == ("JiT-T/8", 1, 1)
+    tokens = 4  # (16 / 8)^2 of the one image that so slow a machine can afford
+    assert len(measured.readings) >= 6 and measured.readings[0] == pytest.approx(tokens / 0.25)

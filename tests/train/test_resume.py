@@ -1,0 +1,89 @@
+"""Where a run starts from, when what it should start from is old, damaged or was left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from muralist.settings import CheckpointSettings, ModelSettings, TrainSettings
+from muralist.train import checkpoint
+from muralist.train.resume import find_initial_weights
+from tests.support.runs import assert_same_state, last_checkpoint, metrics, only_run, train
+
+
+def write_run(results: Path, name: str, value: float, steps: tuple[int, ...] = (1,), **model: object) -> list[Path]:
+    described = {"model": "JiT-T/8", "img_size": 16, "label_names": []} | model
+    return [
+        checkpoint.write(
+            results / name / "checkpoints",
+            step,
+            {"ema1": {"a": torch.full((3,), value + step)}},
+            {"s": torch.ones(1)},
+            {"images": step, "model": described},
+        )
+        for step in steps
+    ]
+
+
+def found(results: Path, init_from: str = "default", condition: bool = True) -> float | None:
+    settings = TrainSettings(
+        model=ModelSettings(name="JiT-T/8", img_size=16, enable_condition=condition),
+        checkpoint=CheckpointSettings(init_from=init_from),
+        results_dir=str(results),
+    )
+    initial = find_initial_weights(settings)
+    return None if initial is None else float(initial[0]["a"][0])
+
+
+def test_only_unconditional_runs_of_the_same_model_and_size_count(tmp_path: Path) -> None:
+    assert found(tmp_path / "nowhere") is None
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "empty").mkdir()
+    write_run(tmp_path, "wide", 10, model="JiT-S/8")
+    write_run(tmp_path, "large", 20, img_size=32)
+    write_run(tmp_path, "labelled", 30, label_names=["cat"])
+    assert found(tmp_path) is None
+    write_run(tmp_path, "zebra", 40)
+    assert found(tmp_path) == 41
+    write_run(tmp_path, "apple", 50)  # the newest, whatever its name
+    assert found(tmp_path) == 51
+    assert found(tmp_path, condition=False) is None
+    assert found(tmp_path, "none") is None
+    assert found(tmp_path, str(tmp_path / "wide")) == 11
+
+
+def test_damaged_checkpoint_of_the_pretrained_run_is_skipped(tmp_path: Path) -> None:
+    paths = write_run(tmp_path, "pretrained", 60, steps=(1, 2, 3))
+    (paths[-1] / "ema1.safetensors").write_bytes(b"")
+    assert found(tmp_path) == 62
+    assert found(tmp_path, str(tmp_path / "pretrained")) == 62
+    for path in paths:
+        (path / "ema1.safetensors").write_bytes(b"")
+    assert found(tmp_path) is None
+
+
+def test_run_set_back_by_hand_resumes_there_with_every_step_once(photo_folder: Path, tmp_path: Path) -> None:
+    common = ["--data_path", photo_folder, "--ckpt_every", "2", "--samples_per_gpu", "0"]
+    train(*common, "--results_dir", tmp_path / "back", "--max_steps", "6", "--keep_last", "9")
+    back = only_run(tmp_path / "back")
+    train(*common, "--results_dir", tmp_path / "back", "--max_steps", "3", "--keep_last", "1",
+          "--resume", back / "checkpoints" / "step_0000002")  # fmt: skip
+    assert last_checkpoint(back).name == "step_0000003"
+    assert last_checkpoint(back).is_dir()
+    train(*common, "--results_dir", tmp_path / "back", "--max_steps", "8")
+    train(*common, "--results_dir", tmp_path / "through", "--max_steps", "8")
+    through = only_run(tmp_path / "through")
+    assert [line["step"] for line in metrics(back)] == list(range(1, 9))
+    assert [line["train/loss"] for line in metrics(back)] == [line["train/loss"] for line in metrics(through)]
+    assert_same_state(last_checkpoint(back), last_checkpoint(through))
+
+
+def test_holding_out_every_image_is_refused(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("--data_path", photo_folder, "--val_fraction", "1", "--results_dir", tmp_path, expect=1)
+    said = capsys.readouterr().err
+    assert "--val_fraction 1 holds out all " in said
+    assert "Give a smaller one; 0 holds none out." in said
