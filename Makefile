@@ -74,7 +74,7 @@ lint: setup
 docs: setup
 	$(BIN)/python scripts/draw_docs.py docs
 	$(BIN)/python scripts/draw_fid_curve.py docs
-	$(BIN)/python -m muralist.tools.doctor.registry > docs/troubleshooting.md
+	$(BIN)/python -m muralist.tools.doctor.command > docs/troubleshooting.md
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 format: setup

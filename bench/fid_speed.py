@@ -51,7 +51,7 @@ def ours(paths: list[Path], weights: Path, folder: Path, precision: str) -> tupl
     """Measure the complete command, and its rate once everything is loaded."""
     from muralist.core.hardware import select_devices
     from muralist.evaluate.encoders import InceptionEncoder
-    from muralist.evaluate.feature_cache import hash_files
+    from muralist.evaluate.extraction import hash_files
     from muralist.evaluate.features import compute_features
 
     begun = time.perf_counter()
@@ -84,7 +84,7 @@ def parts(paths: list[Path]) -> dict[str, Any]:
     from muralist.core.hardware import available_cpus
     from muralist.evaluate import inception
     from muralist.evaluate.decoders import DecodeRequest, DecoderPool
-    from muralist.evaluate.feature_cache import hash_files
+    from muralist.evaluate.extraction import hash_files
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     items = hash_files(paths)
@@ -155,7 +155,7 @@ def time_shares(paths: list[Path], weights: Path, folder: Path, precision: str) 
 
     from muralist.evaluate import decoders, extraction
     from muralist.evaluate.encoders import InceptionEncoder
-    from muralist.evaluate.feature_cache import FeatureCache, hash_files
+    from muralist.evaluate.extraction import FeatureCache, hash_files
 
     seconds: dict[str, float] = defaultdict(float)
 

@@ -21,7 +21,7 @@ from bench.measure_training import RESULTS, hardware, versions
 from bench.train_speed import build_state
 
 from muralist.core.run_dir import atomic_write_json
-from muralist.data.gpu_resident import GpuResidentDataset
+from muralist.data.loader import GpuResidentDataset
 from muralist.data.sampler import ShuffledOrder
 from muralist.data.sources.arrays import open_archive
 from muralist.settings import DataSettings, ModelSettings, OptimSettings, Precision, TrainSettings

@@ -20,8 +20,7 @@ from bench.full_hunyuan import build_full_hunyuan
 from bench.measure_training import RESULTS, hardware, versions
 
 from muralist.core.run_dir import atomic_write_json
-from muralist.models.families import find_family
-from muralist.models.spec import build_spec
+from muralist.models.spec import build_spec, find_family
 from muralist.settings import CheckpointSettings, ModelSettings, OptimSettings, SampleSettings, TrainSettings
 from muralist.train.checkpoint import CheckpointWriter
 from muralist.train.distributed import World

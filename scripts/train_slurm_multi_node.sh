@@ -20,5 +20,5 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?this is a job: sbatch scripts/train_slurm_multi_node.sh}"
 [ -d .venv/bin ] && PATH="$PWD/.venv/bin:$PATH"
 trap "" USR1  # until the next command has a handler
-exec python -m muralist.tools.slurm accelerate launch --config_file accelerate_config_multi_node.yaml \
+exec python -m muralist.tools.launch accelerate launch --config_file accelerate_config_multi_node.yaml \
   train.py --config configs/base_config.yaml "$@"

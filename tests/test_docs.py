@@ -14,7 +14,7 @@ from muralist.cli import COMMANDS
 from muralist.data.source import Source
 from muralist.evaluate import command, report
 from muralist.models.spec import ModelSpec
-from muralist.settings.help import settings_help
+from muralist.settings.load import settings_help
 from tests.conftest import REPOSITORY
 
 DOCS = REPOSITORY / "docs"

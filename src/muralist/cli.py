@@ -172,7 +172,7 @@ def _launch(arguments: Sequence[str]) -> int:
 
 
 def _submit(settings: LaunchSettings, arguments: Sequence[str]) -> int:
-    from muralist.tools.slurm import submit
+    from muralist.tools.launch import submit
 
     if bool(settings.nproc) == bool(settings.gpus_per_node):
         raise UserError(
@@ -235,7 +235,7 @@ COMMANDS = {
     "export": _command("ExportSettings", _export, *_SOURCE_AND_DESTINATION),
     "report": _command("ReportSettings", _report, "folders"),
     "show": _command("ShowSettings", "muralist.tools.show:show", "path"),
-    "board": _command("BoardSettings", "muralist.board.command:board", "root"),
+    "board": _command("BoardSettings", "muralist.board.app:board", "root"),
     "launch": Command(_launch, "LaunchSettings"),
     "doctor": Command(_doctor, "DoctorSettings"),
     "estimate": _command("EstimateSettings", "muralist.tools.estimate.command:run", flat_names="ESTIMATE_FLAT_NAMES"),
@@ -268,7 +268,7 @@ def _dispatch(words: list[str]) -> int:
     command = COMMANDS[name]
     own = rest if name != "launch" else rest[:1]
     if "--help" in own or "-h" in own:
-        from muralist.settings.help import settings_help
+        from muralist.settings.load import settings_help
 
         print(settings_help(name, command.settings, command.positional))
         return 0

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from muralist.core.errors import UserError
-from muralist.data import gpu_resident
-from muralist.data.gpu_resident import GpuResidentDataset, fits_on_device, load_to_device
-from muralist.data.loader import Batch, training_batches
+from muralist.data import loader
+from muralist.data.loader import Batch, GpuResidentDataset, fits_on_device, load_to_device, training_batches
 from muralist.data.sampler import ShuffledOrder, Split, split_held_out
 from muralist.data.source import Source
 from muralist.data.sources.registry import open_source
@@ -64,7 +63,7 @@ def assert_same(one: Batch, other: Batch) -> None:
 def test_batches_equal_those_of_the_loader(
     source: Source, ranks: int, samples: int | None, held_out: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_resident, "_LOOKAHEAD", 20)  # so that the stream is made of many pieces
+    monkeypatch.setattr(loader, "_LOOKAHEAD", 20)  # so that the stream is made of many pieces
     parts = split_held_out(samples or len(source), held_out)
     settings = DataSettings(batch_size=3, global_batch_size=12, num_workers=0)
     plan, order = plan_batch(settings, OptimSettings(), ranks), ShuffledOrder(5, parts.training_size)

@@ -10,7 +10,7 @@ import torch
 
 from muralist.evaluate import inception
 from muralist.evaluate.encoders import ClipEncoder, Dinov2Encoder, Encoder, InceptionEncoder
-from muralist.evaluate.feature_cache import FeatureItem, hash_files, hash_texts
+from muralist.evaluate.extraction import FeatureItem, hash_files, hash_texts
 from muralist.evaluate.features import compute_features
 from muralist.evaluate.metrics import compute_moments, frechet_distance
 from tests.support.evaluating import inception_weights, scenes, small_clip, small_dinov2, write_images

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from muralist.evaluate.encoders import ClipEncoder
-from muralist.evaluate.extraction import BATCH
-from muralist.evaluate.feature_cache import hash_files, hash_texts
+from muralist.evaluate.extraction import BATCH, hash_files, hash_texts
 from muralist.evaluate.features import compute_features
 from tests.support.colors import MeanColor
 from tests.support.evaluating import scenes, write_images

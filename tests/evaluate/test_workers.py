@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from muralist.core.errors import UserError
-from muralist.evaluate import workers
-from muralist.evaluate.feature_cache import FeatureItem, hash_files
+from muralist.evaluate import features
+from muralist.evaluate.extraction import FeatureItem, hash_files
 from muralist.evaluate.features import compute_features
 from tests.support.colors import MeanColor
 from tests.support.evaluating import scenes, write_images
@@ -32,7 +32,7 @@ def processes() -> dict[str, int]:
 def test_the_others_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four processes one fails, one is killed and one hangs; the features are equal."""
     captured: list[str] = []
-    monkeypatch.setattr(workers.log, "warning", lambda text, *values: captured.append(text % values))
+    monkeypatch.setattr(features.log, "warning", lambda text, *values: captured.append(text % values))
     items = items_of(tmp_path, 40)
     hung = 0
 
@@ -43,7 +43,7 @@ def test_the_others_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             os.kill(hung, signal.SIGSTOP)
             os.kill(processes()["1"], signal.SIGKILL)
         if done == 16:  # more than those two can have done: the last one is at work
-            monkeypatch.setattr(workers, "TIMEOUT", 3.0)
+            monkeypatch.setattr(features, "TIMEOUT", 3.0)
 
     found = compute_features(
         MeanColor(fails_as="muralist-evaluate-0"), items, {str(n): "cpu" for n in range(4)}, tmp_path, progress=disturb

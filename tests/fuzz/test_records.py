@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from muralist.core import liveness
 from muralist.core.errors import UserError
-from muralist.core.lock import FileLock
+from muralist.core.run_dir import FileLock
 from muralist.data.ledger_reader import parse_line
 from muralist.data.prompts import open_prompt_table
 from muralist.evaluate import inputs

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from muralist.core.transfer import copy_to_device, copy_to_host
+from muralist.core.hardware import copy_to_device, copy_to_host
 from muralist.generate import gpu_execution
 from muralist.generate.gpu_execution import CudaGraphs, GpuClock, GraphedCallable, NonBlockingCopies, Work
 from tests.support.graph_capture import FakeCapture

@@ -122,16 +122,16 @@ def test_only_rows_of_a_smaller_batch_are_marked(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_cannot_be_encoded_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from muralist.generate import image_files
+    from muralist.generate import output_dir
 
-    encode = image_files.encode
+    encode = output_dir.encode_image
 
     def choke(pixels, sample, facts, video_format):  # type: ignore[no-untyped-def]
         if sample.row == 1:
             raise ValueError("x" * 1_000_000)
         return encode(pixels, sample, facts, video_format)
 
-    monkeypatch.setattr(image_files, "encode", choke)
+    monkeypatch.setattr(output_dir, "encode_image", choke)
     threaded = ThreadedRun(tmp_path, PROMPTS)
     reports = serve(threaded, lambda *_: None, 2, [[0, 1], [2, 3]])
     assert done(reports) == {0, 2, 3}

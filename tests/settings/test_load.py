@@ -19,8 +19,8 @@ from muralist.cli import COMMANDS, main
 from muralist.core.errors import UserError
 from muralist.core.run_dir import RunDir
 from muralist.settings import TRAIN_FLAT_NAMES, PackSettings, TrainSettings
-from muralist.settings.help import FLAT_NAMES
 from muralist.settings.load import (
+    FLAT_NAMES,
     FlagTable,
     config_path,
     describe,

@@ -8,7 +8,7 @@ import pytest
 
 from muralist.core.slurm import rendezvous_port, set_rank_environment
 from muralist.settings import LaunchSettings
-from muralist.tools.slurm import job_script
+from muralist.tools.launch import job_script
 from tests.conftest import REPOSITORY
 
 # From a job of SLURM 22.05: the batch script, and the last task of a step with four and three tasks.

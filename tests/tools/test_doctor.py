@@ -20,9 +20,9 @@ from muralist.cli import main
 from muralist.core.slurm import expand_hosts, expand_tasks_per_node
 from muralist.tools.doctor.check import Check, CheckContext, Status, ok, run_check
 from muralist.tools.doctor.collective_test import SIZES, CollectiveReport
+from muralist.tools.doctor.command import CHECKS, troubleshooting_page
 from muralist.tools.doctor.environment import check_clocks, check_collectives, check_slurm
 from muralist.tools.doctor.inputs import check_batch, check_learning_rate
-from muralist.tools.doctor.registry import CHECKS, troubleshooting_page
 from tests.conftest import REPOSITORY
 from tests.support.disks import leave_free, read_only_view, small_disk
 from tests.support.generating import write_table

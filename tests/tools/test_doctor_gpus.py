@@ -15,9 +15,15 @@ from muralist.models.integrity import check_integrity, stored_parameters
 from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, ModelSettings, TrainSettings
 from muralist.settings.load import load
 from muralist.tools.doctor.check import CheckContext, Status, run_check
-from muralist.tools.doctor.hardware import Gpu, Gpus, compare_versions, compute_on_devices, query_nvidia_smi
-from muralist.tools.doctor.registry import CHECKS
-from muralist.tools.doctor.resources import compare_training_memory
+from muralist.tools.doctor.command import CHECKS
+from muralist.tools.doctor.hardware import (
+    Gpu,
+    Gpus,
+    compare_training_memory,
+    compare_versions,
+    compute_on_devices,
+    query_nvidia_smi,
+)
 from muralist.train.memory import CONTEXT, MemoryEstimate, estimate_memory
 from tests.support.runs import TINY
 

@@ -18,11 +18,11 @@ from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.data import packed
 from muralist.data.latents import LatentSource
+from muralist.data.loader import to_unit_range
 from muralist.data.source import read_batch
 from muralist.data.sources.registry import open_held_out, open_source
 from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
 from muralist.models.hunyuan_dit import FrozenEncoders
-from muralist.models.spec import to_unit_range
 from muralist.settings import PackSettings
 from muralist.tools.encode import BATCH, encode
 from muralist.tools.pack import pack

@@ -1,4 +1,4 @@
-"""The CPUs, GPUs and folders of this machine."""
+"""The CPUs, GPUs and cache folder of this machine, and copies between host and GPU that do not wait."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import shutil
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from muralist.core.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def available_cpus() -> int:
@@ -70,3 +75,24 @@ def check_gpu_ids(gpu_ids: Sequence[int], count: int, visible: str | None) -> No
             f"GPU {missing[0]} does not exist: {count} are visible ({seen}).",
             fix=f"Give --gpu_ids from 0 to {count - 1}, or leave it out to use all.",
         )
+
+
+def copy_to_device(tensor: Tensor, device: torch.device | str | None, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy a tensor to a device without waiting for it."""
+    import torch
+
+    if device is not None and torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        # Cast on the device: casting during the copy goes through pageable memory.
+        # Contiguous: expanded tensors, such as time steps, cannot be pinned as they are.
+        return tensor.contiguous().pin_memory().to(device=device, non_blocking=True).to(dtype or tensor.dtype)
+    return tensor.to(device=device, dtype=dtype, copy=True)
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor to pinned host memory; the copy is complete when the stream reaches it."""
+    if tensor.device.type != "cuda":
+        return tensor.detach().to("cpu", copy=True)
+    import torch
+
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return kept.copy_(tensor.detach(), non_blocking=True)

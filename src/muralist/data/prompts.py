@@ -14,7 +14,7 @@ import numpy as np
 from muralist import data
 from muralist.core.errors import UserError, closest_match
 from muralist.core.formatting import format_list
-from muralist.core.paths import check_exists
+from muralist.core.run_dir import check_exists
 from muralist.data.source import check_caption, first_present, short_hash
 from muralist.data.tables import (
     TEXT_SUFFIXES,

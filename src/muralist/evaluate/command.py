@@ -24,7 +24,7 @@ from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_er
 from muralist.data.sources.registry import EMBEDDED
 from muralist.evaluate import encoders, inception, metrics
 from muralist.evaluate.encoders import ClipEncoder, Dinov2Encoder, Encoder, InceptionEncoder
-from muralist.evaluate.feature_cache import FeatureItem, hash_files, hash_texts
+from muralist.evaluate.extraction import FeatureItem, hash_files, hash_texts
 from muralist.evaluate.features import Features, compute_features, device_kind, find_unreadable
 from muralist.evaluate.inputs import (
     ExactPairs,

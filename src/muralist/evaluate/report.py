@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 
 from muralist.core.errors import UserError
-from muralist.core.paths import exists
+from muralist.core.run_dir import exists
 
 REPORT = "report.json"
 _SEED = re.compile(r"_seed(\d+)$")  # generate names images ID_seedN

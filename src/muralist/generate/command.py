@@ -19,12 +19,20 @@ import numpy as np
 
 from muralist.core.errors import UserError
 from muralist.core.hardware import select_devices
-from muralist.core.lock import FileLock
-from muralist.core.run_dir import is_disk_full
+from muralist.core.run_dir import FileLock, is_disk_full
 from muralist.core.slurm import set_rank_environment
 from muralist.data.prompts import open_prompt_table
-from muralist.generate import image_files, ledger
-from muralist.generate.console import ProgressDisplay, ProgressRecorder, open_display
+from muralist.generate import ledger, output_dir
+from muralist.generate.console import (
+    INTERRUPTED,
+    Outcome,
+    ProgressDisplay,
+    ProgressRecorder,
+    describe_job,
+    noun,
+    open_display,
+    summarize,
+)
 from muralist.generate.ledger import Header, settings_identity
 from muralist.generate.messages import GenerationJob, WorkerReady
 from muralist.generate.model_info import ModelInfo, inspect_model
@@ -32,7 +40,6 @@ from muralist.generate.output_dir import OutputDir, explain_write_errors, write_
 from muralist.generate.plan import Plan
 from muralist.generate.ranks import RankCoordinator, RankDisplay, RankRefused
 from muralist.generate.scheduler import BatchSize, Scheduler, Undecided
-from muralist.generate.summary import INTERRUPTED, Outcome, describe_job, noun, summarize
 from muralist.generate.workers import open_pool, ray_devices
 from muralist.settings import GenerateSettings
 
@@ -292,7 +299,7 @@ def _read_plan(settings: GenerateSettings) -> Plan:
     table = open_prompt_table(settings.prompts_csv, settings.num_samples)
     for note in table.notes:
         log.warning("%s", note)
-    extension = image_files.extension(settings.num_frames, settings.video_format)
+    extension = output_dir.file_extension(settings.num_frames, settings.video_format)
     size = (settings.height, settings.width)
     plan = Plan(table, settings.images_per_prompt, settings.seed_start, settings.negative_prompt, size, extension)
     plan.check_file_names()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muralist.core.transfer import copy_to_device
+from muralist.core.hardware import copy_to_device
 from muralist.generate.gpu_execution import CudaGraphs, GpuClock, NonBlockingCopies
 from muralist.generate.pipeline import PipelineError, StepCallback, no_guidance_error
 from muralist.generate.step_caching import StepCache

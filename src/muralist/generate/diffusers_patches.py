@@ -27,7 +27,7 @@ from diffusers.utils import torch_utils
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muralist.core.transfer import copy_to_device
+from muralist.core.hardware import copy_to_device
 
 _RANDN = "randn_tensor"
 _ENCODER_METHOD = re.compile(r"_get_\w+_prompt_embeds")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from muralist.core.transfer import copy_to_device, copy_to_host
+from muralist.core.hardware import copy_to_device, copy_to_host
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from muralist.core.errors import UserError, closest_match
 from muralist.models.configs import JIT_GUIDANCE
-from muralist.models.families import ModelFamily, find_family_by_key
 from muralist.models.integrity import check_integrity, fingerprint
+from muralist.models.spec import ModelFamily, find_family_by_key
 from muralist.settings import GenerateSettings
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def _resolved(height: int, width: int, guidance: float, frames: int) -> dict[str
 
 
 def _identity(name: str, fingerprints: dict[str, str], settings: GenerateSettings) -> dict[str, Any]:
-    from muralist.generate.loras import check_adapters
+    from muralist.models.lora import check_adapters
 
     combined = hashlib.sha256(json.dumps(fingerprints, sort_keys=True).encode()).hexdigest()[:16]
     adapters = [[fingerprint(adapter.path), adapter.weight] for adapter in check_adapters(settings.lora)]

@@ -173,7 +173,7 @@ def load_pipeline(settings: GenerateSettings, device: torch.device) -> Pipeline:
 
     components = {}
     if model.description:  # trained here
-        from muralist.models.families import find_family_by_key
+        from muralist.models.spec import find_family_by_key
         from muralist.models.weights import read_weights
 
         spec, dtype = find_family_by_key(model.description["family"]).spec_class(), DTYPES[settings.dtype]

@@ -13,7 +13,7 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
 
-from muralist.core.transfer import copy_to_device, copy_to_host
+from muralist.core.hardware import copy_to_device, copy_to_host
 from muralist.generate.pipeline import SampleRequest
 
 _TEXT_ARGUMENTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3, ...

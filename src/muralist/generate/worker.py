@@ -27,7 +27,7 @@ from muralist.core import compile_cache
 from muralist.core.errors import UserError
 from muralist.core.run_dir import atomic_write
 from muralist.core.worker_pool import Inbox
-from muralist.generate import image_files, messages
+from muralist.generate import messages, output_dir
 from muralist.generate.gpu_execution import is_out_of_memory
 from muralist.generate.ledger import PROMPT_TRUNCATED, PSNR, Shard
 from muralist.generate.messages import GenerateBatch, GenerationJob, MeasureBatchSize, StopWorker
@@ -250,7 +250,7 @@ class Worker:
             self.output.exact.mkdir(exist_ok=True)
             for sample in samples:
                 try:
-                    data = image_files.encode(self.exact[sample], sample, {}, self.job.settings.video_format)
+                    data = output_dir.encode_image(self.exact[sample], sample, {}, self.job.settings.video_format)
                 except Exception:  # fast mode will fail too, and report it
                     self.exact.pop(sample)
                     continue
@@ -347,7 +347,7 @@ class Worker:
         sample = image.sample
         path = self.job.output_dir / sample.file
         try:
-            data = image_files.encode(image.pixels, sample, self.job.metadata, self.job.settings.video_format)
+            data = output_dir.encode_image(image.pixels, sample, self.job.metadata, self.job.settings.video_format)
         except Exception as error:  # this sample cannot become a file; the next one can
             self._record_failure(sample, _describe(error), image.seconds)
             return

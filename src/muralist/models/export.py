@@ -18,10 +18,10 @@ from muralist import __version__
 from muralist.core.errors import UserError
 from muralist.core.run_dir import atomic_folder, atomic_write_json
 from muralist.models.configs import JIT_CONFIGS, MLP_RATIO
-from muralist.models.families import find_family_by_key
 from muralist.models.integrity import fingerprint
 from muralist.models.jit import JiT
 from muralist.models.lora import Lora
+from muralist.models.spec import find_family_by_key
 from muralist.models.weights import MAX_PIXELS, WEIGHTS_FILE, damaged_file, read_description, read_weights
 from muralist.settings import ExportSettings
 

@@ -30,12 +30,11 @@ from muralist.core.errors import UserError
 from muralist.core.progress import loading_progress
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.data.latents import EncodedText, LatentSource
-from muralist.data.loader import Batch
+from muralist.data.loader import Batch, flip_mask, to_unit_range
 from muralist.diffusion import ddpm, flow
-from muralist.models.families import HUNYUAN_DIT
 from muralist.models.integrity import fingerprint
 from muralist.models.lora import Lora, is_adapter
-from muralist.models.spec import flip_mask, to_unit_range
+from muralist.models.spec import HUNYUAN_DIT
 from muralist.settings import SampleSettings, TrainSettings
 
 ENCODER_COMPONENTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")

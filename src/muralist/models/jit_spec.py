@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from muralist.core import rng
 from muralist.core.errors import UserError, closest_match
+from muralist.core.hardware import copy_to_device
 from muralist.core.rng import Purpose, SampleKeys
-from muralist.core.transfer import copy_to_device
 from muralist.data.latents import LatentSource
-from muralist.data.loader import Batch
+from muralist.data.loader import Batch, to_unit_range
 from muralist.diffusion import flow, samplers
 from muralist.models import configs, jit
-from muralist.models.spec import to_unit_range
 from muralist.settings import ObjectiveSettings, Precision, SampleSettings, TrainSettings
 
 _LABEL_EMBEDDING = "y_embedder."

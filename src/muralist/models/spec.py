@@ -1,21 +1,225 @@
-"""What the trainer knows about a model: one protocol, fulfilled by one class per family (models/families.py)."""
+"""What callers know about a model: a ModelFamily before torch is imported, a ModelSpec to train and sample it.
+
+One entry of FAMILIES per family. Callers look an entry up with `find_family` and ask for a property or a method; no
+caller asks which family it has.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import torch
-from torch import Tensor, nn
+from muralist.core.errors import UserError
+from muralist.models import configs
+from muralist.models.integrity import check_integrity, stored_parameters
+from muralist.settings import ModelSettings, SampleSettings, TrainSettings
 
-from muralist.core.rng import Purpose, SampleKeys
-from muralist.data.latents import LatentSource
-from muralist.data.loader import Batch
-from muralist.models.families import find_family
-from muralist.settings import SampleSettings, TrainSettings
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
-Encoded = tuple[Tensor, ...]
+    from muralist.core.rng import SampleKeys
+    from muralist.data.latents import LatentSource
+    from muralist.data.loader import Batch
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """One kind of model; the defaults fit a network on pixels without further features."""
+
+    key: str
+    """The field `family` of a checkpoint's manifest."""
+    name: str
+    """The family's name in messages."""
+    name_pattern: str
+    """The form of its model names, for the message about an unknown one."""
+    spec: str
+    """The ModelSpec, as "module:class"."""
+    uses_captions: bool = False
+    """Trained on captions; without any, a run warns."""
+    supports_latents: bool = False
+    """Can be trained on the latents of `muralist pack --encode`."""
+    supports_lora: bool = False
+    supports_fp8: bool = False
+    square_only: bool = False
+    """One image size, and that a square: no `--multireso`."""
+    pixels_per_token: int = 1
+    """Divides both sides of every image."""
+    has_formulas: bool = False
+    """FLOPs, tokens and memory follow from the model's name and the image size: `muralist estimate` needs them."""
+    pipeline_class: str | None = None
+    """The diffusers pipeline whose transformer is trained; checkpoints name the folder of its frozen components."""
+
+    def matches(self, name: str) -> bool:
+        """Return whether a model name belongs to this family."""
+        return name.casefold() == self.name.casefold()
+
+    def check_size(self, size: tuple[int, int]) -> None:
+        """Refuse image sizes (height, width) that the tokens do not cover."""
+        height, width = size
+        if height % self.pixels_per_token or width % self.pixels_per_token:
+            raise UserError(
+                f"{self.name} cannot make images of {height} x {width} pixels.",
+                f"Both sides must be multiples of {self.pixels_per_token}.",
+            )
+
+    def check(self, model: ModelSettings) -> None:
+        """Refuse a model that does not exist, is incomplete, or does not have this image size."""
+        self.check_size(model.size)
+
+    def folder(self, settings: TrainSettings) -> Path | None:
+        """Return the folder of the pretrained model that a run trains, if there is one."""
+        return Path(settings.model.path) if settings.model.path else None
+
+    def prepare(self, settings: TrainSettings) -> None:
+        """Build, once for all processes, whatever the spec reads from disk."""
+
+    def parameter_count(self, model: ModelSettings, num_classes: int) -> int:
+        """Count the network's parameters without building it; 0 if unknown."""
+        return stored_parameters(Path(model.path) / "transformer") if model.path else 0
+
+    def activation_bytes(self, model: ModelSettings, bf16: bool, compiled: bool) -> float | None:
+        """Estimate the bytes that one image keeps for the backward pass; None without a formula."""
+        return None
+
+    def origin(self, model: ModelSettings) -> str:
+        """Describe where the model comes from, for a person."""
+        return f"{model.path} is intact" if model.path else f"{model.name} is built here"
+
+    def default_prompts(self) -> list[str]:
+        """Return the prompts of samples when none are given."""
+        return []
+
+    def check_description(self, description: Mapping[str, Any]) -> None:
+        """Raise ValueError if a checkpoint's description lacks what other commands rely on."""
+        if self.pipeline_class and not description.get("folder"):
+            raise ValueError("the folder of the fine-tuned model is missing")
+        if self.square_only and not isinstance(description["img_size"], int):
+            raise ValueError(f"{self.name} makes square images")
+
+    def spec_class(self) -> Any:
+        """Import the family's ModelSpec."""
+        return _resolve(self.spec)
+
+
+class JiTFamily(ModelFamily):
+    """JiT: pixels, class labels, everything known from the name."""
+
+    def matches(self, name: str) -> bool:
+        """Return whether this is JiT-<config>/<patch size>."""
+        return configs.is_jit_name(name)
+
+    def check(self, model: ModelSettings) -> None:
+        """Refuse an image size that the patches do not divide."""
+        configs.check_image_size(configs.parse_jit_name(model.name)[1], configs.square(model.img_size))
+
+    def parameter_count(self, model: ModelSettings, num_classes: int) -> int:
+        """Count by formula; an unconditional model has one class."""
+        config, patch = configs.parse_jit_name(model.name)
+        return configs.parameter_count(config, patch, num_classes if model.enable_condition else 1)
+
+    def activation_bytes(self, model: ModelSettings, bf16: bool, compiled: bool) -> float | None:
+        """Estimate by formula."""
+        side = configs.square(model.img_size)
+        return configs.activation_bytes(model.name, side, bf16, compiled, model.gradient_checkpointing)
+
+    def origin(self, model: ModelSettings) -> str:
+        """JiT networks are always built from their name."""
+        return f"{model.name} at {configs.square(model.img_size)} px is built here"
+
+
+class HunyuanDiTFamily(ModelFamily):
+    """HunyuanDiT: a pipeline in diffusers layout; without `--model.path`, a small one is built beside the runs."""
+
+    def check(self, model: ModelSettings) -> None:
+        """Refuse an image size that the tokens do not cover, and a folder that is not a complete HunyuanDiT."""
+        self.check_size(model.size)
+        if model.path is None:
+            return
+        if not Path(model.path, "transformer", "config.json").is_file():
+            raise UserError(
+                f"{model.path} is not a HunyuanDiT in diffusers layout: transformer/config.json is missing.",
+                fix="Give the folder of a HunyuanDiTPipeline as --model.path, or leave it out to train a small one.",
+            )
+        check_integrity(Path(model.path), ("transformer", "vae", "text_encoder", "text_encoder_2"))
+
+    def folder(self, settings: TrainSettings) -> Path:
+        """Return `--model.path`, or where the small model is built."""
+        path = settings.model.path
+        return Path(path) if path else Path(settings.results_dir) / "models" / "small-hunyuandit"
+
+    def prepare(self, settings: TrainSettings) -> None:
+        """Build the small model unless `--model.path` names one."""
+        if settings.model.path is None:
+            self.build_small(self.folder(settings))
+
+    def build_small(self, folder: Path) -> Path:
+        """Write the small HunyuanDiT into a folder, or find it there."""
+        return _resolve("muralist.demo.small_hunyuan_dit:build_small_hunyuan_dit")(folder)
+
+    def origin(self, model: ModelSettings) -> str:
+        """The given folder, or the small model."""
+        return f"{model.path} is intact" if model.path else "a small HunyuanDiT is built here"
+
+    def default_prompts(self) -> list[str]:
+        """Return the eight driving scenes of the embedded data set."""
+        return list(_resolve("muralist.demo.driving_world:PROMPTS"))
+
+
+JIT = JiTFamily(
+    key="jit",
+    name="JiT",
+    name_pattern=f"JiT-<config>/<patch size> with one of {', '.join(configs.JIT_CONFIGS)}",
+    spec="muralist.models.jit_spec:JiTSpec",
+    supports_fp8=True,
+    square_only=True,
+    has_formulas=True,
+)
+HUNYUAN_DIT = HunyuanDiTFamily(
+    key="hunyuandit",
+    name="HunyuanDiT",
+    name_pattern="HunyuanDiT",
+    spec="muralist.models.hunyuan_dit:HunyuanDiTSpec",
+    uses_captions=True,
+    supports_latents=True,
+    supports_lora=True,
+    pixels_per_token=16,  # the VAE's factor of 8 and patches of 2
+    pipeline_class="HunyuanDiTPipeline",
+)
+FAMILIES: tuple[ModelFamily, ...] = (JIT, HUNYUAN_DIT)
+
+
+def find_family(name: str) -> ModelFamily:
+    """Return the family of a model name, or refuse the name."""
+    for family in FAMILIES:
+        if family.matches(name):
+            return family
+    raise configs.unknown_model(name, [family.name_pattern for family in FAMILIES])
+
+
+def find_family_by_key(key: str) -> ModelFamily:
+    """Return the family that a checkpoint's manifest names; ValueError if it is unknown."""
+    for family in FAMILIES:
+        if family.key == key:
+            return family
+    raise ValueError(f"unknown model family {key!r:.40}")
+
+
+def families_with(feature: str) -> str:
+    """Name the families that have a feature, for messages such as "Supported by HunyuanDiT."."""
+    return ", ".join(family.name for family in FAMILIES if getattr(family, feature))
+
+
+def _resolve(reference: str) -> Any:
+    """Import "module:name": specs are heavy, and the demo is a layer above this one."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+Encoded: TypeAlias = "tuple[Tensor, ...]"
 """The network's training inputs after the frozen components: a named tuple of the family's own."""
 
 
@@ -79,16 +283,3 @@ def build_spec(settings: TrainSettings, label_names: list[str], latents: LatentS
     """Build the spec of a training run; `latents` is the data set if it was encoded ahead of training."""
     spec: ModelSpec = find_family(settings.model.name).spec_class().from_settings(settings, label_names, latents)
     return spec
-
-
-def to_unit_range(images_u8: Tensor, flips: SampleKeys | None) -> Tensor:
-    """Convert uint8 [B, H, W, 3] to [-1, 1], [B, 3, H, W]; with keys, mirror the images that `flip_mask` selects."""
-    images = images_u8.permute(0, 3, 1, 2).float() / 127.5 - 1.0
-    if flips is None:
-        return images
-    return torch.where(flip_mask(flips)[:, None, None, None], images.flip(-1), images)
-
-
-def flip_mask(keys: SampleKeys) -> Tensor:
-    """Select the images of a batch to mirror, half of them on average, [B]."""
-    return keys.uniform(Purpose.FLIP) < 0.5

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from muralist.core.errors import UserError, first_line
 from muralist.core.progress import Advance, loading_progress
-from muralist.models.families import find_family_by_key
 from muralist.models.lora import ADAPTER_FILE, convert_adapter
+from muralist.models.spec import find_family_by_key
 
 WeightSet = Literal["model", "ema1", "ema2"]
 

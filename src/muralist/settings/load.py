@@ -1,4 +1,4 @@
-"""Load settings from YAML and flags; errors name the closest valid setting.
+"""Load settings from YAML and flags, and print the help of a command; errors name the closest valid setting.
 
 Flags and YAML become {dotted path: value} with the origin of each value, flags over YAML; then pydantic validates
 types. Flat names (`--batch_size`) and dotted names (`--data.batch_size`), dashes and underscores are equivalent.
@@ -7,6 +7,7 @@ types. Flat names (`--batch_size`) and dotted names (`--data.batch_size`), dashe
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import reprlib
@@ -19,10 +20,13 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from rich.console import Console
+from rich.table import Table
 
+from muralist import settings as all_settings
 from muralist.core.errors import UserError, closest_match
 from muralist.core.run_dir import sanitize_name
-from muralist.settings import Section, TrainSettings
+from muralist.settings import DOCTOR_FLAT_NAMES, ESTIMATE_FLAT_NAMES, TRAIN_FLAT_NAMES, Section, TrainSettings
 from muralist.settings.section import NonIdentityMark
 
 S = TypeVar("S", bound=Section)
@@ -361,3 +365,53 @@ def to_yaml(settings: Section) -> str:
 def read_yaml(model: type[S], path: Path) -> S:
     """Read a file written by `to_yaml`."""
     return load(model, ["--config", str(path)], {})
+
+
+FLAT_NAMES = {"train": TRAIN_FLAT_NAMES, "doctor": DOCTOR_FLAT_NAMES, "estimate": ESTIMATE_FLAT_NAMES}
+
+
+def settings_help(command: str, settings_name: str, positional: tuple[str, ...]) -> str:
+    """Return the help page of one command."""
+    model = getattr(all_settings, settings_name)
+    names = FlagTable(model, FLAT_NAMES.get(command, {}))
+    console = Console(width=118 if not Console().is_terminal else None, highlight=False)
+    with console.capture() as capture:
+        console.print(f"[bold]{inspect.getdoc(model)}[/]")
+        if command == "train":
+            console.print("Flags override --config FILE.yaml. Flat and dotted names, - and _ are equivalent.\n")
+        for title, prefix in _groups(model):
+            table = Table(
+                box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", show_header=False, title_style="bold"
+            )
+            table.add_column(style="cyan", no_wrap=True)
+            table.add_column(style="dim", no_wrap=True)
+            table.add_column()
+            for path, field in names.fields.items():
+                if path.rpartition(".")[0] == prefix:
+                    what = " ".join((field.description or describe(field)).split())
+                    table.add_row(
+                        path.upper() if path in positional else f"--{names.flags[path]}",
+                        _format_default(field.default),
+                        what,
+                    )
+            console.print(table)
+            console.print()
+    return capture.get().rstrip()
+
+
+def _groups(model: type[BaseModel]) -> list[tuple[str, str]]:
+    groups = [("", "")]
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            groups.append((f"{name}: {inspect.getdoc(field.annotation)}", name))
+    return [*groups[1:], ("run", "")] if len(groups) > 1 else groups
+
+
+def _format_default(default: Any) -> str:
+    if default is None:
+        return "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, (list, tuple)):
+        return " ".join(map(str, default)) or "-"
+    return "" if type(default).__name__ == "PydanticUndefinedType" else str(default)

@@ -12,9 +12,8 @@ import torch
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import atomic_write
-from muralist.data.gpu_resident import fits_on_device, free_device_memory, image_bytes
 from muralist.data.latents import LatentSource
-from muralist.data.loader import num_loader_workers
+from muralist.data.loader import fits_on_device, free_device_memory, image_bytes, num_loader_workers
 from muralist.data.sampler import (
     BucketedSource,
     Buckets,
@@ -34,7 +33,7 @@ from muralist.data.sampler import (
 from muralist.data.source import Source, cache_in_memory, short_hash
 from muralist.data.sources.hydit_index import IndexSource
 from muralist.data.sources.registry import open_held_out, open_source
-from muralist.models.families import families_with, find_family
+from muralist.models.spec import families_with, find_family
 from muralist.settings import TrainSettings
 from muralist.train.distributed import World
 

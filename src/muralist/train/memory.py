@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muralist.models.families import find_family
+from muralist.models.spec import find_family
 from muralist.settings import Strategy, TrainSettings, accelerate_strategy
 
 CONTEXT = 1.2e9

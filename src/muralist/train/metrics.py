@@ -20,8 +20,8 @@ from torch import Tensor
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_duration
+from muralist.core.hardware import copy_to_host
 from muralist.core.run_dir import atomic_write_json
-from muralist.core.transfer import copy_to_host
 from muralist.models.spec import ModelSpec
 from muralist.train.distributed import World
 from muralist.train.loggers import MetricsLogger, ProgressLogger

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes, format_duration
-from muralist.models.families import families_with, find_family
+from muralist.models.spec import families_with, find_family
 from muralist.settings import ModelSettings, Strategy, TrainSettings
 from muralist.train.memory import BYTES_ON_DISK
 from muralist.train.schedule import TrainingClock, rates_by_gpus

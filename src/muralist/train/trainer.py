@@ -22,10 +22,8 @@ from muralist.core.errors import UserError
 from muralist.core.hardware import can_compile
 from muralist.core.run_dir import RunDir, atomic_write, disk_write_error, is_disk_full
 from muralist.core.slurm import set_rank_environment
-from muralist.data.gpu_resident import load_to_device
-from muralist.data.loader import Batch, held_out_batches, training_batches
-from muralist.models.families import find_family
-from muralist.models.spec import build_spec
+from muralist.data.loader import Batch, held_out_batches, load_to_device, training_batches
+from muralist.models.spec import build_spec, find_family
 from muralist.settings import TrainSettings
 from muralist.train import resume, samples
 from muralist.train.checkpoint import CheckpointWriter, read_saved_weights, remove_leftovers

@@ -10,7 +10,7 @@ import numpy as np
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_list
-from muralist.models.families import find_family
+from muralist.models.spec import find_family
 from muralist.tools.doctor.check import GENERATE, TRAIN, Check, CheckContext, Finding, failed, ok, skipped, warning
 
 _STEEP_RATE = 4.0  # factor above the base learning rate from which warm-up matters

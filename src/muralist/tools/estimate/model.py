@@ -14,7 +14,7 @@ import numpy as np
 
 from muralist.core.errors import UserError
 from muralist.models import configs
-from muralist.models.families import families_with, find_family
+from muralist.models.spec import families_with, find_family
 from muralist.settings import EstimateSettings, Strategy, TrainSettings
 from muralist.settings.load import read_yaml
 from muralist.train.memory import MemoryEstimate, state_bytes

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from muralist.core.errors import UserError
 from muralist.core.rng import SampleKeys
-from muralist.data.loader import Batch
-from muralist.models import families
-from muralist.models.families import FAMILIES, ModelFamily, families_with, find_family, find_family_by_key
-from muralist.models.spec import to_unit_range
+from muralist.data.loader import Batch, to_unit_range
+from muralist.models import spec
+from muralist.models.spec import FAMILIES, ModelFamily, families_with, find_family, find_family_by_key
 from muralist.settings import SampleSettings, TrainSettings
 from tests.support.runs import last_checkpoint, metrics, only_run, tensors, train
 
@@ -97,7 +96,7 @@ def test_a_registry_line_is_enough_to_train_resume_and_sample(
     photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toy = ModelFamily(key="toy", name="Toy", name_pattern="Toy", spec=f"{__name__}:ToySpec")
-    monkeypatch.setattr(families, "FAMILIES", (*FAMILIES, toy))
+    monkeypatch.setattr(spec, "FAMILIES", (*FAMILIES, toy))
     for name, lengths in (("through", (4,)), ("resumed", (2, 4))):
         for steps in lengths:
             train("--model", "Toy", "--data_path", photo_folder, "--results_dir", tmp_path / name, "--run_name", name,
@@ -127,7 +126,7 @@ def test_unknown_names_are_refused_with_every_pattern() -> None:
 
 def test_needs_no_torch() -> None:
     code = (
-        "import sys; from muralist.models.families import find_family; find_family('JiT-B/4'); find_family('HunyuanDiT');"
+        "import sys; from muralist.models.spec import find_family; find_family('JiT-B/4'); find_family('HunyuanDiT');"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
