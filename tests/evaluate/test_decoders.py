@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from muralist.evaluate.feature_cache import FeatureItem, hash_files
 
 from muralist.core.errors import UserError
 from muralist.data.decode import decode_image
 from muralist.evaluate import extraction
 from muralist.evaluate.decoders import DecodeRequest, DecoderPool, PendingDecode, SharedMemory
+from muralist.evaluate.extraction import FeatureItem, hash_files
 from muralist.evaluate.features import compute_features
 from tests.support.colors import MeanColor
 from tests.support.evaluating import scenes, write_images

@@ -20,8 +20,8 @@ import numpy as np
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_duration
 from muralist.core.hardware import available_cpus
-from muralist.core.lock import hold_lock
 from muralist.core.progress import progress_bar
+from muralist.core.run_dir import hold_lock
 from muralist.data.decode import ImageDecodeError, Size, format_size, height_width
 from muralist.data.latents import open_packed
 from muralist.data.packed import HELD_OUT_FOLDER, Manifest, RowWriter, is_packed, read_manifest

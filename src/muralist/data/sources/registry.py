@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from muralist.core.errors import UserError
-from muralist.core.paths import check_exists
+from muralist.core.run_dir import check_exists
 from muralist.data.decode import IMAGE_EXTENSIONS, Size
 from muralist.data.latents import open_packed
 from muralist.data.packed import HELD_OUT_FOLDER, is_packed

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from muralist.core.errors import UserError
-from muralist.core.paths import base_dir_of, is_file
+from muralist.core.run_dir import base_dir_of, is_file
 from muralist.data.decode import Size, decode_cropped, read_image_shape
 from muralist.data.source import (
     LABEL_FIELDS,
