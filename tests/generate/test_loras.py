@@ -12,7 +12,7 @@ import torch
 from diffusers import DiffusionPipeline, HunyuanDiT2DModel, StableDiffusionPipeline
 
 from muralist.core.errors import UserError
-from muralist.models.lora import parse_adapter
+from muralist.generate.loras import parse_adapter
 from tests.support.pipeline_calls import CAR, generate, load, max_difference
 
 peft = pytest.importorskip("peft")

@@ -25,6 +25,7 @@ from muralist.generate.diffusers_patches import (
     repeated_blocks,
 )
 from muralist.generate.gpu_execution import CudaGraphs, NonBlockingCopies, PendingCopy
+from muralist.generate.loras import add_adapters, check_adapters
 from muralist.generate.optimizations import Fp8Linear, Optimizations, exact_matmuls, use_fp8
 from muralist.generate.pipeline import (
     MEMORY_PROBE_STEPS,
@@ -46,7 +47,6 @@ from muralist.generate.prompt_encoding import (
 )
 from muralist.generate.step_caching import step_cache_for
 from muralist.kernels.fp8 import has_fp8
-from muralist.models.lora import add_adapters, check_adapters
 from muralist.settings import GenerateSettings
 from muralist.settings.generate import scheduler_name
 

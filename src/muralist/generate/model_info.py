@@ -216,7 +216,7 @@ def _resolved(height: int, width: int, guidance: float, frames: int) -> dict[str
 
 
 def _identity(name: str, fingerprints: dict[str, str], settings: GenerateSettings) -> dict[str, Any]:
-    from muralist.models.lora import check_adapters
+    from muralist.generate.loras import check_adapters
 
     combined = hashlib.sha256(json.dumps(fingerprints, sort_keys=True).encode()).hexdigest()[:16]
     adapters = [[fingerprint(adapter.path), adapter.weight] for adapter in check_adapters(settings.lora)]
