@@ -11,8 +11,7 @@ import pytest
 from muralist.board import generation as module
 from muralist.board.generation import Generation, summary
 from muralist.generate.console import ProgressLines, ProgressRecorder, WorkerProgress
-from muralist.generate.ledger import note_plan
-from muralist.generate.output_dir import OutputDir
+from muralist.generate.output_dir import OutputDir, note_plan
 from tests.support.boards import ledger_line, write_generation
 
 

@@ -17,9 +17,10 @@ from PIL import Image
 from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.data import ledger_reader
-from muralist.generate import command, ledger
-from muralist.generate.messages import GenerateBatch, MeasureBatchSize
+from muralist.generate import command
 from muralist.generate.model_info import ModelInfo
+from muralist.generate.output_dir import Header
+from muralist.generate.workers import GenerateBatch, MeasureBatchSize
 from muralist.settings import GenerateSettings
 from tests.support.pipelines import build_pipeline
 from tests.support.runs import only_run, train
@@ -111,7 +112,7 @@ def test_the_measured_batch_size_is_kept(run: Path, tmp_path: Path, capsys: pyte
     table(tmp_path, "prompt\n" + "meadow\n" * 5)
     images = generate(tmp_path, run, "--num_samples", 2)
     assert [type(message) for _, message in ModelThreadPool.last.sent].count(MeasureBatchSize) == 1
-    header = ledger.Header.read(images / "ledger.jsonl")
+    header = Header.read(images / "ledger.jsonl")
     assert header is not None and header.batch_size == 1 and header.settings["num_inference_steps"] == 2
     generate(tmp_path, run, "--num_samples", 3)  # the ledger knows
     assert not any(isinstance(message, MeasureBatchSize) for _, message in ModelThreadPool.last.sent)
@@ -220,7 +221,7 @@ def test_prompts_that_are_too_long_are_counted(
     table(tmp_path, f"prompt\na car\n{long}one\n{long}two\na car\n{long}one\n")
     words = ["--height", "64", "--width", "64", "--guidance_scale", "3", "--batch_size", "2"]
     images = generate(tmp_path, tiny_pipeline("sdxl"), *words)
-    cut = {line["index"]: line.get(ledger.PROMPT_TRUNCATED) for line in lines(images)}
+    cut = {line["index"]: line.get("prompt_cut") for line in lines(images)}
     assert cut == {0: None, 1: True, 2: True, 3: None, 4: True}
     output = capsys.readouterr()
     assert output.err.count("3 prompts are longer than a text encoder of this model reads") == 1
@@ -345,9 +346,9 @@ def test_fast_mode_tells_how_far_it_is_from_exact_mode(
     distances = [distance for distance in distances if distance is not None]
     assert len(distances) == 8 and all(5 < distance < 99 for distance in distances)
     assert f"Fast mode: PSNR {np.mean(distances):.1f} dB (worst {min(distances):.1f} dB) to exact mode on 8" in output
-    header = ledger.Header.read(fast / "ledger.jsonl")
+    header = Header.read(fast / "ledger.jsonl")
     assert header and header.settings["preset"] == "fast: guidance in 4 and the network in 5 of 8 steps, fp8"
-    assert "preset" not in ledger.Header.read(exact / "ledger.jsonl").settings  # type: ignore[union-attr]
+    assert "preset" not in Header.read(exact / "ledger.jsonl").settings  # type: ignore[union-attr]
     generate(tmp_path / "fast", wan, "--batch_size", 2, *steps, expect=1)
     assert "preset fast: guidance in 4 and the network in 5 of 8 steps, fp8 -> " in capsys.readouterr().err
     generate(tmp_path / "fast", wan, "--overwrite", "--batch_size", 2, *steps)

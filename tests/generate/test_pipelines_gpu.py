@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from muralist.generate.diffusers_patches import linear_gelu
-from muralist.generate.gpu_execution import CudaGraphs, NonBlockingCopies
-from muralist.generate.optimizations import Fp8Linear, Optimizations
+from muralist.generate.diffusers_pipeline import text_encoders
+from muralist.generate.optimizations import CudaGraphs, Fp8Linear, NonBlockingCopies, Optimizations
 from muralist.generate.pipeline import SampleRequest, load_pipeline, make_deterministic
-from muralist.generate.prompt_encoding import text_encoders
 from muralist.generate.worker import psnr
 from muralist.kernels.fp8 import has_fp8, quantize_rowwise
 from tests.support.jit_models import SIDE, checkpoint, family, network_of
@@ -156,7 +155,7 @@ def test_small_copies_do_not_wait(
 
 def test_a_failed_capture_leaves_the_stream_as_it_was() -> None:
     device = torch.device("cuda:0")
-    graphs = CudaGraphs.on_device(True, device)
+    graphs = CudaGraphs(True)
     reads_back = graphs.wrap(lambda x: x * x.sum().item())
     doubles = graphs.wrap(lambda x: x * 2)
     stream, x = torch.cuda.current_stream(), torch.ones(1 << 20, device=device)

@@ -22,10 +22,8 @@ from muralist.core.hardware import select_devices
 from muralist.core.run_dir import FileLock, is_disk_full
 from muralist.core.slurm import set_rank_environment
 from muralist.data.prompts import open_prompt_table
-from muralist.generate import ledger, output_dir
 from muralist.generate.console import (
     INTERRUPTED,
-    Outcome,
     ProgressDisplay,
     ProgressRecorder,
     describe_job,
@@ -33,14 +31,20 @@ from muralist.generate.console import (
     open_display,
     summarize,
 )
-from muralist.generate.ledger import Header, settings_identity
-from muralist.generate.messages import GenerationJob, WorkerReady
-from muralist.generate.model_info import ModelInfo, inspect_model
-from muralist.generate.output_dir import OutputDir, explain_write_errors, write_failures
+from muralist.generate.model_info import ModelInfo, inspect_model, settings_identity
+from muralist.generate.output_dir import (
+    Header,
+    OutputDir,
+    explain_write_errors,
+    file_extension,
+    note_plan,
+    start_ledger,
+    write_failures,
+)
 from muralist.generate.plan import Plan
 from muralist.generate.ranks import RankCoordinator, RankDisplay, RankRefused
 from muralist.generate.scheduler import BatchSize, Scheduler, Undecided
-from muralist.generate.workers import open_pool, ray_devices
+from muralist.generate.workers import GenerationJob, WorkerReady, open_pool, ray_devices
 from muralist.settings import GenerateSettings
 
 if TYPE_CHECKING:
@@ -62,10 +66,16 @@ def generate(settings: GenerateSettings, preflight: Preflight | None = None) -> 
     set_rank_environment(os.environ)
     ranks = RankCoordinator.from_environment(os.environ, output, settings.images_per_prompt, settings.worker_timeout)
     with _sigterm_interrupts(), ranks.reporting_refusal() if ranks else nullcontext():
+        command = _Command.prepare(settings, output, ranks, preflight)
         try:
-            return _Command.prepare(settings, output, ranks, preflight).run()
+            return command.run()
         except RankRefused:
             return 1  # the refused rank says why
+        except OSError as error:
+            if error.filename is None and not is_disk_full(error):
+                raise
+            with explain_write_errors(output.root):
+                raise
 
 
 @dataclass
@@ -108,15 +118,6 @@ class _Command:
 
     def run(self) -> int:
         """Generate what is missing and log the result; returns the exit status."""
-        try:
-            return self._run()
-        except OSError as error:
-            if error.filename is None and not is_disk_full(error):
-                raise
-            with explain_write_errors(self.output.root):
-                raise
-
-    def _run(self) -> int:
         devices = self._devices()
         self.output.create()
         started = time.monotonic()
@@ -129,8 +130,8 @@ class _Command:
                 merged = self._close_output(list(devices))
             missing = self.ranks.missing() if self.ranks and not merged else self._count_missing()
         first = first_image_at - started if first_image_at else None
-        outcome = Outcome(len(self.plan), len(todo), missing, time.monotonic() - started, first, interrupted)
-        return summarize(outcome, self.settings, self.output)
+        counts = (len(self.plan), len(todo), missing)
+        return summarize(self.settings, self.output, *counts, time.monotonic() - started, first, interrupted)
 
     def _devices(self) -> dict[str, str]:
         """Return label and device of each worker of this process."""
@@ -180,7 +181,7 @@ class _Command:
         if done.any():
             log.info("%s of %s %s exist already.", f"{done.sum():,}", f"{len(self.plan):,}", noun(self.settings))
         if header and not done.all():
-            ledger.note_plan(self.output.ledger, len(self.plan))
+            note_plan(self.output.ledger, len(self.plan))
         self.header = header
         return self.plan.grouped_by_size(np.flatnonzero(~done))
 
@@ -204,7 +205,7 @@ class _Command:
     def _generate(self, todo: np.ndarray, devices: dict[str, str]) -> tuple[bool, float | None, bool]:
         """Run the scheduler; returns whether it was interrupted, when the first image came, and if the ledger is merged."""
         ranks, labels = self.ranks, list(devices)
-        digest = Header(self.identity, 0).digest
+        digest = Header(self.identity, 1).digest
         metadata = {"model": self.identity["model"], "settings": self.identity, "software": "muralist"}
         pool = open_pool(GenerationJob(self.settings, self.output.root, digest, metadata), devices)
         display = self.display = RankDisplay(ranks) if ranks else ProgressRecorder(open_display(), self.output)
@@ -270,8 +271,8 @@ class _Command:
         size = 1 if not ready.supports_batching else measured if asked == "auto" else asked
         assert isinstance(size, int)
         self.header = Header(self.identity, size, ready.environment, not ready.supports_batching)
-        ledger.start(self.output.ledger, self.header)
-        ledger.note_plan(self.output.ledger, len(self.plan))
+        start_ledger(self.output.ledger, self.header)
+        note_plan(self.output.ledger, len(self.plan))
         return BatchSize(size, size)
 
     def _compare_environment(self, now: dict[str, str], before: dict[str, str]) -> None:
@@ -288,7 +289,6 @@ class _Command:
         if self.ranks and len(self.ranks.todo) and not self.ranks.should_merge_ledger():
             return False
         log.setLevel(logging.INFO)
-        self.output.remove_unfinished()
         self.output.close()
         write_failures(self.output, self.ranks.labels if self.ranks else labels)
         return True
@@ -299,7 +299,7 @@ def _read_plan(settings: GenerateSettings) -> Plan:
     table = open_prompt_table(settings.prompts_csv, settings.num_samples)
     for note in table.notes:
         log.warning("%s", note)
-    extension = output_dir.file_extension(settings.num_frames, settings.video_format)
+    extension = file_extension(settings.num_frames, settings.video_format)
     size = (settings.height, settings.width)
     plan = Plan(table, settings.images_per_prompt, settings.seed_start, settings.negative_prompt, size, extension)
     plan.check_file_names()
@@ -314,16 +314,10 @@ def _check_class_names(plan: Plan, spec: JiTSpec) -> None:
     try:
         spec.label_of(unknown[0])
     except UserError as first:
-        if len(unknown) < len(plan.table):
-            log.warning("%s of %s rows will fail. The first: %s", f"{len(unknown):,}", f"{len(plan.table):,}", first)
-        elif len(unknown) == 1:
-            raise
-        else:
-            raise UserError(
-                f"None of the {len(unknown):,} prompts names a class of this model.",
-                f"The first: {first.what} {first.why}".strip(),
-                first.fix,
-            ) from None
+        if len(unknown) == len(plan.table):
+            what = f"None of the {len(unknown):,} prompts names a class of this model. The first: {first.what}"
+            raise UserError(what, first.why, first.fix) from None
+        log.warning("%s of %s rows will fail. The first: %s", f"{len(unknown):,}", f"{len(plan.table):,}", first)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,8 +21,7 @@ from tqdm import tqdm
 from muralist.core.formatting import format_duration
 from muralist.core.run_dir import atomic_write
 from muralist.data.ledger_reader import read_lines
-from muralist.generate.ledger import PROMPT_TRUNCATED, PSNR
-from muralist.generate.output_dir import OutputDir
+from muralist.generate.output_dir import PROMPT_TRUNCATED, PSNR, OutputDir
 from muralist.generate.plan import Plan
 from muralist.settings import GenerateSettings
 
@@ -88,20 +86,13 @@ def _sum(workers: Mapping[str, WorkerProgress], unassigned: int) -> WorkerProgre
     return WorkerProgress(done, failed, total + unassigned)
 
 
-class _Bar(NamedTuple):
-    label: str
-    progress: WorkerProgress
-    rate: float
-    elapsed: float
-
-
 class ProgressBars:
     """One bar per GPU and one for all, in tqdm's format."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.started = console, time.monotonic()
         self.meters: defaultdict[str, RateMeter] = defaultdict(RateMeter)
-        self.bars: list[_Bar] = []
+        self.bars: list[tuple[str, WorkerProgress, float, float]] = []  # label, progress, images/s, seconds
         self.live = Live(self, console=console, refresh_per_second=4)
         self.live.start()
 
@@ -110,10 +101,10 @@ class ProgressBars:
         rows = {f"GPU {label}": worker for label, worker in workers.items() if worker.total}
         rows["total"] = _sum(workers, unassigned)
         elapsed = time.monotonic() - self.started
-        self.bars = [_Bar(label, row, self.meters[label].rate(row.finished), elapsed) for label, row in rows.items()]
+        self.bars = [(label, row, self.meters[label].rate(row.finished), elapsed) for label, row in rows.items()]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        longest = max((len(bar.label) for bar in self.bars), default=0)
+        longest = max((len(bar[0]) for bar in self.bars), default=0)
         for label, progress, rate, elapsed in self.bars:
             status = f"success: {progress.done:,}, failed: {progress.failed:,}"
             if progress.loading:
@@ -225,37 +216,30 @@ def describe_job(
     )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a command did."""
-
-    planned: int
-    attempted: int
-    missing: int
-    seconds: float
-    first_image_after: float | None  # seconds
-    interrupted: bool
-
-
-def summarize(outcome: Outcome, settings: GenerateSettings, output: OutputDir) -> int:
+def summarize(
+    settings: GenerateSettings,
+    output: OutputDir,
+    planned: int,
+    attempted: int,
+    missing: int,
+    seconds: float,
+    first_image_after: float | None,
+    interrupted: bool,
+) -> int:
     """Log what came of a command; returns its exit status."""
-    attempted, missing = outcome.attempted, outcome.missing
     made = attempted - missing
-    speed = f", {made / outcome.seconds:.2f} images/s with loading" if made > 0 else ""
-    first = f", the first after {outcome.first_image_after:.1f} s" if outcome.first_image_after else ""
-    total = f"{outcome.planned - missing:,} of {outcome.planned:,} {noun(settings)} are in {settings.output_dir}"
-    text = f"{total} ({format_duration(outcome.seconds)}{speed}{first})."
-    if outcome.interrupted:
+    speed = f", {made / seconds:.2f} images/s with loading" if made > 0 else ""
+    first = f", the first after {first_image_after:.1f} s" if first_image_after else ""
+    total = f"{planned - missing:,} of {planned:,} {noun(settings)} are in {settings.output_dir}"
+    text = f"{total} ({format_duration(seconds)}{speed}{first})."
+    if interrupted:
         log.warning("Interrupted. %s Run the same command again to resume.", text)
         return INTERRUPTED
     if not attempted:
         text = f"Nothing to do: {text}"
     if missing:
-        log.warning(
-            "%s %s missing: failed_prompts_gpu*.txt give the reasons; run the same command to try again.",
-            text,
-            f"{missing:,}",
-        )
+        advice = "failed_prompts_gpu*.txt give the reasons; run the same command to try again."
+        log.warning("%s %s missing: %s", text, f"{missing:,}", advice)
         return 1
     log.info("%s", text)
     for sentence in _measurements(output) if attempted else ():

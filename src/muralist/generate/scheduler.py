@@ -19,12 +19,22 @@ import numpy as np
 
 from muralist.core.errors import UserError
 from muralist.core.worker_pool import WorkerExited, WorkerPool
-from muralist.generate import messages
 from muralist.generate.console import ProgressDisplay, WorkerProgress
-from muralist.generate.ledger import Shard
-from muralist.generate.messages import GenerateBatch, MeasureBatchSize, StopWorker, WorkerReady
-from muralist.generate.output_dir import OutputDir
+from muralist.generate.output_dir import OutputDir, Shard
 from muralist.generate.plan import Plan, round_robin
+from muralist.generate.workers import (
+    BatchSizeMeasured,
+    BatchStarted,
+    GenerateBatch,
+    MeasureBatchSize,
+    Report,
+    SampleDone,
+    SampleFailed,
+    StopWorker,
+    WorkerFailed,
+    WorkerNote,
+    WorkerReady,
+)
 
 _POLL = 0.2  # seconds
 _LOADING = 600.0  # seconds for loading a model, beyond the timeout of a step
@@ -57,13 +67,6 @@ DecideBatchSize = Callable[[WorkerReady, int | None], BatchSize | Undecided]
 MoreSamples = Callable[[], np.ndarray | None]
 
 
-class Result(NamedTuple):
-    """The number of samples that were generated, and that failed."""
-
-    done: int
-    failed: int
-
-
 @dataclass
 class _Worker:
     """What the scheduler knows of one worker."""
@@ -81,10 +84,6 @@ class _Worker:
     compiling: bool = False  # until its first image
     done: int = 0
     failed: int = 0
-
-    @property
-    def open(self) -> list[int]:
-        return [index for batch in self.batches for index in sorted(batch)]
 
     @property
     def progress(self) -> WorkerProgress:
@@ -127,7 +126,7 @@ class Scheduler:
         self.restarts = 0
         self.notes: set[str] = set()
 
-    def run(self, labels: Sequence[str], indices: np.ndarray) -> Result:
+    def run(self, labels: Sequence[str], indices: np.ndarray) -> None:
         """Generate the samples; returns when each is done or has failed."""
         for label, share in zip(labels, round_robin(indices, len(labels)), strict=True):
             self.workers[label] = _Worker(label, deque(share.tolist()), len(share))
@@ -144,51 +143,47 @@ class Scheduler:
             self.display.update(progress, len(self.unassigned) + len(self.suspects))
         for label in labels:
             self.pool.send(label, StopWorker())
-        workers = self.workers.values()
-        return Result(sum(worker.done for worker in workers), sum(worker.failed for worker in workers))
 
     def _has_work(self) -> bool:
         return bool(self.unassigned or self.suspects) or any(w.share or w.batches for w in self.workers.values())
 
     def _fetch_more(self) -> bool:
-        indices = self.more_samples()
-        if indices is None:
-            return False
-        self.unassigned.extend(indices.tolist())
-        return True
+        if (indices := self.more_samples()) is not None:
+            self.unassigned.extend(indices.tolist())
+        return indices is not None
 
     def _start(self, worker: _Worker) -> None:
         worker.alive, worker.starts, worker.sent = True, worker.starts + 1, 0
         self.pool.start(worker.label)
 
-    def _handle(self, worker: _Worker, report: messages.Report) -> None:
+    def _handle(self, worker: _Worker, report: Report) -> None:
         if not worker.alive:
             return  # it was given up, and others have its samples
         match report:
             case WorkerReady():
                 worker.ready, worker.compiling = report, "compiled" in report.environment
-            case messages.BatchSizeMeasured(batch_size):
+            case BatchSizeMeasured(batch_size):
                 assert worker.ready is not None
                 decided = self.decide_batch_size(worker.ready, batch_size)
                 assert isinstance(decided, BatchSize)
                 self.batch_size, self.measuring = decided, None
-            case messages.BatchStarted(indices):
+            case BatchStarted(indices):
                 worker.on_device = indices
-            case messages.SampleDone(index):
+            case SampleDone(index):
                 worker.done += 1
                 worker.compiling = False
                 self.first_image_at = self.first_image_at or time.monotonic()
                 worker.finish(index)
                 self.restarts = 0
-            case messages.SampleFailed(index, reason):
+            case SampleFailed(index, reason):
                 worker.failed += 1
                 worker.finish(index)
                 self._count_failure(reason)
-            case messages.WorkerNote(text):
+            case WorkerNote(text):
                 if text not in self.notes:  # most are the same for every worker
                     self.notes.add(text)
                     self.display.print(text)
-            case messages.WorkerFailed(error, all_workers):
+            case WorkerFailed(error, all_workers):
                 if all_workers:
                     raise error
                 worker.fatal = error
@@ -317,28 +312,24 @@ class Scheduler:
         worker.alive, worker.ready = False, None
         if self.measuring == worker.label:
             self.measuring = None
-        open_samples = worker.open
-        suspects = [index for index in dict.fromkeys(worker.on_device) if index in open_samples]
+        left = [index for batch in worker.batches for index in sorted(batch)]
+        suspects = [index for index in dict.fromkeys(worker.on_device) if index in left]
         worker.batches.clear()
         worker.on_device = ()
         worker.total = worker.done + worker.failed
-        given_up = 0
-        for index in suspects:
-            self.deaths[index] += 1
-            if self.deaths[index] >= _DEATHS_PER_SAMPLE:
-                self._give_up(worker, index)
-                given_up += 1
-            else:
-                self.suspects.append(index)
-        rows = len(open_samples) + len(worker.share) - given_up
-        others = any(other.alive for other in self.workers.values())
-        for index in open_samples:
-            if index not in suspects:
+        self.deaths.update(suspects)
+        given_up = [index for index in suspects if self.deaths[index] >= _DEATHS_PER_SAMPLE]
+        for index in given_up:
+            self._give_up(worker, index)
+        for index in dict.fromkeys([*suspects, *left]):
+            if index not in given_up:
                 # Once a suspect, always alone: in a batch it would be blamed for the next death as well.
                 (self.suspects if self.deaths[index] else self.unassigned).append(index)
+        rows = len(left) - len(given_up) + len(worker.share)
         self.unassigned.extend(worker.share)
         worker.share.clear()
-        self.display.print(f"{message} {f'The others take its {rows:,} rows.' if rows and others else ''}".strip())
+        others = any(other.alive for other in self.workers.values())
+        self.display.print(f"{message} The others take its {rows:,} rows." if rows and others else message)
 
     def _give_up(self, worker: _Worker, index: int) -> None:
         reason = f"the worker died {_DEATHS_PER_SAMPLE} times while generating it"

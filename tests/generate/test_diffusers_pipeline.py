@@ -1,4 +1,4 @@
-"""The contract of `Pipeline`, kept by every kind of diffusers pipeline."""
+"""The contract of `Pipeline`, kept by every kind of diffusers pipeline, with CUDA graphs and LoRA too."""
 
 from __future__ import annotations
 
@@ -12,23 +12,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import EulerAncestralDiscreteScheduler
-from transformers import PreTrainedModel
+from diffusers import DiffusionPipeline, EulerAncestralDiscreteScheduler, HunyuanDiT2DModel, StableDiffusionPipeline
+from torch.overrides import _get_current_function_mode_stack
+from transformers import PreTrainedModel, masking_utils
 
 from muralist.core.errors import UserError
+from muralist.generate import diffusers_pipeline
+from muralist.generate.diffusers_pipeline import text_encoders
+from muralist.generate.optimizations import NonBlockingCopies, Optimizations
 from muralist.generate.pipeline import (
     GenerationMode,
+    GpuClock,
     Pipeline,
     PipelineError,
     SampleRequest,
     environment_info,
     make_deterministic,
 )
+from tests.support.graph_capture import FakeCudaGraphs
 from tests.support.pipeline_calls import (
     CAR,
     CAT,
     CPU,
     DOGS,
+    LONG,
     NIGHT,
     SIZE,
     SNOW,
@@ -43,6 +50,9 @@ from tests.support.pipelines import BUILDERS
 
 UNEVEN = ("zimage", "qwenimage")  # embeddings as long as the prompt
 Build = Callable[[str], Path]
+Load = Callable[[str, bool], Any]
+GPU = torch.device("cuda")
+LORA = {"r": 2, "lora_alpha": 2, "target_modules": ["to_q", "to_v"], "init_lora_weights": False}
 
 
 @pytest.fixture(scope="module")
@@ -274,3 +284,181 @@ def test_one_thread_and_deterministic_kernels() -> None:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, False
+
+
+def test_the_clock_measures_nothing_on_a_cpu() -> None:
+    clock = GpuClock(CPU)
+    clock.enter()
+    clock.leave()
+    assert clock.batch() is None
+
+
+def test_the_clock_measures_the_fraction_of_time_with_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With CUDA events that are reached at these milliseconds, one after the other."""
+    reached = iter([0.0, 0.5, 80.0, 90.0, 100.0, 130.0, 200.0])
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = next(reached)
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = GpuClock(GPU)
+    clock.enter()
+    clock.leave()  # at 0: the end of the first batch, which compiled
+    assert clock.batch() is None
+    clock.enter()  # 0.5
+    clock.leave()  # 80
+    clock.enter()  # 90: the host was late
+    clock.leave()  # 100
+    timing = clock.batch()
+    assert timing is not None and timing() == pytest.approx(1 - 10.5 / 100)
+    clock.enter()  # 130
+    clock.leave()  # 200
+    timing = clock.batch()
+    assert timing is not None and timing() == pytest.approx(0.7)
+    clock.reset()
+    assert clock.batch() is None
+
+
+@pytest.fixture
+def load_with_graphs(tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Loads pipelines that behave as if compiled on a GPU, with or without CUDA graphs."""
+
+    def load_pipeline(name: str, graphs: bool) -> Any:
+        monkeypatch.setattr(Optimizations, "choose", lambda *_: Optimizations(compiled=True))
+        monkeypatch.setattr(diffusers_pipeline, "CudaGraphs", lambda _: FakeCudaGraphs(graphs))
+        monkeypatch.setattr(diffusers_pipeline, "NonBlockingCopies", lambda _: NonBlockingCopies(torch.device("cuda")))
+        return load(tiny_pipeline(name))
+
+    return load_pipeline
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_graphs_of_denoisers_and_text_encoders_give_the_same_bytes(name: str, load_with_graphs: Load) -> None:
+    graphed, plain = load_with_graphs(name, True), load_with_graphs(name, False)
+    capture, found = graphed._graphs, []
+    with torch.compiler.set_stance("force_eager"):
+        assert graphed.supports_batching() is (name not in UNEVEN) and capture.captures == 0
+        for pipeline in (graphed, plain):
+            pipeline.prepare([CAR, NIGHT])
+            of_text = capture.captures
+            images = generate(pipeline, CAR, NIGHT) + generate(pipeline, LONG, CAR)
+            if pipeline is graphed and pipeline.supports_batching():
+                encoders = text_encoders(pipeline._pipe)
+                assert of_text >= len(encoders) and capture.captures > of_text
+                assert all(capture._graphs)  # of the denoiser and of every text encoder
+            pipeline._graphs.disable()  # as when memory runs out: no image shows it
+            pipeline._reset_text_cache()
+            found.append(images + generate(pipeline, LONG, SNOW))
+    assert (capture.replays > 2 * capture.captures > 0) == graphed.supports_batching()
+    assert all(map(np.array_equal, *found)) and max_difference(found[0][0], found[0][1]) > 5
+    assert np.array_equal(found[0][2], found[0][4])
+
+
+@pytest.mark.parametrize("name", ["wan21", "sdxl"])
+def test_copies_are_non_blocking_everywhere_but_in_networks(name: str, load_with_graphs: Load) -> None:
+    seen: dict[str, list[bool]] = {}
+
+    def noting(where: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            modes = _get_current_function_mode_stack()
+            seen.setdefault(where, []).append(any(isinstance(mode, NonBlockingCopies) for mode in modes))
+            return work(*args, **kwargs)
+
+        return run
+
+    pipeline = load_with_graphs(name, True)
+    pipe, graphs = pipeline._pipe, pipeline._graphs
+    capture = graphs._capture
+    graphs._capture = lambda work: capture(noting("graph", work))
+    pipe.vae.decoder.forward = noting("decoder", pipe.vae.decoder.forward)
+    pipe.scheduler.step = noting("step", pipe.scheduler.step)
+    pipe.check_inputs = noting("checks", pipe.check_inputs)
+    with torch.compiler.set_stance("force_eager"):
+        pipeline.prepare([CAR])
+        assert not _get_current_function_mode_stack()
+        generate(pipeline, CAR)
+    assert not _get_current_function_mode_stack()
+    assert {where: set(modes) for where, modes in seen.items()} == {
+        "graph": {False},
+        "decoder": {False},
+        "step": {True},
+        "checks": {True},
+    }
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_mode_encodes_prompts_with_the_same_mask(
+    compiled: bool, tiny_pipeline: Build, load_with_graphs: Load
+) -> None:
+    pipeline: Any = load_with_graphs("wan21", False) if compiled else load(tiny_pipeline("wan21"))
+    forced: list[bool] = []
+    for encoder in text_encoders(pipeline._pipe):
+        encoder.register_forward_pre_hook(lambda *_: forced.append(masking_utils.is_tracing()))
+    with torch.compiler.set_stance("force_eager"):
+        pipeline.supports_batching()  # encodes this short prompt before it is known whether masks are forced
+        assert forced
+        forced.clear()
+        pipeline.prepare([SampleRequest("a", "a", 0)])
+        assert forced
+        for request, mode in zip((CAR, NIGHT, SNOW), GenerationMode, strict=True):
+            generate(pipeline, request, mode=mode)
+    assert set(forced) == {compiled}
+
+
+@pytest.fixture(scope="module")
+def diffusers_lora(tiny_pipeline: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    peft = pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("lora")
+    pipe: Any = DiffusionPipeline.from_pretrained(tiny_pipeline("sd"), local_files_only=True)
+    torch.manual_seed(1)
+    pipe.unet.add_adapter(peft.LoraConfig(**LORA))
+    layers = peft.get_peft_model_state_dict(pipe.unet)
+    StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=layers)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def peft_lora(tiny_pipeline: Build, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    peft = pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("peft")
+    network = HunyuanDiT2DModel.from_pretrained(tiny_pipeline("hunyuan"), subfolder="transformer")
+    torch.manual_seed(1)
+    peft.get_peft_model(network, peft.LoraConfig(**LORA)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sd", "diffusers_lora"), ("hunyuan", "peft_lora")])
+def test_the_weight_scales_the_adapter(
+    name: str, kind: str, tiny_pipeline: Build, request: pytest.FixtureRequest
+) -> None:
+    lora = request.getfixturevalue(kind)
+    folder = tiny_pipeline(name)
+    without, nothing, half, full = (
+        generate(load(folder, lora=given), CAR)[0] for given in ([], [f"{lora}:0"], [f"{lora}:0.5"], [str(lora)])
+    )
+    assert np.array_equal(without, nothing)
+    assert max_difference(without, half) > 0
+    assert max_difference(half, full) > 0
+
+
+def test_two_halves_of_an_adapter_are_the_adapter(tiny_pipeline: Build, peft_lora: Path) -> None:
+    folder = tiny_pipeline("hunyuan")
+    twice = generate(load(folder, lora=[f"{peft_lora}:0.5"] * 2), CAR)[0]
+    assert max_difference(twice, generate(load(folder, lora=[str(peft_lora)]), CAR)[0]) <= 1
+
+
+def test_adapters_that_do_not_fit_are_refused(tiny_pipeline: Build, diffusers_lora: Path, peft_lora: Path) -> None:
+    with pytest.raises(UserError, match="HunyuanDiTPipeline takes LoRA only as a PEFT folder"):
+        load(tiny_pipeline("hunyuan"), lora=[str(diffusers_lora)])
+    with pytest.raises(UserError, match="does not fit StableDiffusionXLPipeline"):
+        load(tiny_pipeline("sdxl"), lora=[str(peft_lora)])
