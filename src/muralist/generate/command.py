@@ -25,7 +25,6 @@ from muralist.data.prompts import open_prompt_table
 from muralist.generate.console import (
     INTERRUPTED,
     ProgressDisplay,
-    ProgressRecorder,
     describe_job,
     noun,
     open_display,
@@ -128,9 +127,9 @@ class _Command:
                 interrupted, first_image_at, merged = self._generate(todo, devices)
             elif self._is_first:
                 merged = self._close_output(list(devices))
-            missing = self.ranks.missing() if self.ranks and not merged else self._count_missing()
+            missing = self.ranks.missing() if self.ranks and not merged else np.sum(~self.output.finished(self.plan))
         first = first_image_at - started if first_image_at else None
-        counts = (len(self.plan), len(todo), missing)
+        counts = (len(self.plan), len(todo), int(missing))
         return summarize(self.settings, self.output, *counts, time.monotonic() - started, first, interrupted)
 
     def _devices(self) -> dict[str, str]:
@@ -147,20 +146,14 @@ class _Command:
 
     def _share_missing(self, stack: ExitStack) -> np.ndarray:
         """Hold the folder and return the samples to generate, the same for all ranks."""
-        ranks = self.ranks
-        if ranks is None:
+        if self.ranks is None:
             return self._find_missing(stack)
-
-        def find_and_share() -> np.ndarray:
-            todo = self._find_missing(stack)
-            assert self.lock is not None
+        self.ranks.agree_on_samples(lambda: self._find_missing(stack))
+        if self.lock:
             self.lock.share()
-            return todo
-
-        ranks.agree_on_samples(find_and_share)
-        if ranks.rank and len(ranks.todo):
+        elif len(self.ranks.todo):
             stack.enter_context(self.output.lock(shared=True))
-        return ranks.todo
+        return self.ranks.todo
 
     def _find_missing(self, stack: ExitStack) -> np.ndarray:
         """Hold the folder, recover what an earlier command left, and find the samples that have no image."""
@@ -177,7 +170,7 @@ class _Command:
             self.output.check_settings(self.identity, header)
             self._check_batch_size(header)
         self.output.recover()
-        done = self.output.finished(self.plan) if header else np.zeros(len(self.plan), dtype=bool)
+        done = self.output.finished(self.plan)
         if done.any():
             log.info("%s of %s %s exist already.", f"{done.sum():,}", f"{len(self.plan):,}", noun(self.settings))
         if header and not done.all():
@@ -195,11 +188,6 @@ class _Command:
             "Leave --batch_size out, or give --allow_batch_change: such images are marked in the ledger.",
         )
 
-    def _count_missing(self) -> int:
-        if not self.output.ledger.is_file():
-            return len(self.plan)
-        return int((~self.output.finished(self.plan)).sum())
-
     # Generating.
 
     def _generate(self, todo: np.ndarray, devices: dict[str, str]) -> tuple[bool, float | None, bool]:
@@ -208,7 +196,7 @@ class _Command:
         digest = Header(self.identity, 1).digest
         metadata = {"model": self.identity["model"], "settings": self.identity, "software": "muralist"}
         pool = open_pool(GenerationJob(self.settings, self.output.root, digest, metadata), devices)
-        display = self.display = RankDisplay(ranks) if ranks else ProgressRecorder(open_display(), self.output)
+        display = self.display = RankDisplay(ranks) if ranks else open_display(self.output)
         scheduler = Scheduler(
             self.plan,
             self.output,

@@ -7,10 +7,11 @@ import logging
 import math
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -45,23 +46,38 @@ class WorkerProgress(NamedTuple):
         return self.done + self.failed
 
 
-class ProgressDisplay(Protocol):
-    """Where progress is shown."""
+class ProgressDisplay(ABC):
+    """Where progress is shown; the counts also go into a file of the output folder, if one is given, for the board."""
+
+    def __init__(self, output: OutputDir | None = None) -> None:
+        self._output, self._recorded = output, -_RECORD_INTERVAL
 
     def update(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
         """Show how far each worker is; `unassigned` samples belong to none at the moment."""
+        self._show(workers, unassigned)
+        is_due = time.monotonic() - self._recorded >= _RECORD_INTERVAL
+        if self._output and is_due and self._output.work.is_dir():
+            self._recorded = time.monotonic()
+            record = {"workers": {label: worker[:3] for label, worker in workers.items()}, "unassigned": unassigned}
+            with suppress(OSError):  # a full disk is reported by the first image that does not fit
+                atomic_write(self._output.progress, json.dumps(record))
 
+    @abstractmethod
+    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None: ...
+
+    @abstractmethod
     def print(self, text: str) -> None:
         """Print a line for the user."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Stop the display."""
 
 
-def open_display() -> ProgressDisplay:
+def open_display(output: OutputDir) -> ProgressDisplay:
     """Open bars on a terminal, lines elsewhere."""
     console = Console(stderr=True)
-    return ProgressBars(console) if console.is_terminal and not console.is_dumb_terminal else ProgressLines()
+    is_terminal = console.is_terminal and not console.is_dumb_terminal
+    return ProgressBars(console, output) if is_terminal else ProgressLines(output)
 
 
 class RateMeter:
@@ -86,18 +102,18 @@ def _sum(workers: Mapping[str, WorkerProgress], unassigned: int) -> WorkerProgre
     return WorkerProgress(done, failed, total + unassigned)
 
 
-class ProgressBars:
+class ProgressBars(ProgressDisplay):
     """One bar per GPU and one for all, in tqdm's format."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, output: OutputDir | None = None) -> None:
+        super().__init__(output)
         self.console, self.started = console, time.monotonic()
         self.meters: defaultdict[str, RateMeter] = defaultdict(RateMeter)
         self.bars: list[tuple[str, WorkerProgress, float, float]] = []  # label, progress, images/s, seconds
         self.live = Live(self, console=console, refresh_per_second=4)
         self.live.start()
 
-    def update(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
-        """Move the bars."""
+    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
         rows = {f"GPU {label}": worker for label, worker in workers.items() if worker.total}
         rows["total"] = _sum(workers, unassigned)
         elapsed = time.monotonic() - self.started
@@ -133,14 +149,14 @@ class ProgressBars:
         self.live.stop()
 
 
-class ProgressLines:
+class ProgressLines(ProgressDisplay):
     """A line every few seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: OutputDir | None = None) -> None:
+        super().__init__(output)
         self.meter, self.shown, self.last = RateMeter(), time.monotonic(), 0
 
-    def update(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
-        """Print one line, if it is time for one."""
+    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
         total = _sum(workers, unassigned)
         rate, left = self.meter.rate(total.finished), total.total - total.finished
         is_soon = time.monotonic() - self.shown < _LINE_INTERVAL
@@ -155,27 +171,6 @@ class ProgressLines:
     def print(self, text: str) -> None:
         """Print to stderr."""
         print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class ProgressRecorder:
-    """A display whose counts also go into a file of the output folder, for the board."""
-
-    def __init__(self, display: ProgressDisplay, output: OutputDir) -> None:
-        self._display, self._output = display, output
-        self.print, self.close = display.print, display.close
-        self._recorded = -_RECORD_INTERVAL
-
-    def update(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
-        """Show the progress, and write it down every second."""
-        self._display.update(workers, unassigned)
-        if time.monotonic() - self._recorded >= _RECORD_INTERVAL and self._output.work.is_dir():
-            self._recorded = time.monotonic()
-            record = {"workers": {label: worker[:3] for label, worker in workers.items()}, "unassigned": unassigned}
-            with suppress(OSError):  # a full disk is reported by the first image that does not fit
-                atomic_write(self._output.progress, json.dumps(record))
 
 
 INTERRUPTED = 130

@@ -148,7 +148,7 @@ class OutputDir:
                 last[line["index"] * plan.copies + line["copy"]] = offset
         known = np.flatnonzero(last >= 0)
         done = np.zeros(len(plan), dtype=bool)
-        lines = read_lines_at(self.ledger, last[known].tolist())
+        lines = read_lines_at(self.ledger, last[known].tolist()) if len(known) else ()
         for sample, line in zip(plan.samples(known), lines, strict=True):
             if line["status"] == DONE:  # a row that failed may have been corrected
                 self._check_row(sample, line)

@@ -26,7 +26,7 @@ import numpy as np
 from muralist.core.errors import UserError
 from muralist.core.liveness import BeatAge, read_beat, write_beat
 from muralist.data import ledger_reader
-from muralist.generate.console import ProgressDisplay, ProgressLines, ProgressRecorder, WorkerProgress, open_display
+from muralist.generate.console import ProgressDisplay, ProgressLines, WorkerProgress, open_display
 from muralist.generate.output_dir import OutputDir
 from muralist.generate.plan import round_robin
 
@@ -263,23 +263,29 @@ class RankCoordinator:
         return self.output.work / f"rank{rank}.beat"
 
 
-class RankDisplay:
+class RankDisplay(ProgressDisplay):
     """Rank 0 shows how far all ranks are; the others only print notes."""
 
     def __init__(self, ranks: RankCoordinator) -> None:
-        self.ranks = ranks
-        display: ProgressDisplay = ProgressLines() if ranks.rank else ProgressRecorder(open_display(), ranks.output)
-        self._display, self.print, self.close = display, display.print, display.close
-        self._updated = 0.0
+        super().__init__()
+        self.ranks, self._updated = ranks, 0.0
+        self._display = ProgressLines() if ranks.rank else open_display(ranks.output)
 
-    def update(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
-        """Remember how far this rank is, and show how far all are."""
+    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
         (self.ranks.progress,) = workers.values()
         if self.ranks.rank == 0 and time.monotonic() - self._updated > _POLL:
             self._updated = time.monotonic()
             everybody = self.ranks.all_progress()
             assigned = sum(progress.total for progress in everybody.values())
             self._display.update(everybody, max(0, len(self.ranks.todo) - assigned))
+
+    def print(self, text: str) -> None:
+        """Print a note of this rank."""
+        self._display.print(text)
+
+    def close(self) -> None:
+        """Stop the display."""
+        self._display.close()
 
 
 def _wait(condition: Callable[[], bool], seconds: float) -> bool:
