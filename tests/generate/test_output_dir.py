@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import io
 import json
 import multiprocessing
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -166,9 +168,8 @@ def test_failures_are_listed_per_worker_until_they_are_corrected(tmp_path: Path)
     shard.done(threaded.plan.sample(1), path, "0" * 64, "0", 1.0, None)
     merge_shards(threaded.output.ledger, threaded.output.work)
     assert write_failures(threaded.output, ["0"]) == 1
-    assert (threaded.output.root / "failed_prompts_gpu3.txt").read_text() == text[
-        1
-    ] + "\n"  # a file of a worker that is not used now
+    # A file of a worker that is not used now.
+    assert (threaded.output.root / "failed_prompts_gpu3.txt").read_text() == text[1] + "\n"
     assert (threaded.output.root / "failed_prompts_gpu0.txt").read_text() == ""
 
 
@@ -207,8 +208,6 @@ def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path, name: str) -
 
 
 def test_a_read_only_disk_is_refused(tmp_path: Path) -> None:
-    import subprocess
-
     with small_disk(tmp_path / "disk") as disk:
         OutputDir(disk).create()
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
@@ -326,9 +325,6 @@ def test_incomplete_lines_are_ignored(tmp_path: Path) -> None:
 
 
 def test_a_file_is_intact_by_size_and_time_or_by_its_bytes(tmp_path: Path) -> None:
-    import hashlib
-    import os
-
     path = tmp_path / "a.png"
     path.write_bytes(b"image!!")
     line = {"bytes": 7, "changed": path.stat().st_mtime_ns, "sha256": hashlib.sha256(b"image!!").hexdigest()}

@@ -186,17 +186,6 @@ def test_workers_that_always_die_end_the_command(tmp_path: Path) -> None:
     assert threaded.images() == {}
 
 
-def test_a_model_that_always_fails_stops_early(tmp_path: Path) -> None:
-    def before(label: str, requests: Sequence[SampleRequest]) -> None:
-        raise RuntimeError("this network is broken")
-
-    threaded = ThreadedRun(tmp_path, ["car"] * 40)
-    with pytest.raises(
-        UserError, match="The first 16 images all failed for the same reason. The reason: RuntimeError: this network"
-    ):
-        threaded.run(["0", "1"], before)
-
-
 def test_the_first_worker_measures_once_before_any_image(tmp_path: Path) -> None:
     asked: list[int | None] = []
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
-import json
 import queue
 import shutil
 import threading
@@ -171,7 +169,10 @@ def test_prompts_of_every_kind_reach_the_file_and_the_ledger_unchanged(tmp_path:
             image.load()
             assert image.text["prompt"] == prompts[row]
             assert image.text["seed"] == str(42 + row)
-            assert image.text["model"] == "tiny"
+            assert image.text["model"] == "tiny" and image.size == (16, 16)
+        data, line = (threaded.output.root / samples[row].file).read_bytes(), lines[row]
+        assert line["bytes"] == len(data) and line["file"] == samples[row].file and line["gpu"] == "0"
+        assert line["seconds"] > 0
 
 
 def test_a_full_disk_stops_with_an_error_and_resumes(tmp_path: Path) -> None:
@@ -223,22 +224,6 @@ def test_a_last_image_that_cannot_be_written_is_reported_at_once(
 
     threading.Thread(target=run, daemon=True).start()
     assert "No space left on the disk" in str(errors.get(timeout=10))
-
-
-def test_an_image_carries_its_metadata(tmp_path: Path) -> None:
-    threaded = ThreadedRun(tmp_path, PROMPTS)
-    serve(threaded, lambda *_: None, 2, [[0, 1]])
-    data = (threaded.output.root / "000002_seed43.png").read_bytes()
-    with Image.open(io.BytesIO(data)) as image:
-        assert image.size == (16, 16)
-        assert {key: image.text[key] for key in ("prompt", "seed", "model")} == {
-            "prompt": "tree",
-            "seed": "43",
-            "model": "tiny",
-        }
-    line = threaded.lines()[1]
-    assert line["bytes"] == len(data) and line["file"] == "000002_seed43.png" and line["gpu"] == "0"
-    assert line["seconds"] > 0 and json.loads(json.dumps(line)) == line
 
 
 class Slow(WatchedPipeline):

@@ -22,24 +22,10 @@ from muralist.core.hardware import select_devices
 from muralist.core.run_dir import FileLock, is_disk_full
 from muralist.core.slurm import set_rank_environment
 from muralist.data.prompts import open_prompt_table
-from muralist.generate.console import (
-    INTERRUPTED,
-    ProgressDisplay,
-    describe_job,
-    noun,
-    open_display,
-    summarize,
-)
+from muralist.generate import console, output_dir
+from muralist.generate.console import INTERRUPTED, ProgressDisplay
 from muralist.generate.model_info import ModelInfo, inspect_model, settings_identity
-from muralist.generate.output_dir import (
-    Header,
-    OutputDir,
-    explain_write_errors,
-    file_extension,
-    note_plan,
-    start_ledger,
-    write_failures,
-)
+from muralist.generate.output_dir import Header, OutputDir
 from muralist.generate.plan import Plan
 from muralist.generate.ranks import RankCoordinator, RankDisplay, RankRefused
 from muralist.generate.scheduler import BatchSize, Scheduler, Undecided
@@ -73,7 +59,7 @@ def generate(settings: GenerateSettings, preflight: Preflight | None = None) -> 
         except OSError as error:
             if error.filename is None and not is_disk_full(error):
                 raise
-            with explain_write_errors(output.root):
+            with output_dir.explain_write_errors(output.root):
                 raise
 
 
@@ -130,7 +116,7 @@ class _Command:
             missing = self.ranks.missing() if self.ranks and not merged else np.sum(~self.output.finished(self.plan))
         first = first_image_at - started if first_image_at else None
         counts = (len(self.plan), len(todo), int(missing))
-        return summarize(self.settings, self.output, *counts, time.monotonic() - started, first, interrupted)
+        return console.summarize(self.settings, self.output, *counts, time.monotonic() - started, first, interrupted)
 
     def _devices(self) -> dict[str, str]:
         """Return label and device of each worker of this process."""
@@ -172,9 +158,11 @@ class _Command:
         self.output.recover()
         done = self.output.finished(self.plan)
         if done.any():
-            log.info("%s of %s %s exist already.", f"{done.sum():,}", f"{len(self.plan):,}", noun(self.settings))
+            log.info(
+                "%s of %s %s exist already.", f"{done.sum():,}", f"{len(self.plan):,}", console.noun(self.settings)
+            )
         if header and not done.all():
-            note_plan(self.output.ledger, len(self.plan))
+            output_dir.note_plan(self.output.ledger, len(self.plan))
         self.header = header
         return self.plan.grouped_by_size(np.flatnonzero(~done))
 
@@ -196,7 +184,7 @@ class _Command:
         digest = Header(self.identity, 1).digest
         metadata = {"model": self.identity["model"], "settings": self.identity, "software": "muralist"}
         pool = open_pool(GenerationJob(self.settings, self.output.root, digest, metadata), devices)
-        display = self.display = RankDisplay(ranks) if ranks else open_display(self.output)
+        display = self.display = RankDisplay(ranks) if ranks else console.open_display(self.output)
         scheduler = Scheduler(
             self.plan,
             self.output,
@@ -215,7 +203,7 @@ class _Command:
             if self._is_first:
                 all_labels = ranks.labels if ranks else labels
                 on_cpu = "cpu" in devices.values()
-                display.print(describe_job(self.settings, self.identity, self.plan, todo, all_labels, on_cpu))
+                display.print(console.describe_job(self.settings, self.identity, self.plan, todo, all_labels, on_cpu))
             scheduler.run(labels, ranks.own if ranks else todo)
             grace = _EXIT_SECONDS
         except KeyboardInterrupt:
@@ -259,8 +247,8 @@ class _Command:
         size = 1 if not ready.supports_batching else measured if asked == "auto" else asked
         assert isinstance(size, int)
         self.header = Header(self.identity, size, ready.environment, not ready.supports_batching)
-        start_ledger(self.output.ledger, self.header)
-        note_plan(self.output.ledger, len(self.plan))
+        output_dir.start_ledger(self.output.ledger, self.header)
+        output_dir.note_plan(self.output.ledger, len(self.plan))
         return BatchSize(size, size)
 
     def _compare_environment(self, now: dict[str, str], before: dict[str, str]) -> None:
@@ -278,7 +266,7 @@ class _Command:
             return False
         log.setLevel(logging.INFO)
         self.output.close()
-        write_failures(self.output, self.ranks.labels if self.ranks else labels)
+        output_dir.write_failures(self.output, self.ranks.labels if self.ranks else labels)
         return True
 
 
@@ -287,7 +275,7 @@ def _read_plan(settings: GenerateSettings) -> Plan:
     table = open_prompt_table(settings.prompts_csv, settings.num_samples)
     for note in table.notes:
         log.warning("%s", note)
-    extension = file_extension(settings.num_frames, settings.video_format)
+    extension = output_dir.file_extension(settings.num_frames, settings.video_format)
     size = (settings.height, settings.width)
     plan = Plan(table, settings.images_per_prompt, settings.seed_start, settings.negative_prompt, size, extension)
     plan.check_file_names()
@@ -296,7 +284,9 @@ def _read_plan(settings: GenerateSettings) -> Plan:
 
 def _check_class_names(plan: Plan, spec: JiTSpec) -> None:
     """Refuse a table none of whose prompts names a class; warn where some do not, whose rows fail."""
-    unknown = plan.unknown_prompts(functools.cache(lambda prompt: spec.find_label(prompt) is not None))
+    find_label = functools.cache(spec.find_label)
+    first_copies = plan.samples(np.arange(0, len(plan), plan.copies))
+    unknown = [sample.prompt for sample in first_copies if find_label(sample.prompt) is None]
     if not unknown:
         return
     try:

@@ -2,11 +2,9 @@
 
 Classifier-free guidance runs the denoiser for the prompt and for the negative prompt, in one call with a doubled batch
 or in two calls. After the truncation step only the prompt's part runs, and its output is returned in both places:
-u + s (c - u) is then c, whatever the pipeline's own formula. Where step caching skips the denoiser, its output is
-linearly extrapolated from the last two. Nothing here reads a value back from the GPU in every step.
+u + s (c - u) is then c, whatever the pipeline's own formula. No step reads a value back from the GPU.
 
-`callback_on_step_end` is not enough: a third of the pipelines do not have it, it cannot skip the denoiser, and most
-pipelines do not pass it all the conditioning tensors that must be halved with the batch.
+`callback_on_step_end` is not enough: a third of the pipelines do not have it, and it cannot skip the denoiser.
 """
 
 from __future__ import annotations
@@ -172,14 +170,13 @@ class DenoisingLoop:
                 return self._conditional_output
             for name, value in bound.arguments.items():
                 bound.arguments[name] = self._halved(name, value, half)
-            self._outputs = {
-                call: [
-                    (time, _map_batched(output, 2 * self._batch_size, lambda rows: rows[half])) for time, output in each
-                ]
-                for call, each in self._outputs.items()
-            }
-            output = self._compute_or_extrapolate(lambda: forward(*bound.args, **bound.kwargs))
-            return _map_batched(output, self._batch_size, _doubled)
+            output = self._compute_or_extrapolate(
+                lambda: _map_batched(forward(*bound.args, **bound.kwargs), self._batch_size, _doubled)
+            )
+            if self._computed is None:
+                return output
+            # Extrapolated from guided steps, the two halves still differ.
+            return _map_batched(output, 2 * self._batch_size, lambda rows: _doubled(rows[half]))
 
         return wrapped
 

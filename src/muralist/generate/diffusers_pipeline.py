@@ -9,15 +9,17 @@ import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.utils import logging as transformers_logging
 
 from muralist.core import compile_cache
@@ -421,7 +423,8 @@ def _count_truncations() -> None:
     diffusers_logging.add_handler(_TRUNCATIONS)  # a logger keeps a handler once
 
 
-class _Stored(NamedTuple):
+@dataclass(frozen=True)
+class _Stored:
     """A tensor on the CPU, and the device it belongs to."""
 
     value: Tensor
@@ -503,7 +506,10 @@ class PromptEmbeddingCache:
             alone = {name: [text] for name, text in texts.items()}
             bound = inspect.BoundArguments(self._signature, {**given, **alone})  # type: ignore[arg-type]
             before = _TRUNCATIONS.count
-            self._embeddings[key] = _store(self._encode(*bound.args, **bound.kwargs))
+            result = self._encode(*bound.args, **bound.kwargs)
+            self._embeddings[key] = tree_map_only(
+                Tensor, lambda value: _Stored(copy_to_host(value), value.device), result
+            )
             if _TRUNCATIONS.count > before:
                 self.truncated.add(texts["prompt"])
         self._used[key] = None
@@ -512,14 +518,6 @@ class PromptEmbeddingCache:
 
 def _is_texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
-
-
-def _store(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return _Stored(copy_to_host(result), result.device)
-    if isinstance(result, tuple):
-        return tuple(map(_store, result))
-    return list(map(_store, result)) if isinstance(result, list) else result
 
 
 def _join(rows: Sequence[Any]) -> Any:

@@ -29,7 +29,7 @@ from muralist.generate.pipeline import (
 from muralist.models.export import CONFIG_FILE, infer_jit_config, jit_arguments, read_config, read_jit_folder
 from muralist.models.jit import JiT
 from muralist.models.jit_spec import JiTSpec, Objective
-from muralist.models.weights import WeightSet, read_description, read_weights
+from muralist.models.weights import WeightSet, read_weights
 from muralist.settings import GenerateSettings, ObjectiveSettings, SampleSettings
 
 
@@ -79,10 +79,9 @@ class JiTPipeline(Pipeline):
         self._noise: dict[int, Future[Tensor]] = {}  # by seed
 
     @classmethod
-    def load(cls, settings: GenerateSettings, device: torch.device) -> JiTPipeline:
+    def load(cls, settings: GenerateSettings, device: torch.device, spec: JiTSpec) -> JiTPipeline:
         """Load the weights onto a device."""
         path = Path(settings.model_path)
-        spec = read_jit_spec(path, read_description(path), settings.weights)
         if (path / CONFIG_FILE).is_file():
             config, weights = read_jit_folder(path)
         else:

@@ -208,7 +208,7 @@ def load_pipeline(settings: GenerateSettings, device: torch.device) -> Pipeline:
     if model.jit is not None:
         from muralist.generate.jit_pipeline import JiTPipeline
 
-        return JiTPipeline.load(settings, device)
+        return JiTPipeline.load(settings, device, model.jit)
     with imports_without_gc():
         from muralist.generate.diffusers_pipeline import DiffusersPipeline
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -117,14 +117,6 @@ class Plan:
         """Refuse a table whose rows would overwrite each other's files."""
         copies = np.arange(self.copies, dtype=np.int64) * SEED_STRIDE
         refuse_collision(self.table, self.row_seeds[:, None] + copies)
-
-    def unknown_prompts(self, is_known: Callable[[str], bool]) -> list[str]:
-        """Return the prompts that are not known, one for each row."""
-        unknown = []
-        for first in range(0, len(self.table), _ROWS_READ_AT_ONCE):
-            rows = self.table.rows(range(first, min(first + _ROWS_READ_AT_ONCE, len(self.table))))
-            unknown += [row.prompt for row in rows if not is_known(row.prompt)]
-        return unknown
 
 
 def batch_slot(row: int, copy: int, batch_size: int) -> int:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +69,7 @@ def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, sen
         pipeline = load_pipeline(job.settings, device)
         environment = environment_info(device) | pipeline.execution_info()
         send(workers.WorkerReady(pipeline.supports_batching(), environment))
-        Worker(job, label, device, pipeline, _with_compile_note(cache, send)).serve(inbox)
+        Worker(job, label, device, pipeline, send, cache.summary).serve(inbox)
     except UserError as error:
         send(workers.WorkerFailed(error, all_workers=True))
     except Exception as error:
@@ -82,21 +82,6 @@ def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, sen
             log.debug("GPU %s", label, exc_info=True)
             failure = UserError(f"GPU {label}: {_describe(error)}.")
         send(workers.WorkerFailed(failure, all_workers=False))
-
-
-def _with_compile_note(cache: compile_cache.CompileCache, send: Send) -> Send:
-    """Report after the first image what was compiled for it."""
-    noted = False
-
-    def send_and_note(report: workers.Report) -> None:
-        nonlocal noted
-        send(report)
-        if isinstance(report, workers.SampleDone) and not noted:
-            noted = True
-            if note := cache.summary():
-                send(workers.WorkerNote(note))
-
-    return send_and_note
 
 
 _Image = tuple[Sample, np.ndarray, float, dict[str, Any]]
@@ -134,6 +119,7 @@ class Worker:
     device: torch.device
     pipeline: Pipeline
     send: Send
+    compile_summary: Callable[[], str] | None = None  # reported after the first image
     waiting: deque[GenerateBatch] = field(default_factory=deque)
     prepared: set[SampleRequest] = field(default_factory=set)
     running: _RunningBatch | None = None
@@ -183,7 +169,7 @@ class Worker:
             self._complete()  # the time for comparing would count as that of the batch before
         try:
             if compared:
-                exact = self._start(replace(batch, samples=compared), GenerationMode.EXACT)
+                exact = self._start(batch._replace(samples=compared), GenerationMode.EXACT)
                 images, _ = self._wait(exact)  # if it failed, fast mode will fail too and report it
                 self.exact |= {sample: pixels for sample, pixels, *_ in images}
             started = self._start(batch)
@@ -251,7 +237,7 @@ class Worker:
             return images
         for sample in running.batch.samples:
             started = time.monotonic()
-            again, failure = self._wait(self._start(replace(running.batch, samples=(sample,))))
+            again, failure = self._wait(self._start(running.batch._replace(samples=(sample,))))
             images += again
             if failure is not None:
                 self._record_failure(sample, failure, time.monotonic() - started)
@@ -330,6 +316,9 @@ class Worker:
                 self.shard.check_not_deleted()  # whose message is the better one
                 raise
         self.send(workers.SampleDone(sample.sample_index))
+        summarize, self.compile_summary = self.compile_summary, None
+        if summarize and (note := summarize()):
+            self.send(workers.WorkerNote(note))
 
     def _record_failure(self, sample: Sample, reason: str, seconds: float) -> None:
         with explain_write_errors(self.output.root):

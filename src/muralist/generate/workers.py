@@ -16,9 +16,8 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError, first_line
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited, WorkerPool
@@ -29,8 +28,7 @@ _LONGEST_CALL = 1.0  # seconds for which a call without a message waits for a re
 _CONNECT_TIMEOUT = 5.0
 
 
-@dataclass(frozen=True)
-class GenerationJob:
+class GenerationJob(NamedTuple):
     """Everything a worker needs at its start."""
 
     settings: GenerateSettings
@@ -39,16 +37,14 @@ class GenerationJob:
     metadata: dict[str, Any]  # written into every image beside its own prompt and seed
 
 
-@dataclass(frozen=True)
-class MeasureBatchSize:
+class MeasureBatchSize(NamedTuple):
     """Find the largest batch of this sample that fits into memory."""
 
     sample: Sample
     limit: int
 
 
-@dataclass(frozen=True)
-class GenerateBatch:
+class GenerateBatch(NamedTuple):
     """Generate samples of one size in one call of `batch_size` images; missing ones are padded."""
 
     samples: tuple[Sample, ...]
@@ -62,62 +58,53 @@ class GenerateBatch:
         return tuple(sample.sample_index for sample in self.samples)
 
 
-@dataclass(frozen=True)
 class StopWorker:
     """No more batches come."""
 
 
-@dataclass(frozen=True)
-class WorkerReady:
+class WorkerReady(NamedTuple):
     """The model is loaded."""
 
     supports_batching: bool
     environment: dict[str, str]  # versions and device, on which the last bits of an image depend
 
 
-@dataclass(frozen=True)
-class BatchSizeMeasured:
+class BatchSizeMeasured(NamedTuple):
     """The largest batch that fits."""
 
     batch_size: int
 
 
-@dataclass(frozen=True)
 class Heartbeat:
     """The worker took a denoising step."""
 
 
-@dataclass(frozen=True)
-class BatchStarted:
+class BatchStarted(NamedTuple):
     """Samples that are on the device: if the worker dies now, one of them may be the cause."""
 
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class SampleDone:
+class SampleDone(NamedTuple):
     """A sample's file and its line in the ledger are on disk."""
 
     sample_index: int
 
 
-@dataclass(frozen=True)
-class SampleFailed:
+class SampleFailed(NamedTuple):
     """A sample failed, tried by itself; the ledger says so."""
 
     sample_index: int
     reason: str
 
 
-@dataclass(frozen=True)
-class WorkerNote:
+class WorkerNote(NamedTuple):
     """A sentence for the user."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class WorkerFailed:
+class WorkerFailed(NamedTuple):
     """This worker cannot generate any more; `all_workers`: nor can any other."""
 
     error: UserError
