@@ -50,13 +50,14 @@ from tests.support.pipelines import BUILDERS
 
 UNEVEN = ("zimage", "qwenimage")  # embeddings as long as the prompt
 Build = Callable[[str], Path]
+Get = Callable[[str], Pipeline]
 Load = Callable[[str, bool], Any]
 GPU = torch.device("cuda")
 LORA = {"r": 2, "lora_alpha": 2, "target_modules": ["to_q", "to_v"], "init_lora_weights": False}
 
 
 @pytest.fixture(scope="module")
-def pipelines(tiny_pipeline: Build) -> Callable[[str], Pipeline]:
+def pipelines(tiny_pipeline: Build) -> Get:
     known: dict[str, Pipeline] = {}
 
     def get(name: str) -> Pipeline:
@@ -84,9 +85,7 @@ def encoder_runs() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_an_image_depends_on_neither_its_neighbors_nor_its_index(
-    name: str, pipelines: Callable[[str], Pipeline]
-) -> None:
+def test_an_image_depends_on_neither_its_neighbors_nor_its_index(name: str, pipelines: Get) -> None:
     pipeline = pipelines(name)
     first = generate(pipeline, CAR, NIGHT, SNOW)
     last = generate(pipeline, DOGS, CAT, CAR)
@@ -107,9 +106,7 @@ def test_an_image_does_not_depend_on_its_neighbors_in_bf16(name: str, tiny_pipel
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_images_are_those_of_diffusers_alone(
-    name: str, tiny_pipeline: Build, pipelines: Callable[[str], Pipeline]
-) -> None:
+def test_images_are_those_of_diffusers_alone(name: str, tiny_pipeline: Build, pipelines: Get) -> None:
     requests = [CAR, NIGHT] if name not in UNEVEN else [NIGHT]
     given: dict[str, Any] = {"schnell": {"guidance_scale": 1.0}}.get(name, {})
     if name == "qwenimage":
@@ -120,7 +117,7 @@ def test_images_are_those_of_diffusers_alone(
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_prepared_prompts_are_not_encoded_again(name: str, pipelines: Callable[[str], Pipeline]) -> None:
+def test_prepared_prompts_are_not_encoded_again(name: str, pipelines: Get) -> None:
     pipeline = pipelines(name)
     pipeline.prepare([SNOW])
     unprepared = generate(pipeline, CAR, DOGS, CAT)
@@ -140,7 +137,7 @@ def test_prepared_prompts_are_not_encoded_again(name: str, pipelines: Callable[[
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_an_image_depends_on_prompt_and_seed(name: str, pipelines: Callable[[str], Pipeline]) -> None:
+def test_an_image_depends_on_prompt_and_seed(name: str, pipelines: Get) -> None:
     image, other_seed, other_prompt = (
         generate(pipelines(name), request)[0]
         for request in (CAR, CAR._replace(seed=6), CAR._replace(prompt=NIGHT.prompt))
@@ -150,13 +147,9 @@ def test_an_image_depends_on_prompt_and_seed(name: str, pipelines: Callable[[str
 
 
 @pytest.mark.parametrize("name", ["hunyuan", "sd", "wan21", "zimage", "qwenimage"])
-def test_an_image_depends_on_the_negative_prompt(name: str, pipelines: Callable[[str], Pipeline]) -> None:
-    assert (
-        max_difference(
-            *(generate(pipelines(name), CAR._replace(negative_prompt=text))[0] for text in ("", "rain at night"))
-        )
-        > 0
-    )
+def test_an_image_depends_on_the_negative_prompt(name: str, pipelines: Get) -> None:
+    requests = [CAR._replace(negative_prompt=text) for text in ("", "rain at night")]
+    assert max_difference(*(generate(pipelines(name), request)[0] for request in requests)) > 0
 
 
 def test_every_dtype_has_the_same_noise(tiny_pipeline: Build) -> None:
@@ -172,10 +165,8 @@ def test_stochastic_schedulers_draw_noise_per_sample(tiny_pipeline: Build) -> No
     pipeline = load(folder, scheduler="eulerancestraldiscrete")
     first, last = generate(pipeline, CAR, NIGHT, SNOW), generate(pipeline, DOGS, CAT, CAR)
     assert np.array_equal(first[0], last[2])
-    assert (
-        max_difference(first[0], generate_with_diffusers(folder, CAR, scheduler=EulerAncestralDiscreteScheduler)[0])
-        <= 1
-    )
+    plain = generate_with_diffusers(folder, CAR, scheduler=EulerAncestralDiscreteScheduler)
+    assert max_difference(first[0], plain[0]) <= 1
 
 
 def test_an_incompatible_scheduler_is_refused_with_a_list_of_compatible_ones(tiny_pipeline: Build) -> None:
@@ -183,7 +174,7 @@ def test_an_incompatible_scheduler_is_refused_with_a_list_of_compatible_ones(tin
         load(tiny_pipeline("sd"), scheduler="EulerDiscret")
 
 
-def test_every_step_calls_back_and_a_memory_probe_has_two(pipelines: Callable[[str], Pipeline]) -> None:
+def test_every_step_calls_back_and_a_memory_probe_has_two(pipelines: Get) -> None:
     calls: list[int] = []
     pipelines("wan22").generate([CAR], SIZE, lambda: calls.append(1))
     assert len(calls) == STEPS
@@ -196,7 +187,7 @@ def test_every_step_calls_back_and_a_memory_probe_has_two(pipelines: Callable[[s
     [("hunyuan", (70, 64), 16), ("flux", (64, 72), 16), ("wan21", (64, 72), 16), ("sd", (60, 64), 8)],
 )
 def test_an_impossible_size_is_refused_with_a_possible_one(
-    name: str, wrong: tuple[int, int], multiple: int, pipelines: Callable[[str], Pipeline]
+    name: str, wrong: tuple[int, int], multiple: int, pipelines: Get
 ) -> None:
     with pytest.raises(UserError, match=f"{wrong[0]} x {wrong[1]}.*multiples of {multiple}: try 64 x (64|80)"):
         pipelines(name).generate([CAR], wrong, no_callback)
@@ -255,16 +246,7 @@ def test_pipelines_that_are_not_text_to_image_are_refused(tiny_pipeline: Build, 
         load(copy)
 
 
-def test_truncated_weights_are_refused(tiny_pipeline: Build, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(tiny_pipeline("sd"), copy)
-    weights = copy / "unet" / "diffusion_pytorch_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match="is damaged or truncated: .* Copy the model again"):
-        load(copy)
-
-
-def test_requests_are_not_changed(pipelines: Callable[[str], Pipeline]) -> None:
+def test_requests_are_not_changed(pipelines: Get) -> None:
     requests = [SampleRequest("a cat", "a dog", 3)]
     images = [pipelines("zimage").generate(requests, SIZE, no_callback)[0] for _ in range(2)]
     assert np.array_equal(*images)
@@ -355,7 +337,7 @@ def test_graphs_of_denoisers_and_text_encoders_give_the_same_bytes(name: str, lo
             if pipeline is graphed and pipeline.supports_batching():
                 encoders = text_encoders(pipeline._pipe)
                 assert of_text >= len(encoders) and capture.captures > of_text
-                assert all(capture._graphs)  # of the denoiser and of every text encoder
+                assert all(any(each.values()) for each in capture._graphs)  # of denoiser and text encoders
             pipeline._graphs.disable()  # as when memory runs out: no image shows it
             pipeline._reset_text_cache()
             found.append(images + generate(pipeline, LONG, SNOW))
@@ -388,12 +370,8 @@ def test_copies_are_non_blocking_everywhere_but_in_networks(name: str, load_with
         assert not _get_current_function_mode_stack()
         generate(pipeline, CAR)
     assert not _get_current_function_mode_stack()
-    assert {where: set(modes) for where, modes in seen.items()} == {
-        "graph": {False},
-        "decoder": {False},
-        "step": {True},
-        "checks": {True},
-    }
+    modes = {where: set(modes) for where, modes in seen.items()}
+    assert modes == {"graph": {False}, "decoder": {False}, "step": {True}, "checks": {True}}
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -91,6 +91,10 @@ def test_paths_without_a_model_are_refused(tiny_pipeline: Build, tmp_path: Path)
 def test_incomplete_pipelines_are_refused(tiny_pipeline: Build, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny_pipeline("sd"), copy)
+    weights = copy / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="is damaged or truncated: .* Copy the model again"):
+        inspect_model(given(copy))
     shutil.rmtree(copy / "vae")
     with pytest.raises(UserError, match="incomplete: vae missing.*Copy the model again"):
         inspect_model(given(copy))

@@ -112,7 +112,7 @@ def test_cuda_graphs_give_the_same_bytes(
         batches = [(CAR, NIGHT), (SNOW, CAR), (CAT, DOGS), (LONG, CAR)]
         found.append([image for requests in batches for image in generate(pipeline, *requests)])
         encoders = len(text_encoders(pipeline._pipe))  # type: ignore[attr-defined]
-        held = [each.holds_memory for each in pipeline._graphs._callables]  # type: ignore[attr-defined]
+        held = [any(each.values()) for each in pipeline._graphs._graphs]  # type: ignore[attr-defined]
         assert held == [True] * (1 + encoders) if graphs else held == []
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -164,7 +164,7 @@ def test_a_failed_capture_leaves_the_stream_as_it_was() -> None:
         assert torch.cuda.current_stream() == stream
         torch.cuda.empty_cache()
         assert torch.equal(doubles(x), x + x) and torch.equal(doubles(x + 1), 2 * x + 2)
-    assert [each.holds_memory for each in graphs._callables] == [False, True]
+    assert [any(each.values()) for each in graphs._graphs] == [False, True]
 
 
 def test_cuda_graphs_of_a_jit_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,8 +182,7 @@ def test_cuda_graphs_of_a_jit_give_the_same_bytes(tmp_path: Path, monkeypatch: p
         pipeline = load_pipeline(settings(run, dtype="bf16", **guided), device)
         pending = [pipeline.generate_async(batch, (SIDE, SIDE), no_callback) for batch in (requests, requests[::-1])]
         found.append([image for batch in pending for image in batch.wait()])
-        kept = [each._graphs for each in pipeline._graphs._callables]  # type: ignore[attr-defined]
-        assert any(graph is not None for each in kept for graph in each.values()) == graphs
+        assert pipeline._graphs.hold_memory == graphs  # type: ignore[attr-defined]
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
     assert max_difference(found[0][0], found[0][1]) > 0
 

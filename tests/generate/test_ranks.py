@@ -174,17 +174,8 @@ def test_the_others_do_not_wait_for_a_rank_that_was_refused(tmp_path: Path, refu
         os.environ.update(environment, RANK=str(number), LOCAL_RANK=str(number))
         own = tmp_path / "elsewhere" if number == refused else model
         with (tmp_path / f"{number}.log").open("w") as sys.stderr:
-            status = main(
-                [
-                    "generate",
-                    "--prompts_csv",
-                    str(table),
-                    "--model_path",
-                    str(own),
-                    "--output_dir",
-                    str(tmp_path / "out"),
-                ]
-            )
+            paths = f"--prompts_csv {table} --model_path {own} --output_dir {tmp_path / 'out'}"
+            status = main(["generate", *paths.split()])
         os._exit(status)
 
     processes = [multiprocessing.get_context("fork").Process(target=rank, args=(number,)) for number in range(3)]

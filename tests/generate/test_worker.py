@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import queue
 import shutil
 import threading
@@ -29,6 +30,7 @@ from tests.support.worker_pools import CPU, Death, ThreadedRun, WatchedPipeline
 
 PROMPTS = ["car", "tree", "house", "car", "tree", "house", "car", "tree"]
 Before = Callable[[str, Sequence[SampleRequest]], None]
+ROWS, FIRST_SEED = 12, 42
 
 
 def serve(
@@ -226,31 +228,48 @@ def test_a_last_image_that_cannot_be_written_is_reported_at_once(
     assert "No space left on the disk" in str(errors.get(timeout=10))
 
 
-class Slow(WatchedPipeline):
-    """A pipeline whose images are pending until they are waited for; records the order of events."""
+Start = Callable[[Sequence[int]], Callable[[], None]]
+"""Called with the rows of a batch when it starts; the function it returns is called when it is waited for."""
 
-    def __init__(self, events: list[str], broken: set[str] | None = None) -> None:
-        super().__init__("0", lambda *_: None)
-        self.events, self.broken = events, broken or set()
+
+class PendingPipeline(WatchedPipeline):
+    """A pipeline whose images are pending until they are waited for, as on a GPU."""
+
+    def __init__(self, start: Start, label: str = "0", before: Before = lambda *_: None, *more: Any) -> None:
+        super().__init__(label, before, *more)
+        self.start = start
 
     def generate_async(self, requests, size, on_step, mode=GenerationMode.DEFAULT):  # type: ignore[no-untyped-def]
-        name = ",".join(str(request.seed) for request in requests)
-        self.events.append(f"start {name}")
+        waited = self.start([request.seed - FIRST_SEED for request in requests])
         images = super().generate_async(requests, size, on_step, mode).wait()
 
         def wait() -> list[np.ndarray]:
-            self.events.append(f"wait {name}")
-            if self.broken & {str(request.seed) for request in requests}:
-                raise UserError("Its values overflowed.")
+            waited()
             return images
 
         return SimpleNamespace(wait=wait, ready=False, gpu_busy=0.75)
 
 
+def noting(events: list[str], broken: int | None = None) -> PendingPipeline:
+    """A pipeline that records when a row is started and waited for."""
+
+    def start(rows: Sequence[int]) -> Callable[[], None]:
+        events.append(f"start {rows[0]}")
+
+        def waited() -> None:
+            events.append(f"wait {rows[0]}")
+            if rows[0] == broken:
+                raise UserError("Its values overflowed.")
+
+        return waited
+
+    return PendingPipeline(start)
+
+
 def test_the_next_batch_is_started_before_the_last_is_waited_for(tmp_path: Path) -> None:
     threaded, events = ThreadedRun(tmp_path, PROMPTS), list[str]()
-    reports = serve(threaded, lambda *_: None, 1, [[0], [1], [2]], Slow(events))
-    assert events == ["start 42", "start 43", "wait 42", "start 44", "wait 43", "wait 44"]
+    reports = serve(threaded, lambda *_: None, 1, [[0], [1], [2]], noting(events))
+    assert events == ["start 0", "start 1", "wait 0", "start 2", "wait 1", "wait 2"]
     # If the worker died now, either of two batches could be the cause.
     assert [report.indices for report in reports if isinstance(report, workers.BatchStarted)] == [(0,), (0, 1), (1, 2)]
     assert [line["gpu_busy"] for line in threaded.lines().values()] == [0.75] * 3
@@ -264,12 +283,12 @@ def test_the_next_batch_is_started_before_the_last_is_waited_for(tmp_path: Path)
 
 def test_a_pending_image_that_fails_is_tried_alone_and_recorded(tmp_path: Path) -> None:
     threaded, events = ThreadedRun(tmp_path, PROMPTS), list[str]()
-    reports = serve(threaded, lambda *_: None, 1, [[0], [1], [2]], Slow(events, {"43"}))
+    reports = serve(threaded, lambda *_: None, 1, [[0], [1], [2]], noting(events, broken=1))
     assert done(reports) == {0, 2}
     assert [(report.sample_index, report.reason) for report in reports if isinstance(report, workers.SampleFailed)] == [
         (1, "Its values overflowed.")
     ]
-    assert events.count("wait 43") == 2
+    assert events.count("wait 1") == 2
 
 
 def test_prompts_are_encoded_ahead_of_their_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,36 +313,12 @@ def test_prompts_are_encoded_ahead_of_their_batch(tmp_path: Path, monkeypatch: p
     assert ahead == [seeds[0] + seeds[1], seeds[1] + seeds[2], seeds[2] + seeds[3]]
 
 
-ROWS = 12
-FIRST_SEED = 42
-
-Start = Callable[[Sequence[int]], Callable[[], None]]
-"""Called with the rows of a batch when it starts; the function it returns is called when it is waited for."""
-
-
 @pytest.fixture
 def pending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Start], None]:
-    """Makes images pending until they are waited for, as on a GPU."""
+    """Makes the pipelines of all workers pending ones."""
 
     def use(start: Start) -> None:
-        class Slow(WatchedPipeline):
-            def generate_async(
-                self,
-                requests: Sequence[SampleRequest],
-                size: tuple[int, int],
-                on_step: Any,
-                mode: GenerationMode = GenerationMode.DEFAULT,
-            ) -> Any:
-                waited = start([request.seed - FIRST_SEED for request in requests])
-                images = super().generate_async(requests, size, on_step, mode).wait()
-
-                def wait() -> list[np.ndarray]:
-                    waited()
-                    return images
-
-                return SimpleNamespace(wait=wait, ready=False, gpu_busy=None)
-
-        monkeypatch.setattr(worker_pools, "WatchedPipeline", Slow)
+        monkeypatch.setattr(worker_pools, "WatchedPipeline", functools.partial(PendingPipeline, start))
 
     return use
 

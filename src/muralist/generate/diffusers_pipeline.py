@@ -110,7 +110,9 @@ class DiffusersPipeline(Pipeline):
         for library in (diffusers_logging, transformers_logging):
             library.disable_progress_bar()
         transformers_logging.set_verbosity_error()
-        _count_truncations()  # instead of one warning for each long prompt of ten thousand
+        diffusers_logging.set_verbosity_warning()
+        diffusers_logging.disable_default_handler()  # of one warning for each long prompt of ten thousand
+        diffusers_logging.add_handler(_TRUNCATIONS)  # a logger keeps a handler once
         try:
             pipe: Any = DiffusionPipeline.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(components or {})
@@ -414,13 +416,6 @@ class _TruncationCounter(logging.Handler):
 
 
 _TRUNCATIONS = _TruncationCounter(logging.WARNING)
-
-
-def _count_truncations() -> None:
-    """Send diffusers' warnings to the counter instead of the terminal."""
-    diffusers_logging.set_verbosity_warning()
-    diffusers_logging.disable_default_handler()
-    diffusers_logging.add_handler(_TRUNCATIONS)  # a logger keeps a handler once
 
 
 @dataclass(frozen=True)

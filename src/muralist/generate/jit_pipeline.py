@@ -63,15 +63,17 @@ class JiTPipeline(Pipeline):
     def __init__(self, spec: JiTSpec, network: nn.Module, settings: GenerateSettings) -> None:
         self._spec, self._network = spec, network
         self._dtype = settings.dtype
-        if self._dtype != "fp32":
-            _cast_matmul_weights(network, DTYPES[self._dtype])
+        for module in network.modules() if self._dtype != "fp32" else ():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                module.to(DTYPES[self._dtype])  # once, instead of by autocast in every call: the same images
         device = next(network.parameters()).device
         self._clock = GpuClock(device)
         self._optimizations = Optimizations.choose(settings.compile, device)
         if self._optimizations.compiled:
             compile_deterministically()
             network.compile(dynamic=False)
-        self._graphs = CudaGraphs(self._optimizations.compiled and device.type == "cuda")
+        wanted = self._optimizations.compiled and self._optimizations.cuda_graphs
+        self._graphs = CudaGraphs(wanted and device.type == "cuda")
         self._forward = self._graphs.wrap(network.__call__)
         self._sampling = _sample_settings(settings)
         # Noise takes a CPU core a second for a hundred images of 256 px; the GPU would be idle meanwhile.
@@ -160,13 +162,6 @@ class _NetworkWithCallback(nn.Module):
     def forward(self, *args: Tensor) -> Tensor:
         self.on_step()
         return self.run(*args)
-
-
-def _cast_matmul_weights(network: nn.Module, dtype: torch.dtype) -> None:
-    """Cast once the weights that autocast would cast in every call: the same images."""
-    for module in network.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            module.to(dtype)
 
 
 def _sample_settings(settings: GenerateSettings) -> SampleSettings:

@@ -74,7 +74,9 @@ class Optimizations:
         if self.single_frame_2d and vae is not None:
             diffusers_patches.decode_single_frames_in_2d(vae)
             for part in (vae, *networks) if on_gpu else ():
-                _to_channels_last(part)
+                for module in part.modules():
+                    if isinstance(module, nn.Conv2d):  # 2D convolutions are faster in this format
+                        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.fused_gelu and on_gpu:
             for network in networks:
                 diffusers_patches.fuse_linear_gelu(network)
@@ -101,13 +103,6 @@ class Optimizations:
             if self.cudnn_attention and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER:
                 stack.enter_context(sdpa_kernel(_ATTENTION, set_priority=True))
             yield
-
-
-def _to_channels_last(part: nn.Module) -> None:
-    """Set the memory format in which 2D convolutions are fast; other weights stay as they are."""
-    for module in part.modules():
-        if isinstance(module, nn.Conv2d):
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def compile_deterministically() -> None:

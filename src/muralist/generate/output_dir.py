@@ -70,13 +70,8 @@ class OutputDir:
 
     def lock(self, shared: bool = False) -> AbstractContextManager[FileLock]:
         """Hold the folder: a second command on it is refused. Ranks of one command hold it `shared`."""
-
-        def in_use(owner: str) -> UserError:
-            return UserError(
-                f"{self.root} is being filled by {owner}.", fix="Wait for it, stop it, or give another --output_dir."
-            )
-
-        return hold_lock(self.root / "lock", in_use, shared)
+        what, fix = f"{self.root} is being filled by", "Wait for it, stop it, or give another --output_dir."
+        return hold_lock(self.root / "lock", lambda owner: UserError(f"{what} {owner}.", fix=fix), shared)
 
     def recover(self) -> None:
         """Take up what a killed command left: its lines go into the ledger, unfinished files are removed."""
