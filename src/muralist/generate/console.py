@@ -191,8 +191,8 @@ def describe_job(
     on_cpu: bool,
 ) -> str:
     """Describe what is about to happen."""
-    sizes = plan.distinct_sizes(todo)
-    size = "{} x {}".format(*sizes[0]) if len(sizes) == 1 else f"of {len(sizes)} sizes"
+    sizes = {plan.size_of(index) for index in todo.tolist()}
+    size = "{} x {}".format(*sizes.pop()) if len(sizes) == 1 else f"of {len(sizes)} sizes"
     kind = ("CPU process", "CPU processes") if on_cpu else ("GPU", "GPUs")
     guidance = f"guidance {settings.guidance_scale:g}"
     if "guidance_interval" in identity:

@@ -98,13 +98,6 @@ class Plan:
         height, width = self._row_sizes[index // self.copies].tolist()
         return height, width
 
-    def distinct_sizes(self, indices: np.ndarray) -> list[tuple[int, int]]:
-        """Return the heights and widths of some samples, each once."""
-        if self._row_sizes is None:
-            return [self.size]
-        sizes = np.unique(self._row_sizes[indices // self.copies], axis=0).tolist()
-        return [(height, width) for height, width in sizes]
-
     def grouped_by_size(self, indices: np.ndarray) -> np.ndarray:
         """Order samples as they are generated: as in the table, but one size after another."""
         if self._row_sizes is None:
