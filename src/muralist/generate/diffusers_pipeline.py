@@ -210,10 +210,7 @@ class DiffusersPipeline(Pipeline):
         eager = not self._compiled
         self._loop.clock.enter()
         with self._running(eager):
-            for request in self._embeddings.retain(requests):
-                self._encode(request)
-                self._embeddings.keep_for(request)
-        self._embeddings.evict()
+            self._embeddings.prepare(requests, self._encode)
         self._loop.clock.leave()
 
     @contextmanager
@@ -459,15 +456,15 @@ class PromptEmbeddingCache:
         """The stored embeddings that calls since `begin` used, in order."""
         return [self._embeddings[key] for key in self._used]
 
-    def keep_for(self, request: SampleRequest) -> None:
-        """Keep the embeddings used since `begin` until the request is dropped."""
-        self._kept[request] = set(self._used)
-
-    def retain(self, requests: Requests) -> list[SampleRequest]:
-        """Drop all requests but these; return those for which nothing is kept yet."""
+    def prepare(self, requests: Requests, encode: Callable[[SampleRequest], Any]) -> None:
+        """Keep the embeddings of these requests only; those that are missing come from a call of `encode`."""
         wanted = dict.fromkeys(requests)
         self._kept = {request: keys for request, keys in self._kept.items() if request in wanted}
-        return [request for request in wanted if request not in self._kept]
+        for request in wanted:
+            if request not in self._kept:
+                encode(request)
+                self._kept[request] = set(self._used)
+        self.evict()
 
     def evict(self) -> None:
         """Delete embeddings that are kept for no request."""

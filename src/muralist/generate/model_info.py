@@ -58,16 +58,11 @@ class ModelInfo:
     """Settings whose defaults depend on the model: height, width, guidance_scale, num_frames, enable_half_frame."""
     identity: dict[str, Any]
     """The model's identity in the ledger: `model`, its name; `fingerprint`, of its files; `lora`, of its adapters."""
-    description: dict[str, Any] = field(default_factory=dict)
-    """The description in the checkpoint's manifest, for a model trained here."""
-    jit: JiTSpec | None = field(default=None, compare=False)
-    """The spec of a JiT, whose prompts are its classes."""
-    folder: Path | None = None
-    """The folder in diffusers layout that the model is, or was fine-tuned from; None for a JiT."""
-    components: tuple[str, ...] = ()
-    """The names of that folder's components."""
-    pipeline_class: str = ""
-    """The name of the diffusers class that generates the images."""
+    description: dict[str, Any] = field(default_factory=dict)  # of a model trained here, from its checkpoint's manifest
+    jit: JiTSpec | None = field(default=None, compare=False)  # of a JiT, whose prompts are its classes
+    folder: Path | None = None  # in diffusers layout: the model, or what it was fine-tuned from; None for a JiT
+    components: tuple[str, ...] = ()  # the names of that folder's components
+    pipeline_class: str = ""  # the diffusers class that generates the images
 
 
 def inspect_model(settings: GenerateSettings) -> ModelInfo:

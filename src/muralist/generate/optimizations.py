@@ -44,18 +44,12 @@ _CONSTANTS = (int, float, bool, str, type(None))
 class Optimizations:
     """The optimizations of a pipeline."""
 
-    compiled: bool = False
-    """Compile the denoiser's blocks and the VAE's decoder."""
-    single_frame_2d: bool = True
-    """Decode single frames of a video VAE with 2D convolutions, and use channels-last for 2D convolutions."""
-    cudnn_attention: bool = True
-    """Prefer cuDNN for attention, on Hopper and later."""
-    fused_gelu: bool = True
-    """Fuse GELU into the GEMM before it."""
-    fused_qk_norm_rope: bool = True
-    """Fuse QK norm and RoPE of Wan's self-attention, where it is compiled."""
-    cuda_graphs: bool = True
-    """Capture the passes of compiled denoisers and text encoders as CUDA graphs."""
+    compiled: bool = False  # the denoiser's blocks and the VAE's decoder
+    single_frame_2d: bool = True  # single frames of a video VAE; and channels-last, the format for 2D convolutions
+    cudnn_attention: bool = True  # preferred on Hopper and later
+    fused_gelu: bool = True  # GELU in the GEMM before it
+    fused_qk_norm_rope: bool = True  # of Wan's self-attention, where it is compiled
+    cuda_graphs: bool = True  # for the passes of compiled denoisers and text encoders
 
     @classmethod
     def choose(cls, compiled: bool | str, device: torch.device) -> Optimizations:

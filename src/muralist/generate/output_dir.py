@@ -199,14 +199,10 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
 class Header:
     """The first line of a ledger: what all images of the folder have in common."""
 
-    settings: dict[str, Any]
-    """Everything that shapes an image, the model's fingerprint included."""
-    batch_size: PositiveInt
-    """Images generated at once, on which the last bits of an image depend."""
-    made_with: dict[str, Any] = field(default_factory=dict)
-    """Versions and device, on which the last bits depend too."""
-    one_at_a_time: bool = False
-    """Whether the model cannot batch, whatever was asked for."""
+    settings: dict[str, Any]  # everything that shapes an image, the model's fingerprint included
+    batch_size: PositiveInt  # images generated at once, on which the last bits of an image depend
+    made_with: dict[str, Any] = field(default_factory=dict)  # versions and device, on which the last bits depend too
+    one_at_a_time: bool = False  # the model cannot batch, whatever was asked for
 
     @property
     def digest(self) -> str:
