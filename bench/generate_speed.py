@@ -39,9 +39,9 @@ from muralist.core.run_dir import atomic_write_json
 from muralist.data.ledger_reader import read_lines
 from muralist.generate.diffusers_patches import per_sample_noise
 from muralist.generate.diffusers_pipeline import DiffusersPipeline
+from muralist.generate.model_info import cached_guided_steps, computed_stages
 from muralist.generate.optimizations import Optimizations
 from muralist.generate.pipeline import SampleRequest, make_deterministic
-from muralist.generate.step_caching import step_cache_for
 from muralist.generate.worker import psnr
 from muralist.settings import GenerateSettings
 from muralist.train.metrics import matmul_rate
@@ -180,9 +180,9 @@ class Case:
 
     def _record_setup(self) -> None:
         operations = self.model.operations(*self.model.size)
-        step_cache = step_cache_for(self.model.pipeline)
         total = 2 * STEPS * operations["pass"] + operations["decoding"] + 2 * operations["text"]
-        short = step_cache.passes(STEPS) * operations["pass"] + operations["decoding"] + operations["text"]
+        passes = sum(2 if step < cached_guided_steps(STEPS) else 1 for step in computed_stages(STEPS))
+        short = passes * operations["pass"] + operations["decoding"] + operations["text"]
         self.results |= {
             "size": list(self.size),
             "batch": self.batch,

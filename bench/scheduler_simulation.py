@@ -21,10 +21,13 @@ import torch
 from muralist.core.worker_pool import WorkerExited, WorkerPool
 from muralist.data import ledger_reader
 from muralist.data.prompts import open_prompt_table
-from muralist.generate import ledger
 from muralist.generate.console import ProgressLines
-from muralist.generate.ledger import Header
-from muralist.generate.messages import (
+from muralist.generate.output_dir import Header, OutputDir, merge_shards, start_ledger
+from muralist.generate.pipeline import GenerationMode, PendingBatch, SampleRequest
+from muralist.generate.plan import Plan
+from muralist.generate.scheduler import BatchSize, Scheduler
+from muralist.generate.worker import Worker
+from muralist.generate.workers import (
     BatchStarted,
     GenerationJob,
     Report,
@@ -33,11 +36,6 @@ from muralist.generate.messages import (
     SampleFailed,
     WorkerReady,
 )
-from muralist.generate.output_dir import OutputDir
-from muralist.generate.pipeline import GeneratedBatch, GenerationMode, SampleRequest
-from muralist.generate.plan import Plan
-from muralist.generate.scheduler import BatchSize, Scheduler
-from muralist.generate.worker import Worker
 from muralist.settings import GenerateSettings
 
 SIDE = 8
@@ -221,10 +219,11 @@ class _Pipeline:
         size: tuple[int, int],
         on_step: Callable[[], None],
         mode: GenerationMode = GenerationMode.DEFAULT,
-    ) -> GeneratedBatch:
+    ) -> PendingBatch:
         self.pool.wait_for_batch(self.state, requests, self.slow)
         on_step()
-        return GeneratedBatch([np.full((*size, 3), request.seed % 256, np.uint8) for request in requests])
+        values = torch.tensor([request.seed % 256 for request in requests], dtype=torch.uint8)
+        return PendingBatch(values[:, None, None, None].expand(-1, *size, 3), torch.tensor(True), None, "fp32")
 
 
 def simulate(case: Case, folder: Path) -> Outcome:
@@ -235,7 +234,7 @@ def simulate(case: Case, folder: Path) -> Outcome:
     table.write_text("prompt\n" + "a quiet street in the rain\n" * case.rows)
     plan = Plan(open_prompt_table(str(table)), 1, _SEED, "", (SIDE, SIDE), "png")
     header = Header({"model": "a clock"}, case.batch)
-    ledger.start(output.ledger, header)
+    start_ledger(output.ledger, header)
     settings = GenerateSettings(prompts_csv=str(table), output_dir=str(output.root), model_path="none")
     pool = SimulatedPool(GenerationJob(settings, output.root, header.digest, {}), case)
     size = BatchSize(case.batch, case.batch)
@@ -245,7 +244,7 @@ def simulate(case: Case, folder: Path) -> Outcome:
     ended = max(state.idle_since for state in pool.states.values())
     pool.close(grace=10)
     computed = time.process_time() - computed
-    ledger.merge(output.ledger, output.work)
+    merge_shards(output.ledger, output.work)
     generated = [
         line["index"] for line in ledger_reader.read_lines(output.ledger) if line["status"] == ledger_reader.DONE
     ]

@@ -116,11 +116,11 @@ GENERATION = Diagram(
         Box(4, 0, "worker pool", "core/worker_pool.py", ("one process per GPU,", "or a Ray actor")),
         Box(4, 1, "worker", "generate/worker.py", ("pads batches, saves", "images in threads")),
         Box(3, 1, "pipeline", "generate/diffusers_pipeline.py", ("diffusers; JiT has", "jit_pipeline.py")),
-        Box(2, 1, "text", "generate/prompt_encoding.py", ("one prompt at a time,", "cached")),
+        Box(2, 1, "text", "generate/diffusers_pipeline.py", ("one prompt at a time,", "cached")),
         Box(1, 1, "denoising", "generate/denoising.py", ("guidance truncation,", "step caching")),
         Box(0, 1, "patches", "generate/diffusers_patches.py", ("private parts of", "diffusers"), "care"),
         Box(4, 2, "image file", "generate/output_dir.py", ("PNG, WebP or mp4", "with metadata"), "file"),
-        Box(3, 2, "ledger", "generate/ledger.py", ("a line per image: hash,", "GPU, seconds"), "file"),
+        Box(3, 2, "ledger", "generate/output_dir.py", ("a line per image: hash,", "GPU, seconds"), "file"),
         Box(2, 2, "output folder", "generate/output_dir.py", ("intact files are skipped", "when resuming"), "care"),
     ),
     (

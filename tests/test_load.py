@@ -79,8 +79,7 @@ def test_a_plan_of_a_million_rows(table: Path) -> None:
 
 _LEDGER = """
 import numpy as np
-from muralist.generate.output_dir import OutputDir
-from muralist.generate.ledger import Header
+from muralist.generate.output_dir import Header, OutputDir
 plan, output = planned(), OutputDir(folder / "images")
 output.create()
 with output.ledger.open("w") as file:
@@ -128,7 +127,7 @@ _RANK = """
 import os, sys, time
 from pathlib import Path
 from muralist.generate.plan import Sample
-from muralist.generate.ledger import Shard
+from muralist.generate.output_dir import Shard
 from muralist.train.watchdog import Watchdog, WatchdogTiming
 folder, rank, size = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 sample = Sample(rank, rank, 0, str(rank), rank, "a car", "", 8, 8, "x.png")
@@ -146,7 +145,7 @@ with Watchdog(folder / "heartbeats", rank, size, 600, WatchdogTiming(beat=1.5)) 
 def test_sixty_four_processes_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All write their lines and signs of life into one folder and watch each other; nothing is lost, nothing is left."""
     from muralist.data.ledger_reader import read_lines
-    from muralist.generate.ledger import Header, merge, start
+    from muralist.generate.output_dir import Header, merge_shards, start_ledger
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -155,8 +154,8 @@ def test_sixty_four_processes_of_one_run(tmp_path: Path, monkeypatch: pytest.Mon
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(f"{PROCESSES} processes: {time.monotonic() - began:.1f} s, computing {computed:.1f} s")
-    start(tmp_path / "ledger.jsonl", Header({}, 1))
-    merge(tmp_path / "ledger.jsonl", tmp_path / "shards")
+    start_ledger(tmp_path / "ledger.jsonl", Header({}, 1))
+    merge_shards(tmp_path / "ledger.jsonl", tmp_path / "shards")
     lines = list(read_lines(tmp_path / "ledger.jsonl"))
     assert len(lines) == 20 * PROCESSES and {line["gpu"] for line in lines} == {str(rank) for rank in range(PROCESSES)}
     assert not list((tmp_path / "heartbeats").glob("*")) if (tmp_path / "heartbeats").exists() else True

@@ -25,8 +25,7 @@ from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.core.run_dir import RunDir, atomic_write
 from muralist.data.prompts import image_file_stem, open_prompt_table
-from muralist.generate.ledger import Header
-from muralist.generate.output_dir import OutputDir, write_failures
+from muralist.generate.output_dir import Header, OutputDir, write_failures
 from muralist.generate.plan import Plan
 from muralist.train import checkpoint
 from muralist.train.loggers import start_log

@@ -10,9 +10,8 @@ import pytest
 
 from muralist.board import generation as module
 from muralist.board.generation import Generation, summary
-from muralist.generate.console import ProgressLines, ProgressRecorder, WorkerProgress
-from muralist.generate.ledger import note_plan
-from muralist.generate.output_dir import OutputDir
+from muralist.generate.console import ProgressLines, WorkerProgress
+from muralist.generate.output_dir import OutputDir, note_plan
 from tests.support.boards import ledger_line, write_generation
 
 
@@ -42,7 +41,7 @@ def test_shards_of_running_workers_are_read(tmp_path: Path) -> None:
     output = OutputDir(folder)
     output.work.mkdir()
     lock(folder)
-    display = ProgressRecorder(ProgressLines(), output)
+    display = ProgressLines(output)
     display.update({"0": WorkerProgress(1, 0, 4), "1": WorkerProgress(1, 1, 3)}, 2)
     output.shard("0").write_text("\n" + ledger_line(2, "0"))
     output.shard("1").write_text("\n" + ledger_line(4, "1") + ledger_line(5, "1", "a bad prompt") + '{"status": "do')

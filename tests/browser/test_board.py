@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from muralist.generate.ledger import note_plan
+from muralist.generate.output_dir import note_plan
 from tests.support.boards import PROMPTS, Board, line, running_board, write_generation, write_run
 from tests.support.evaluations import write_evaluation
 from tests.support.runs import train

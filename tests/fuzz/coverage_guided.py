@@ -21,7 +21,7 @@ with atheris.instrument_imports(include=["muralist", "yaml", "csv", "json"]):
     from muralist.data.packed import EncodedManifest, Manifest
     from muralist.data.prompts import open_prompt_table
     from muralist.data.sources.hydit_index import open_index
-    from muralist.generate.ledger import Header
+    from muralist.generate.output_dir import Header
     from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
     from muralist.settings.load import load, read_yaml, to_yaml
 

@@ -18,8 +18,7 @@ from safetensors.torch import save
 
 from muralist.core.errors import UserError
 from muralist.evaluate.inception import load_inception
-from muralist.generate.loras import check_adapters
-from muralist.generate.model_info import inspect_model
+from muralist.generate.model_info import check_adapters, inspect_model
 from muralist.models import weights
 from muralist.models.export import infer_jit_config, read_jit_folder, write_jit_folder
 from muralist.models.jit import JiT

@@ -16,15 +16,13 @@ from hypothesis import strategies as st
 from muralist.core import liveness
 from muralist.core.errors import UserError
 from muralist.core.run_dir import FileLock
-from muralist.data.ledger_reader import parse_line
+from muralist.data.ledger_reader import parse_line, read_lines
 from muralist.data.prompts import open_prompt_table
 from muralist.evaluate import inputs
 from muralist.evaluate.inception import FEATURES
 from muralist.evaluate.page import write_report
 from muralist.evaluate.report import read_runs
-from muralist.generate import ledger
-from muralist.generate.ledger import Header, Shard
-from muralist.generate.output_dir import OutputDir, write_failures
+from muralist.generate.output_dir import Header, OutputDir, Shard, is_intact, merge_shards, start_ledger, write_failures
 from muralist.generate.plan import Plan
 from muralist.train import watchdog
 from muralist.train.dataset import _read_shapes
@@ -108,11 +106,11 @@ def test_ledger_round_trip(plan: Plan, prompt: str, reason: str, seed: int, tmp_
     shard.done(sample, image, "sha", "0", 0.5, None)
     shard.failed(sample, reason, "0", 0.5)
     shard.close()
-    ledger.start(folder / "ledger.jsonl", Header(SETTINGS, 1))
-    ledger.merge(folder / "ledger.jsonl", folder / "work")
-    done, failed = ledger.read_lines(folder / "ledger.jsonl")
+    start_ledger(folder / "ledger.jsonl", Header(SETTINGS, 1))
+    merge_shards(folder / "ledger.jsonl", folder / "work")
+    done, failed = read_lines(folder / "ledger.jsonl")
     assert (done["prompt"], done["seed"], done["key"]) == (prompt, seed, sample.key)
-    assert failed["error"] == reason and ledger.is_intact(image, done)
+    assert failed["error"] == reason and is_intact(image, done)
 
 
 @examples(16)

@@ -14,7 +14,6 @@ from muralist.generate import console
 from muralist.generate.console import (
     ProgressBars,
     ProgressLines,
-    ProgressRecorder,
     RateMeter,
     WorkerProgress,
     open_display,
@@ -102,7 +101,7 @@ def test_text_is_printed_without_markup_or_wrapping(now: list[float]) -> None:
 
 
 def test_lines_without_a_terminal(now: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    lines = open_display()
+    lines = open_display(OutputDir(Path("none")))
     assert isinstance(lines, ProgressLines)
     lines.update({"0": WorkerProgress(0, 0, 10)}, 0)
     lines.update({"0": WorkerProgress(1, 0, 10)}, 0)
@@ -137,7 +136,7 @@ def test_progress_is_recorded_every_second_while_the_command_runs(
 ) -> None:
     output = OutputDir(tmp_path / "images")
     output.create()
-    display = ProgressRecorder(ProgressLines(), output)
+    display = ProgressLines(output)
     display.update({"0": WorkerProgress(1, 0, 8), "1": WorkerProgress(0, 1, 8)}, 2)
     record = {"workers": {"0": [1, 0, 8], "1": [0, 1, 8]}, "unassigned": 2}
     assert json.loads(output.progress.read_text()) == record

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from muralist.generate.denoising import DenoisingLoop
+from muralist.generate.model_info import cached_guided_steps, computed_stages, describe_step_caching
+from muralist.generate.optimizations import CudaGraphs, NonBlockingCopies
 from muralist.generate.pipeline import GenerationMode, PipelineError
-from muralist.generate.step_caching import StepCache, step_cache_for
 from muralist.generate.worker import psnr
 from tests.support.pipeline_calls import (
     CAR,
+    CPU,
     DOGS,
     NIGHT,
     SIZE,
@@ -96,7 +98,7 @@ def test_truncation_without_guidance_is_refused(tiny_pipeline: Build) -> None:
 def test_missing_guidance_is_detected_at_the_first_step(tiny_pipeline: Build) -> None:
     """For pipelines whose config files do not reveal it."""
     pipeline: Any = load(tiny_pipeline("flux"))
-    DenoisingLoop(pipeline._pipe, STEPS, 2)
+    DenoisingLoop(pipeline._pipe, STEPS, 2, False, CPU, CudaGraphs(False), NonBlockingCopies(CPU))
     calls: list[int] = []
     with pytest.raises(PipelineError, match="no effect"):
         pipeline.generate([CAR], SIZE, lambda: calls.append(1))
@@ -130,13 +132,13 @@ def test_a_pipeline_that_runs_the_negative_prompt_first_is_refused(tiny_pipeline
 
 
 def test_cached_steps_depend_on_their_number_alone() -> None:
-    cache = step_cache_for("WanPipeline")
-    assert sorted(cache.computed(20)) == [0, 1, 2, 3, 5, 7, 9, 11, 13, 15, 17, 19]
-    assert (cache.guided_steps(20), cache.passes(20)) == (10, 19)
-    assert cache.describe(20) == "fast: guidance in 10 and the network in 12 of 20 steps, fp8"
-    assert cache.describe(20, truncation=3).startswith("fast: guidance in 3 and")
+    assert sorted(computed_stages(20)) == [0, 1, 2, 3, 5, 7, 9, 11, 13, 15, 17, 19]
+    assert cached_guided_steps(20) == 10
+    described = describe_step_caching("WanPipeline", 20)
+    assert described == "fast: guidance in 10 and the network in 12 of 20 steps, fp8"
+    assert describe_step_caching("FluxPipeline", 20, 3) == "fast: guidance in 3 and the network in 12 of 20 steps"
     for steps in range(1, 60):
-        computed = cache.computed(steps)
+        computed = computed_stages(steps)
         assert steps - 1 in computed and set(range(min(2, steps))) <= computed
 
 
@@ -148,7 +150,7 @@ def test_step_caching_saves_passes_and_no_image_depends_on_another(
     with batch_sizes(monkeypatch, NETWORKS[name]) as sizes:
         pipeline = load(folder, preset="fast", num_inference_steps=FAST_STEPS)
         first = generate(pipeline, CAR, NIGHT)
-    assert sum(sizes) == 2 * StepCache().passes(FAST_STEPS) == 2 * 9  # of 2 * 20
+    assert sum(sizes) == 2 * 9  # of 2 * 20
     assert np.array_equal(first[0], generate(pipeline, SNOW, CAR)[1])
     exact = generate(load(folder, num_inference_steps=FAST_STEPS), CAR, NIGHT)
     assert max_difference(first[0], exact[0]) > 0
@@ -160,7 +162,7 @@ def test_step_caching_saves_passes_and_no_image_depends_on_another(
 def test_step_caching_without_guidance(name: str, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     with batch_sizes(monkeypatch, NETWORKS[name]) as sizes:
         generate(load(tiny_pipeline(name), preset="fast", num_inference_steps=FAST_STEPS), CAR)
-    assert len(sizes) == len(StepCache().computed(FAST_STEPS)) == 6
+    assert len(sizes) == len(computed_stages(FAST_STEPS)) == 6
 
 
 @pytest.mark.parametrize(("name", "least"), [("wan21", 20.0), ("sdxl", 20.0), ("sd3", 15.0)])

@@ -17,13 +17,17 @@ from PIL import Image
 from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.data import ledger_reader
-from muralist.generate import command, ledger
-from muralist.generate.messages import GenerateBatch, MeasureBatchSize
+from muralist.generate import command, console
 from muralist.generate.model_info import ModelInfo
+from muralist.generate.output_dir import Header
+from muralist.generate.workers import GenerateBatch, MeasureBatchSize
 from muralist.settings import GenerateSettings
 from tests.support.pipelines import build_pipeline
 from tests.support.runs import only_run, train
 from tests.support.worker_pools import ModelThreadPool
+
+Capture = pytest.CaptureFixture[str]
+SMALL = ("--height", 32, "--width", 32)
 
 
 @pytest.fixture(scope="session")
@@ -71,9 +75,7 @@ def lines(images: Path) -> list[dict[str, Any]]:
     return list(ledger_reader.read_lines(images / "ledger.jsonl"))
 
 
-def test_class_names_as_prompts_with_several_images_each(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_class_names_as_prompts_with_several_images_each(run: Path, tmp_path: Path, capsys: Capture) -> None:
     table(tmp_path, "prompt\nmeadow\nsunrise\nmoon\nmeadow\n")
     images = generate(tmp_path, run, "--images_per_prompt", 2, "--gpu_ids", 2, 3, expect=1)
     names = {f"00000{row}_seed{seed}.png" for row, seed in ((1, 42), (2, 43), (4, 45)) for seed in (seed, seed + 10**6)}
@@ -85,10 +87,8 @@ def test_class_names_as_prompts_with_several_images_each(
     assert "6 of 8 images are in" in output and "2 missing: failed_prompts_gpu*.txt give the reasons" in output
     assert (images / "failed_prompts_gpu2.txt").read_text().startswith("000003\t44\tmoon\t")
     assert (images / "failed_prompts_gpu3.txt").read_text().startswith("000003\t1000044\tmoon\t")
-    assert [line["gpu"] for line in sorted(lines(images), key=lambda line: (line["index"], line["copy"]))] == [
-        "2",
-        "3",
-    ] * 4
+    ordered = sorted(lines(images), key=lambda line: (line["index"], line["copy"]))
+    assert [line["gpu"] for line in ordered] == ["2", "3"] * 4
     assert sorted(path.name for path in images.iterdir() if path.name not in names) == [
         "failed_prompts_gpu2.txt", "failed_prompts_gpu3.txt", "ledger.jsonl",
     ]  # fmt: skip
@@ -107,11 +107,11 @@ def test_preflight_runs_before_devices_are_looked_for(
     generate(tmp_path, run, "--images_per_prompt", 2, expect=1)
 
 
-def test_the_measured_batch_size_is_kept(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_measured_batch_size_is_kept(run: Path, tmp_path: Path, capsys: Capture) -> None:
     table(tmp_path, "prompt\n" + "meadow\n" * 5)
     images = generate(tmp_path, run, "--num_samples", 2)
     assert [type(message) for _, message in ModelThreadPool.last.sent].count(MeasureBatchSize) == 1
-    header = ledger.Header.read(images / "ledger.jsonl")
+    header = Header.read(images / "ledger.jsonl")
     assert header is not None and header.batch_size == 1 and header.settings["num_inference_steps"] == 2
     generate(tmp_path, run, "--num_samples", 3)  # the ledger knows
     assert not any(isinstance(message, MeasureBatchSize) for _, message in ModelThreadPool.last.sent)
@@ -128,9 +128,7 @@ def test_the_measured_batch_size_is_kept(run: Path, tmp_path: Path, capsys: pyte
     assert planned == [2, 3, 5], "by each command that had something to do, for those who watch"
 
 
-def test_weights_and_guidance_interval_are_recorded(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_and_guidance_interval_are_recorded(run: Path, tmp_path: Path, capsys: Capture) -> None:
     table(tmp_path, "prompt\nmeadow\n")
     asked = ("--weights", "ema2", "--guidance_interval", 0, 0.5)
     images = generate(tmp_path, run, *asked)
@@ -143,12 +141,10 @@ def test_weights_and_guidance_interval_are_recorded(
     assert "Changed: guidance_interval [0.0, 0.5] -> default." in capsys.readouterr().err
 
 
-def test_a_model_without_batching_resumes_with_the_same_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_batching_resumes_with_the_same_command(tmp_path: Path, capsys: Capture) -> None:
     zimage = build_pipeline("zimage", tmp_path)
     table(tmp_path, "prompt\ncar\ntree\n")
-    asked = ["--height", 32, "--width", 32, "--batch_size", 5]
+    asked = [*SMALL, "--batch_size", 5]
     generate(tmp_path, zimage, *asked, "--num_samples", 1)
     assert "the batch size is 1" in capsys.readouterr().err
     images = generate(tmp_path, zimage, *asked)
@@ -158,9 +154,7 @@ def test_a_model_without_batching_resumes_with_the_same_command(
     assert "Nothing to do: 2 of 2 images" in capsys.readouterr().err
 
 
-def test_a_changed_setting_is_refused_without_overwrite(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_setting_is_refused_without_overwrite(run: Path, tmp_path: Path, capsys: Capture) -> None:
     table(tmp_path, "prompt\nmeadow\nsunrise\n")
     images = generate(tmp_path, run)
     first = files(images)
@@ -184,23 +178,22 @@ def test_a_changed_setting_is_refused_without_overwrite(
 
 
 def test_settings_that_made_no_image_can_be_corrected_in_the_same_folder(
-    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    wan: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    small = ["--height", 32, "--width", 32]
     table(tmp_path, "prompt,height,width\ncar,33,32\n")
-    images = generate(tmp_path, wan, *small, expect=1)
+    images = generate(tmp_path, wan, *SMALL, expect=1)
     assert files(images) == {} and [line["status"] for line in lines(images)] == ["failed"]
     table(tmp_path, "prompt\ncar\n")
-    generate(tmp_path, wan, *small, "--seed_start", 7)
+    generate(tmp_path, wan, *SMALL, "--seed_start", 7)
     assert "1 image, 32 x 32, from" in capsys.readouterr().err
     assert list(files(images)) == ["000001_seed7.png"] and [line["status"] for line in lines(images)] == ["done"]
-    generate(tmp_path, wan, *small, "--seed_start", 8, expect=1)
+    generate(tmp_path, wan, *SMALL, "--seed_start", 8, expect=1)
     assert "Changed: seed_start 7 -> 8." in capsys.readouterr().err
 
 
 def test_images_do_not_depend_on_workers_or_interruptions(wan: Path, tmp_path: Path) -> None:
     rows = "".join(f"a red car {number}{' in the rain' * (number % 4)}\n" for number in range(7))
-    small = ["--height", 32, "--width", 32, "--batch_size", 3]
+    small = [*SMALL, "--batch_size", 3]
     made = []
     for name, labels in (("one", [0]), ("two", [5, 1]), ("three", [0, 1, 2])):
         table(tmp_path / name, "prompt\n" + rows)
@@ -214,13 +207,13 @@ def test_images_do_not_depend_on_workers_or_interruptions(wan: Path, tmp_path: P
 
 
 def test_prompts_that_are_too_long_are_counted(
-    tiny_pipeline: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_pipeline: Callable[[str], Path], tmp_path: Path, capsys: Capture
 ) -> None:
     long = "many " * 120
     table(tmp_path, f"prompt\na car\n{long}one\n{long}two\na car\n{long}one\n")
     words = ["--height", "64", "--width", "64", "--guidance_scale", "3", "--batch_size", "2"]
     images = generate(tmp_path, tiny_pipeline("sdxl"), *words)
-    cut = {line["index"]: line.get(ledger.PROMPT_TRUNCATED) for line in lines(images)}
+    cut = {line["index"]: line.get("prompt_cut") for line in lines(images)}
     assert cut == {0: None, 1: True, 2: True, 3: None, 4: True}
     output = capsys.readouterr()
     assert output.err.count("3 prompts are longer than a text encoder of this model reads") == 1
@@ -229,34 +222,24 @@ def test_prompts_that_are_too_long_are_counted(
     assert "longer than" not in capsys.readouterr().err  # nothing was made
 
 
-def test_rows_with_their_own_size_and_an_impossible_one(wan: Path, tmp_path: Path) -> None:
+def test_rows_with_their_own_size_and_an_impossible_one(wan: Path, tmp_path: Path, capsys: Capture) -> None:
     table(tmp_path, "prompt,height,width\ncar,,\ntree,48,32\nhouse,33,32\nbike,48,32\nboat,,\n")
-    images = generate(tmp_path, wan, "--height", 32, "--width", 32, "--batch_size", 2, expect=1)
+    images = generate(tmp_path, wan, *SMALL, "--batch_size", 2, expect=1)
     sizes = {path.name[:6]: Image.open(path).size for path in images.glob("*.png")}
     assert sizes == {"000001": (32, 32), "000002": (32, 48), "000004": (32, 48), "000005": (32, 32)}
+    assert "5 images, of 3 sizes, from" in capsys.readouterr().err
     reason = (images / "failed_prompts_gpu0.txt").read_text()
     assert reason.startswith("000003\t44\thouse\tWanPipeline cannot generate images of 33 x 32 pixels")
     before = files(images)
     table(tmp_path, "prompt,height,width\ncar,,\ntree,48,32\nhouse,32,32\nbike,48,32\nboat,,\n")
-    generate(tmp_path, wan, "--height", 32, "--width", 32, "--batch_size", 2)  # a failed row may be put right
+    generate(tmp_path, wan, *SMALL, "--batch_size", 2)  # a failed row may be put right
     assert before.items() <= files(images).items() and len(files(images)) == 5
+    assert "1 image, 32 x 32, from" in capsys.readouterr().err
     assert (images / "failed_prompts_gpu0.txt").read_text() == ""
 
 
-def test_the_first_line_names_the_sizes_of_the_rows(
-    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = ["--height", 32, "--width", 32]
-    table(tmp_path, "prompt,height,width\ncar,48,32\n")
-    generate(tmp_path, wan, *small)
-    assert "1 image, 48 x 32, from" in capsys.readouterr().err
-    table(tmp_path, "prompt,height,width\ncar,48,32\ntree,,\nhouse,32,48\n")
-    generate(tmp_path, wan, *small)
-    assert "2 images, of 2 sizes, from" in capsys.readouterr().err
-
-
 def test_a_table_without_a_known_class_is_refused_before_anything_is_made(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     table(tmp_path, "prompt\nmedow\nmoon\n")
     images = generate(tmp_path, run, expect=1)
@@ -276,7 +259,7 @@ def test_a_row_of_another_size_than_that_of_the_jit_fails_alone(run: Path, tmp_p
 def test_clips(wan: Path, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("av", reason="PyAV is not installed")
     table(tmp_path, "prompt\ncar\ntree\n")
-    small = ["--height", 32, "--width", 32, "--num_frames", 5, "--video_format", kind]
+    small = [*SMALL, "--num_frames", 5, "--video_format", kind]
     images = generate(tmp_path, wan, *small)
     assert list(files(images)) == [f"000001_seed42.{kind}", f"000002_seed43.{kind}"]
     if kind == "webp":
@@ -294,7 +277,7 @@ def test_clips(wan: Path, tmp_path: Path, kind: str) -> None:
     assert len(files(images)[f"000001_seed42.{kind}"]) > 100
 
 
-def test_folders_that_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_are_refused(run: Path, tmp_path: Path, capsys: Capture) -> None:
     table(tmp_path, "prompt\nmeadow\n")
     (tmp_path / "images").write_text("a file")
     generate(tmp_path, run, expect=1)
@@ -312,11 +295,11 @@ def test_folders_that_are_refused(run: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_rows_that_fail_alike_do_not_keep_later_rows_from_being_made(
-    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    wan: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     bad = "prompt,height,width\n" + "car,33,32\n" * 17
     table(tmp_path, bad)
-    small = ["--height", 32, "--width", 32, "--batch_size", 2]
+    small = [*SMALL, "--batch_size", 2]
     images = generate(tmp_path, wan, *small, expect=1)
     assert "The first 16 images all failed for the same reason." in capsys.readouterr().err and files(images) == {}
     table(tmp_path, "prompt,height,width\ncar,,\n" + bad.partition("\n")[2])
@@ -327,9 +310,7 @@ def test_rows_that_fail_alike_do_not_keep_later_rows_from_being_made(
     assert "2 of 19 images are in" in capsys.readouterr().err
 
 
-def test_fast_mode_tells_how_far_it_is_from_exact_mode(
-    wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fast_mode_tells_how_far_it_is_from_exact_mode(wan: Path, tmp_path: Path, capsys: Capture) -> None:
     steps = ("--num_inference_steps", 8, "--height", 64, "--width", 64, "--gpu_ids", 0, 1)
     prompts = "prompt\n" + "".join(f"car number {row}\n" for row in range(10))
     for folder in ("fast", "exact"):
@@ -345,35 +326,27 @@ def test_fast_mode_tells_how_far_it_is_from_exact_mode(
     distances = [distance for distance in distances if distance is not None]
     assert len(distances) == 8 and all(5 < distance < 99 for distance in distances)
     assert f"Fast mode: PSNR {np.mean(distances):.1f} dB (worst {min(distances):.1f} dB) to exact mode on 8" in output
-    header = ledger.Header.read(fast / "ledger.jsonl")
+    header = Header.read(fast / "ledger.jsonl")
     assert header and header.settings["preset"] == "fast: guidance in 4 and the network in 5 of 8 steps, fp8"
-    assert "preset" not in ledger.Header.read(exact / "ledger.jsonl").settings  # type: ignore[union-attr]
+    assert "preset" not in Header.read(exact / "ledger.jsonl").settings  # type: ignore[union-attr]
     generate(tmp_path / "fast", wan, "--batch_size", 2, *steps, expect=1)
     assert "preset fast: guidance in 4 and the network in 5 of 8 steps, fp8 -> " in capsys.readouterr().err
     generate(tmp_path / "fast", wan, "--overwrite", "--batch_size", 2, *steps)
     assert files(fast) == files(exact) and not (fast / ".exact").exists()
 
 
-def test_fast_mode_is_refused_where_there_is_none(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table(tmp_path, "prompt\n0\n")
-    generate(tmp_path, run, "--preset", "fast", expect=1)
-    assert "--preset fast is for diffusers pipelines, and this is a JiT model." in capsys.readouterr().err
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the worker's, told by the command
 def test_a_folder_deleted_while_the_model_loads_is_reported_and_not_recreated(
-    wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     table(tmp_path, "prompt\ncar\ntree\n")
-    describe = command.describe_job
+    describe = console.describe_job
 
     def delete(*arguments: Any) -> str:
         shutil.rmtree(tmp_path / "images")
         return describe(*arguments)
 
-    monkeypatch.setattr(command, "describe_job", delete)  # just before the model is loaded
-    images = generate(tmp_path, wan, "--height", 32, "--width", 32, expect=1)
+    monkeypatch.setattr(console, "describe_job", delete)  # just before the model is loaded
+    images = generate(tmp_path, wan, *SMALL, expect=1)
     assert "was deleted while the model was being loaded. " in " ".join(capsys.readouterr().err.split("\n"))
     assert not images.exists()

@@ -24,6 +24,7 @@ from tests.support.hunyuan import small_family
 from tests.support.jit_models import SIDE, checkpoint, family, network_of
 from tests.support.pipeline_calls import CPU, max_difference, no_callback
 
+Pets = tuple[Path, JiTSpec, torch.nn.Module]
 DOG, CAT = SampleRequest("dog", "", 3), SampleRequest("cat", "", 4)
 
 
@@ -41,7 +42,7 @@ def generate(pipeline: Pipeline, *requests: SampleRequest) -> list[np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def pets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, JiTSpec, torch.nn.Module]:
+def pets(tmp_path_factory: pytest.TempPathFactory) -> Pets:
     spec = family("cat", "dog", "bird")
     network = network_of(spec)
     run = checkpoint(tmp_path_factory.mktemp("runs") / "pets", spec.describe(), network.state_dict())
@@ -57,7 +58,7 @@ def test_non_finite_images_are_errors(tmp_path: Path) -> None:
         generate(pipeline, DOG)
 
 
-def test_images_are_those_of_the_spec(pets: tuple[Path, JiTSpec, torch.nn.Module]) -> None:
+def test_images_are_those_of_the_spec(pets: Pets) -> None:
     run, spec, network = pets
     pipeline = load(run)
     assert pipeline.supports_batching()
@@ -69,9 +70,7 @@ def test_images_are_those_of_the_spec(pets: tuple[Path, JiTSpec, torch.nn.Module
     assert max_difference(generated[0], generated[1]) > 5
 
 
-def test_noise_is_drawn_ahead_once(
-    pets: tuple[Path, JiTSpec, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_is_drawn_ahead_once(pets: Pets, monkeypatch: pytest.MonkeyPatch) -> None:
     unprepared = generate(load(pets[0]), DOG, CAT)
     pipeline, drawn, draw = load(pets[0]), [], JiTSpec.sample_noise
 
@@ -89,9 +88,7 @@ def test_noise_is_drawn_ahead_once(
     assert drawn[2:] == [[DOG.seed, CAT.seed]]
 
 
-def test_noise_is_drawn_again_after_an_error(
-    pets: tuple[Path, JiTSpec, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_is_drawn_again_after_an_error(pets: Pets, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline, draw, failed = load(pets[0]), JiTSpec.sample_noise, []
 
     def short_of_memory(spec: JiTSpec, seeds: list[int]) -> torch.Tensor:
@@ -107,9 +104,7 @@ def test_noise_is_drawn_again_after_an_error(
     assert generate(pipeline, DOG)[0].shape == (SIDE, SIDE, 3)
 
 
-def test_every_format_of_the_weights_gives_the_same_images(
-    pets: tuple[Path, JiTSpec, torch.nn.Module], tmp_path: Path
-) -> None:
+def test_every_format_of_the_weights_gives_the_same_images(pets: Pets, tmp_path: Path) -> None:
     run, _, network = pets
     export(ExportSettings(source=str(run), destination=str(tmp_path / "export")))
     save_file(network.state_dict(), tmp_path / "weights.safetensors")
@@ -126,7 +121,7 @@ def test_every_format_of_the_weights_gives_the_same_images(
         generate(load(tmp_path / "official.pth"), DOG)
 
 
-def test_truncated_guidance(pets: tuple[Path, JiTSpec, torch.nn.Module]) -> None:
+def test_truncated_guidance(pets: Pets) -> None:
     run, _, _ = pets
 
     def generated(**changes: Any) -> tuple[np.ndarray, int]:
@@ -145,7 +140,7 @@ def test_truncated_guidance(pets: tuple[Path, JiTSpec, torch.nn.Module]) -> None
     assert max_difference(truncated, none) > 0
 
 
-def test_the_guidance_interval(pets: tuple[Path, JiTSpec, torch.nn.Module]) -> None:
+def test_the_guidance_interval(pets: Pets) -> None:
     run, spec, network = pets
 
     def generated(**changes: Any) -> np.ndarray:
@@ -165,7 +160,7 @@ def test_the_guidance_interval(pets: tuple[Path, JiTSpec, torch.nn.Module]) -> N
         inspect_model(given(run, guidance_interval=(0.5, 0.2)))
 
 
-def test_the_official_last_step(pets: tuple[Path, JiTSpec, torch.nn.Module]) -> None:
+def test_the_official_last_step(pets: Pets) -> None:
     run, spec, network = pets
 
     def generated(**changes: Any) -> np.ndarray:
@@ -174,14 +169,11 @@ def test_the_official_last_step(pets: tuple[Path, JiTSpec, torch.nn.Module]) -> 
     sampling = SampleSettings(steps=50, guidance=2.9, official_last_step=True)
     official = generated(official_last_step=True)
     assert np.array_equal(official, to_uint8_array(spec.sample(network, ["dog"], [3], sampling))[0])
-    assert (
-        max_difference(official, generated()) > 0
-    )  # the noise that it leaves: 1 - t is 0.02 in the last step, the clamp at 0.05
+    # The noise that it leaves: 1 - t is 0.02 in the last step, the clamp at 0.05.
+    assert max_difference(official, generated()) > 0
 
 
-def test_bf16_gives_the_images_of_autocast(
-    pets: tuple[Path, JiTSpec, torch.nn.Module],
-) -> None:
+def test_bf16_gives_the_images_of_autocast(pets: Pets) -> None:
     run, spec, network = pets
     with torch.autocast("cpu", torch.bfloat16):
         expected = to_uint8_array(spec.sample(network, ["dog"], [3], SampleSettings(steps=4, guidance=2.9)))[0]
@@ -189,7 +181,7 @@ def test_bf16_gives_the_images_of_autocast(
     assert max_difference(expected, generate(load(run), DOG)[0]) > 0
 
 
-def test_weight_sets(pets: tuple[Path, JiTSpec, torch.nn.Module], tmp_path: Path) -> None:
+def test_weight_sets(pets: Pets, tmp_path: Path) -> None:
     _, spec, network = pets
     run = checkpoint(tmp_path / "run", spec.describe(), network.state_dict())
     step = run / "checkpoints" / "step_0000001"
@@ -213,9 +205,7 @@ def test_weight_sets(pets: tuple[Path, JiTSpec, torch.nn.Module], tmp_path: Path
         inspect_model(given(tmp_path / "other.safetensors", weights="ema2"))
 
 
-def test_flags_that_change_images_are_part_of_the_identity(
-    pets: tuple[Path, JiTSpec, torch.nn.Module], tmp_path: Path
-) -> None:
+def test_flags_that_change_images_are_part_of_the_identity(pets: Pets, tmp_path: Path) -> None:
     network = pets[2]
     state = {f"net.{name}": value for name, value in network.state_dict().items()}
     torch.save({"model_ema1": state, "model_ema2": state}, tmp_path / "official.pth")
@@ -224,21 +214,16 @@ def test_flags_that_change_images_are_part_of_the_identity(
         return inspect_model(given(tmp_path / "official.pth", **changes)).identity
 
     usual = identity()
-    assert (
-        not {"weights", "guidance_interval", "official_last_step"} & usual.keys()
-    )  # as in folders of earlier versions
+    # As in folders of earlier versions.
+    assert not {"weights", "guidance_interval", "official_last_step"} & usual.keys()
     assert identity(weights="ema1", guidance_interval=(0.1, 1), official_last_step=False) == usual
     assert identity(official_last_step=True) == usual | {"official_last_step": True}
-    assert identity(weights="ema2", guidance_interval=(0, 1)) == usual | {
-        "weights": "ema2",
-        "guidance_interval": [0, 1],
-    }
+    changed = {"weights": "ema2", "guidance_interval": [0, 1]}
+    assert identity(**changed) == usual | changed
 
 
 @pytest.mark.parametrize(("steps", "truncation"), [(3, 2), (14, 7), (20, 15)])
-def test_the_first_step_after_the_truncation_is_not_guided(
-    pets: tuple[Path, JiTSpec, torch.nn.Module], steps: int, truncation: int
-) -> None:
+def test_the_first_step_after_the_truncation_is_not_guided(pets: Pets, steps: int, truncation: int) -> None:
     calls: list[int] = []
     pipeline = load(pets[0], num_inference_steps=steps, cfg_truncation_step=truncation)
     pipeline.generate([DOG], (SIDE, SIDE), lambda: calls.append(1))
@@ -246,16 +231,14 @@ def test_the_first_step_after_the_truncation_is_not_guided(
     assert len(calls) == 2 * steps - 1 + 2 * guided
 
 
-def test_half_of_one_frame_has_no_effect(
-    pets: tuple[Path, JiTSpec, torch.nn.Module], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_of_one_frame_has_no_effect(pets: Pets, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
     monkeypatch.setattr(logging.getLogger("muralist"), "info", messages.append)
     inspect_model(given(pets[0], enable_half_frame=True))
     assert messages == ["--enable_half_frame has no effect on one frame."]
 
 
-def test_impossible_settings_are_refused(pets: tuple[Path, JiTSpec, torch.nn.Module], tmp_path: Path) -> None:
+def test_impossible_settings_are_refused(pets: Pets, tmp_path: Path) -> None:
     run, _, _ = pets
     checked = inspect_model(given(run))
     assert checked.resolved["guidance_scale"] == 2.9
@@ -264,8 +247,9 @@ def test_impossible_settings_are_refused(pets: tuple[Path, JiTSpec, torch.nn.Mod
         inspect_model(given(run, height=32))
     with pytest.raises(UserError, match="16 x 16 pixels, not 32 x 32"):
         load(run).generate([DOG], (32, 32), no_callback)
-    with pytest.raises(UserError, match="--scheduler is for diffusers pipelines"):
-        inspect_model(given(run, scheduler="DDIM"))
+    for changes, flag in (({"scheduler": "DDIM"}, "scheduler"), ({"preset": "fast"}, "preset fast")):
+        with pytest.raises(UserError, match=f"--{flag} is for diffusers pipelines, and this is a JiT model"):
+            inspect_model(given(run, **changes))
     with pytest.raises(UserError, match="JiT generates images, not clips"):
         inspect_model(given(run, num_frames=5))
     spec = family()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from muralist.core.errors import UserError
-from muralist.generate.model_info import inspect_model
+from muralist.generate.model_info import inspect_model, parse_adapter
 from muralist.settings import GenerateSettings
 
 Build = Callable[[str], Path]
@@ -75,9 +75,9 @@ def test_the_fingerprint_depends_on_the_files_and_not_on_their_path(tiny_pipelin
 
 def test_paths_without_a_model_are_refused(tiny_pipeline: Build, tmp_path: Path) -> None:
     folder = tiny_pipeline("sd")
-    with pytest.raises(UserError, match=r"no model at .*sdd\. Nothing is downloaded.*Did you mean sd"):
+    with pytest.raises(UserError, match="The model .*sdd was not found.*Did you mean sd.*nothing is downloaded"):
         inspect_model(given(folder.with_name("sdd")))
-    with pytest.raises(UserError, match="no model at org/name.*Check the path"):
+    with pytest.raises(UserError, match="The model org/name was not found. The folder .*org does not exist"):
         inspect_model(given(Path("org/name")))
     with pytest.raises(UserError, match=f"holds no model.*model_index.json.*Did you mean {folder.parent}/"):
         inspect_model(given(folder.parent))
@@ -91,6 +91,10 @@ def test_paths_without_a_model_are_refused(tiny_pipeline: Build, tmp_path: Path)
 def test_incomplete_pipelines_are_refused(tiny_pipeline: Build, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(tiny_pipeline("sd"), copy)
+    weights = copy / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="is damaged or truncated: .* Copy the model again"):
+        inspect_model(given(copy))
     shutil.rmtree(copy / "vae")
     with pytest.raises(UserError, match="incomplete: vae missing.*Copy the model again"):
         inspect_model(given(copy))
@@ -104,7 +108,7 @@ def test_incomplete_pipelines_are_refused(tiny_pipeline: Build, tmp_path: Path) 
 
 def test_a_missing_lora_is_refused(tiny_pipeline: Build, tmp_path: Path) -> None:
     (tmp_path / "style").mkdir()
-    with pytest.raises(UserError, match="no LoRA at .*stile.*Did you mean style?"):
+    with pytest.raises(UserError, match="The LoRA .*stile was not found.*Did you mean style?"):
         inspect_model(given(tiny_pipeline("sd"), lora=[f"{tmp_path}/stile:0.5"]))
 
 
@@ -125,3 +129,22 @@ def test_pipelines_are_inspected_without_torch(tiny_pipeline: Build) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "weight"),
+    [
+        ("a/b", "a/b", 1.0),
+        ("a/b:0.5", "a/b", 0.5),
+        ("a/b:-1e-1", "a/b", -0.1),
+        ("a:b/c", "a:b/c", 1.0),
+        ("a:2:0.25", "a:2", 0.25),
+    ],
+)
+def test_paths_and_weights(text: str, path: str, weight: float) -> None:
+    assert parse_adapter(text) == (Path(path), weight)
+
+
+def test_a_path_that_ends_like_a_weight_is_a_path_if_it_exists(tmp_path: Path) -> None:
+    (tmp_path / "style:2").mkdir()
+    assert parse_adapter(f"{tmp_path}/style:2") == (tmp_path / "style:2", 1.0)

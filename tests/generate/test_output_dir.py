@@ -1,22 +1,41 @@
-"""The output folder: what is there, which command holds it, and what is refused."""
+"""The output folder: what is there, which command holds it, its ledger, and its image and clip files."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import io
 import json
 import multiprocessing
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
 
 from muralist.core.errors import UserError
-from muralist.generate import ledger
-from muralist.generate.ledger import Shard
-from muralist.generate.output_dir import OutputDir, explain_write_errors, write_failures
+from muralist.data import ledger_reader
+from muralist.generate.output_dir import (
+    Header,
+    OutputDir,
+    Shard,
+    encode_image,
+    explain_write_errors,
+    file_extension,
+    is_intact,
+    merge_shards,
+    start_ledger,
+    write_failures,
+)
+from muralist.generate.plan import Sample
+from muralist.settings import GenerateSettings
 from tests.support.disks import small_disk
 from tests.support.worker_pools import ThreadedRun
 
@@ -140,17 +159,18 @@ def test_failures_are_listed_per_worker_until_they_are_corrected(tmp_path: Path)
     threaded = ThreadedRun(tmp_path, ["car", "no\tsuch", "house", "nor this"])
     assert threaded.run(["2", "3"]) == (2, 2)
     assert write_failures(threaded.output, ["2", "3"]) == 2
-    assert threaded.output.failures("2").read_text() == ""
-    text = threaded.output.failures("3").read_text().splitlines()
+    assert (threaded.output.root / "failed_prompts_gpu2.txt").read_text() == ""
+    text = (threaded.output.root / "failed_prompts_gpu3.txt").read_text().splitlines()
     assert [line.split("\t")[:3] for line in text] == [["000002", "43", "no such"], ["000004", "45", "nor this"]]
     shard = Shard(threaded.output.shard("0"), "x")
     path = threaded.output.root / "000002_seed43.png"
     path.write_bytes(b"corrected")
     shard.done(threaded.plan.sample(1), path, "0" * 64, "0", 1.0, None)
-    ledger.merge(threaded.output.ledger, threaded.output.work)
+    merge_shards(threaded.output.ledger, threaded.output.work)
     assert write_failures(threaded.output, ["0"]) == 1
-    assert threaded.output.failures("3").read_text() == text[1] + "\n"  # a file of a worker that is not used now
-    assert threaded.output.failures("0").read_text() == ""
+    # A file of a worker that is not used now.
+    assert (threaded.output.root / "failed_prompts_gpu3.txt").read_text() == text[1] + "\n"
+    assert (threaded.output.root / "failed_prompts_gpu0.txt").read_text() == ""
 
 
 def _hold(root: Path, events: tuple) -> None:
@@ -188,8 +208,6 @@ def test_a_folder_that_cannot_be_created_is_refused(tmp_path: Path, name: str) -
 
 
 def test_a_read_only_disk_is_refused(tmp_path: Path) -> None:
-    import subprocess
-
     with small_disk(tmp_path / "disk") as disk:
         OutputDir(disk).create()
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
@@ -223,3 +241,158 @@ def test_a_command_whose_folder_was_deleted_does_not_remove_the_next_lock(tmp_pa
         output.create()
         (output.root / "lock").write_text("of another command")
     assert (output.root / "lock").read_text() == "of another command"
+
+
+HEADER = Header({"model": "tiny", "negative_prompt": "schön", "steps": 4}, 8, {"torch": "2.13"})
+any_text = st.text(st.characters(exclude_categories=()), max_size=30)  # lone surrogates too
+
+
+def sample(row: int, prompt: str = "a car") -> Sample:
+    return Sample(row, row, 0, f"{row + 1:06d}", 42 + row, prompt, "", 16, 16, f"{row + 1:06d}_seed{42 + row}.png")
+
+
+def test_the_header_is_read_back_with_a_digest_of_its_settings(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    start_ledger(path, HEADER)
+    assert Header.read(path) == HEADER
+    assert "schön" in path.read_text(encoding="utf-8")
+    assert Header({**HEADER.settings, "steps": 5}, 8).digest != HEADER.digest
+    assert Header(HEADER.settings, 2).digest == HEADER.digest
+    assert Header.read(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    "first", [b"", b"\n", b"{}\n", b"[1]\n", b"null\n", b"\xff\xfe\n", b'{"format": "muralist ledger"}\n',
+              b'{"format": "muralist ledger", "version": 2, "settings": {}, "batch_size": 1}\n', b'{"status": "done"}\n']
+)  # fmt: skip
+def test_a_wrong_first_line_is_refused(tmp_path: Path, first: bytes) -> None:
+    (tmp_path / "ledger.jsonl").write_bytes(first)
+    with pytest.raises(UserError, match="is not a ledger that this muralist can read.*--overwrite"):
+        Header.read(tmp_path / "ledger.jsonl")
+
+
+@settings(max_examples=40)
+@given(prompts=st.lists(any_text, min_size=1, max_size=6), cuts=st.lists(st.integers(0, 400), max_size=4))
+def test_torn_writes_lose_only_their_own_lines(
+    tmp_path_factory: pytest.TempPathFactory, prompts: list[str], cuts: list[int]
+) -> None:
+    """After each kill, some bytes of a line are left behind; every complete line is there."""
+    folder = tmp_path_factory.mktemp("torn")
+    path, shards = folder / "ledger.jsonl", folder / ".ledger"
+    start_ledger(path, HEADER)
+    for row, prompt in enumerate(prompts):
+        shard = Shard(shards / f"gpu{row % 2}.jsonl", HEADER.digest)
+        shard.failed(sample(row, prompt), prompt, "0", 0.1)
+        shard.close()
+        if row < len(cuts):
+            torn = json.dumps({"status": "done", "index": 99, "prompt": prompt * 20}).encode()[: cuts[row]]
+            with (shards / f"gpu{row % 2}.jsonl").open("ab") as file:
+                file.write(torn)
+    merge_shards(path, shards)
+    merge_shards(path, shards)
+    lines = list(ledger_reader.read_lines(path))
+    assert sorted((line["index"], line["prompt"], line["error"]) for line in lines) == [
+        (row, prompt, prompt) for row, prompt in enumerate(prompts)
+    ]
+    assert Header.read(path) == HEADER
+    assert b"\n\n" not in path.read_bytes() and not list(shards.iterdir())
+    offsets = [offset for offset, _ in ledger_reader.lines_with_offsets(path)]
+    assert list(ledger_reader.read_lines_at(path, reversed(offsets))) == lines[::-1]
+
+
+def test_an_interrupted_merge_is_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    start_ledger(path, HEADER)
+    shard = Shard(tmp_path / ".ledger" / "gpu0.jsonl", HEADER.digest)
+    for row in range(3):
+        shard.failed(sample(row), "no", "0", 0.1)
+    shard.close()
+    kept = (tmp_path / ".ledger" / "gpu0.jsonl").read_bytes()
+    merge_shards(path, tmp_path / ".ledger")
+    complete = path.read_bytes()
+    path.write_bytes(complete[:-50])  # the last line is torn, and the shard is still there
+    (tmp_path / ".ledger" / "gpu0.jsonl").write_bytes(kept)
+    merge_shards(path, tmp_path / ".ledger")
+    assert [line["index"] for line in ledger_reader.read_lines(path)] == [0, 1, 0, 1, 2]
+
+
+def test_incomplete_lines_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    start_ledger(path, HEADER)
+    with path.open("ab") as file:
+        file.write(b'{"status": "done"}\n{"status": "done", "index": 0}\n[]\n3\n"x"\n' + b"[" * 100_000 + b"\n")
+    assert list(ledger_reader.read_lines(path)) == []
+
+
+def test_a_file_is_intact_by_size_and_time_or_by_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(b"image!!")
+    line = {"bytes": 7, "changed": path.stat().st_mtime_ns, "sha256": hashlib.sha256(b"image!!").hexdigest()}
+    assert is_intact(path, line)
+    os.utime(path, ns=(1, 1))
+    assert is_intact(path, line)  # copied elsewhere
+    path.write_bytes(b"ima\0e!!")
+    assert not is_intact(path, line)
+    path.write_bytes(b"imag")
+    assert not is_intact(path, line)
+    path.unlink()
+    assert not is_intact(path, line)
+
+
+@pytest.mark.parametrize("written", ["EulerDiscrete", "eulerdiscrete", "EulerDiscreteScheduler"])
+def test_a_scheduler_name_is_normalized(written: str) -> None:
+    """Older ledgers have it as it was typed."""
+    asked = GenerateSettings(prompts_csv="p.csv", output_dir="o", model_path="m", scheduler="eulerDiscrete")
+    before = Header.parse(Header({"scheduler": written}, 1).line())
+    assert before.settings == {"scheduler": asked.scheduler}
+    assert before.digest == Header({"scheduler": asked.scheduler}, 1).digest
+    assert asked.scheduler != GenerateSettings(**(asked.model_dump() | {"scheduler": "DDIM"})).scheduler
+
+
+SAMPLE = Sample(0, 0, 0, "000001", 42, "ein schönes Auto\n🎨", "blurry", 16, 24, "000001_seed42.png")
+FACTS = {"model": "tiny", "settings": {"steps": 4}, "software": "muralist"}
+
+
+def clip(frames: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (frames, 16, 24, 3), dtype=np.uint8)
+
+
+def test_an_image_keeps_its_pixels_and_its_metadata() -> None:
+    pixels = clip(1)[0]
+    data = encode_image(pixels, SAMPLE, FACTS, "mp4")
+    assert data == encode_image(pixels, SAMPLE, FACTS, "webp")
+    with Image.open(io.BytesIO(data)) as image:
+        assert np.array_equal(np.asarray(image), pixels)
+        assert image.text["prompt"] == SAMPLE.prompt and image.text["negative_prompt"] == "blurry"
+        assert image.text["seed"] == "42" and json.loads(image.text["settings"]) == {"steps": 4}
+
+
+def test_a_webp_clip_is_lossless() -> None:
+    frames = clip(5)
+    data = encode_image(frames, SAMPLE, FACTS, "webp")
+    assert data == encode_image(frames, SAMPLE, FACTS, "webp")
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.n_frames == 5
+        metadata = json.loads(image.getexif()[0x010E])
+        for number in range(5):
+            image.seek(number)
+            assert np.array_equal(np.asarray(image.convert("RGB")), frames[number])
+    assert metadata["prompt"] == SAMPLE.prompt and metadata["model"] == "tiny"
+
+
+def test_an_mp4_clip_has_its_frames_and_metadata() -> None:
+    av = pytest.importorskip("av", reason="PyAV is not installed")
+    frames = np.repeat(np.linspace(0, 255, 5, dtype=np.uint8), 16 * 24 * 3).reshape(5, 16, 24, 3)
+    data = encode_image(frames, SAMPLE, FACTS, "mp4")
+    assert data == encode_image(frames, SAMPLE, FACTS, "mp4")
+    with av.open(io.BytesIO(data)) as container:
+        assert json.loads(container.metadata["comment"])["prompt"] == SAMPLE.prompt
+        read = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert np.abs(np.stack(read).astype(int) - frames).max() < 8
+
+
+def test_file_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert file_extension(1, "mp4") == "png" and file_extension(5, "webp") == "webp"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="mp4 clips need PyAV.*--video_format webp"):
+        file_extension(5, "mp4")

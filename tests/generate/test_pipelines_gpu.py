@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from muralist.generate.diffusers_patches import linear_gelu
-from muralist.generate.gpu_execution import CudaGraphs, NonBlockingCopies
-from muralist.generate.optimizations import Fp8Linear, Optimizations
-from muralist.generate.pipeline import SampleRequest, load_pipeline, make_deterministic
-from muralist.generate.prompt_encoding import text_encoders
+from muralist.generate.diffusers_pipeline import text_encoders
+from muralist.generate.optimizations import CudaGraphs, Fp8Linear, NonBlockingCopies, Optimizations
+from muralist.generate.pipeline import Pipeline, SampleRequest, load_pipeline, make_deterministic
 from muralist.generate.worker import psnr
 from muralist.kernels.fp8 import has_fp8, quantize_rowwise
 from tests.support.jit_models import SIDE, checkpoint, family, network_of
@@ -38,9 +38,22 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
+DEVICE = torch.device("cuda:0")
+Build = Callable[[str], Path]
+Waiting = Callable[[], AbstractContextManager[None]]
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> None:
+    make_deterministic(DEVICE)
+
+
+def load(folder: Path, **changes: Any) -> Pipeline:
+    return load_pipeline(settings(folder, **changes), DEVICE)
+
 
 @pytest.fixture
-def waiting_fails() -> Callable[[], AbstractContextManager[None]]:
+def waiting_fails() -> Waiting:
     """Make a context in which it is an error that the host waits for the GPU."""
 
     @contextmanager
@@ -56,12 +69,8 @@ def waiting_fails() -> Callable[[], AbstractContextManager[None]]:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", BUILDERS)
-def test_an_image_depends_on_neither_its_neighbors_nor_its_index(
-    name: str, dtype: str, tiny_pipeline: Callable[[str], Path]
-) -> None:
-    device = torch.device("cuda:0")
-    make_deterministic(device)
-    pipeline = load_pipeline(settings(tiny_pipeline(name), dtype=dtype, compile=False), device)
+def test_an_image_depends_on_neither_its_neighbors_nor_its_index(name: str, dtype: str, tiny_pipeline: Build) -> None:
+    pipeline = load(tiny_pipeline(name), dtype=dtype, compile=False)
     first = generate(pipeline, CAR, NIGHT, SNOW)
     last = generate(pipeline, DOGS, CAT, CAR)
     assert first[0].shape == (*SIZE, 3)
@@ -70,26 +79,21 @@ def test_an_image_depends_on_neither_its_neighbors_nor_its_index(
     assert max_difference(first[0], last[0]) > 5
 
 
-def test_truncated_guidance_is_exact(tiny_pipeline: Callable[[str], Path]) -> None:
-    device = torch.device("cuda:0")
-    make_deterministic(device)
+def test_truncated_guidance_is_exact(tiny_pipeline: Build) -> None:
     for name in ("sdxl", "wan21", "hunyuan"):
-        guided = load_pipeline(settings(tiny_pipeline(name), compile=False), device)
-        given = settings(tiny_pipeline(name), cfg_truncation_step=4, compile=False)
-        truncated = load_pipeline(given, device)
+        guided = load(tiny_pipeline(name), compile=False)
+        truncated = load(tiny_pipeline(name), cfg_truncation_step=4, compile=False)
         assert np.array_equal(generate(guided, CAR, NIGHT)[1], generate(truncated, CAR, NIGHT)[1])
 
 
 @pytest.mark.parametrize("preset", ["exact", "fast"])
 @pytest.mark.parametrize("name", ["wan21", "hunyuan", "sdxl"])
 def test_compiled_images_are_the_same_at_any_index_and_close_to_eager_ones(
-    name: str, preset: str, tiny_pipeline: Callable[[str], Path]
+    name: str, preset: str, tiny_pipeline: Build
 ) -> None:
-    device = torch.device("cuda:0")
-    make_deterministic(device)
     given = {"dtype": "bf16", "preset": preset, "num_inference_steps": 8}
-    eager = generate(load_pipeline(settings(tiny_pipeline(name), compile=False, **given), device), CAR, NIGHT)
-    pipeline = load_pipeline(settings(tiny_pipeline(name), **given), device)
+    eager = generate(load(tiny_pipeline(name), compile=False, **given), CAR, NIGHT)
+    pipeline = load(tiny_pipeline(name), **given)
     assert pipeline.execution_info()["compiled"] == "yes"
     first, last = generate(pipeline, CAR, NIGHT), generate(pipeline, SNOW, CAR)
     assert np.array_equal(first[0], last[1])
@@ -99,32 +103,25 @@ def test_compiled_images_are_the_same_at_any_index_and_close_to_eager_ones(
 @pytest.mark.parametrize("preset", ["exact", "fast"])
 @pytest.mark.parametrize("name", ["wan21", "hunyuan", "sdxl", "sana"])
 def test_cuda_graphs_give_the_same_bytes(
-    name: str, preset: str, tiny_pipeline: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, preset: str, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = torch.device("cuda:0")
-    make_deterministic(device)
-    given = settings(tiny_pipeline(name), dtype="bf16", preset=preset, num_inference_steps=8)
     found = []
     for graphs in (True, False):
         monkeypatch.setattr(
             Optimizations, "choose", lambda *_, graphs=graphs: Optimizations(compiled=True, cuda_graphs=graphs)
         )
-        pipeline = load_pipeline(given, device)
+        pipeline = load(tiny_pipeline(name), dtype="bf16", preset=preset, num_inference_steps=8)
         batches = [(CAR, NIGHT), (SNOW, CAR), (CAT, DOGS), (LONG, CAR)]
         found.append([image for requests in batches for image in generate(pipeline, *requests)])
         encoders = len(text_encoders(pipeline._pipe))  # type: ignore[attr-defined]
-        held = [each.holds_memory for each in pipeline._graphs._callables]  # type: ignore[attr-defined]
+        held = [any(each.values()) for each in pipeline._graphs._graphs]  # type: ignore[attr-defined]
         assert held == [True] * (1 + encoders) if graphs else held == []
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("name", ["wan21", "hunyuan", "sdxl"])
-def test_from_the_second_batch_on_the_host_never_waits(
-    name: str, tiny_pipeline: Callable[[str], Path], waiting_fails: Callable[[], AbstractContextManager[None]]
-) -> None:
-    device = torch.device("cuda:0")
-    make_deterministic(device)
-    pipeline = load_pipeline(settings(tiny_pipeline(name), dtype="bf16", compile=True), device)
+def test_from_the_second_batch_on_the_host_never_waits(name: str, tiny_pipeline: Build, waiting_fails: Waiting) -> None:
+    pipeline = load(tiny_pipeline(name), dtype="bf16", compile=True)
     pipeline.prepare([CAR, NIGHT])
     expected = generate(pipeline, CAR, NIGHT)  # compiles and captures
     pipeline.prepare([SNOW])
@@ -134,9 +131,7 @@ def test_from_the_second_batch_on_the_host_never_waits(
     assert np.array_equal(pending.wait()[0], expected[0])
 
 
-def test_small_copies_do_not_wait(
-    waiting_fails: Callable[[], AbstractContextManager[None]],
-) -> None:
+def test_small_copies_do_not_wait(waiting_fails: Waiting) -> None:
     numbers = torch.arange(6.0).reshape(2, 3)
     there = torch.zeros(1, dtype=torch.float16, device="cuda")
     copies: list[Callable[[], torch.Tensor]] = [
@@ -155,22 +150,19 @@ def test_small_copies_do_not_wait(
 
 
 def test_a_failed_capture_leaves_the_stream_as_it_was() -> None:
-    device = torch.device("cuda:0")
-    graphs = CudaGraphs.on_device(True, device)
+    graphs = CudaGraphs(True)
     reads_back = graphs.wrap(lambda x: x * x.sum().item())
     doubles = graphs.wrap(lambda x: x * 2)
-    stream, x = torch.cuda.current_stream(), torch.ones(1 << 20, device=device)
+    stream, x = torch.cuda.current_stream(), torch.ones(1 << 20, device=DEVICE)
     with graphs.enabled(True):
         assert torch.equal(reads_back(x), x * (1 << 20))
         assert torch.cuda.current_stream() == stream
         torch.cuda.empty_cache()
         assert torch.equal(doubles(x), x + x) and torch.equal(doubles(x + 1), 2 * x + 2)
-    assert [each.holds_memory for each in graphs._callables] == [False, True]
+    assert [any(each.values()) for each in graphs._graphs] == [False, True]
 
 
 def test_cuda_graphs_of_a_jit_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda:0")
-    make_deterministic(device)
     spec = family("cat", "dog", "bird")
     run = checkpoint(tmp_path / "run", spec.describe(), network_of(spec).state_dict())
     requests = [SampleRequest("dog", "", 3), SampleRequest("cat", "", 4)]
@@ -180,21 +172,16 @@ def test_cuda_graphs_of_a_jit_give_the_same_bytes(tmp_path: Path, monkeypatch: p
             Optimizations, "choose", lambda *_, graphs=graphs: Optimizations(compiled=True, cuda_graphs=graphs)
         )
         guided = {"guidance_scale": 2.9, "guidance_interval": (0.1, 1.0), "height": SIDE, "width": SIDE}
-        pipeline = load_pipeline(settings(run, dtype="bf16", **guided), device)
+        pipeline = load(run, dtype="bf16", **guided)
         pending = [pipeline.generate_async(batch, (SIDE, SIDE), no_callback) for batch in (requests, requests[::-1])]
         found.append([image for batch in pending for image in batch.wait()])
-        kept = [each._graphs for each in pipeline._graphs._callables]  # type: ignore[attr-defined]
-        assert any(graph is not None for each in kept for graph in each.values()) == graphs
+        assert pipeline._graphs.hold_memory == graphs  # type: ignore[attr-defined]
     assert all(np.array_equal(one, other) for one, other in zip(*found, strict=True))
     assert max_difference(found[0][0], found[0][1]) > 0
 
 
-def test_pending_batches_are_those_that_are_waited_for_and_the_clock_runs(
-    tiny_pipeline: Callable[[str], Path],
-) -> None:
-    device = torch.device("cuda:0")
-    make_deterministic(device)
-    pipeline = load_pipeline(settings(tiny_pipeline("wan21"), compile=False), device)
+def test_pending_batches_are_those_that_are_waited_for_and_the_clock_runs(tiny_pipeline: Build) -> None:
+    pipeline = load(tiny_pipeline("wan21"), compile=False)
     alone = [generate(pipeline, request)[0] for request in (CAR, NIGHT, SNOW)]
     pending = [pipeline.generate_async([request], SIZE, no_callback) for request in (CAR, NIGHT, SNOW)]
     assert all(np.array_equal(batch.wait()[0], image) for batch, image in zip(pending, alone, strict=True))
@@ -202,7 +189,7 @@ def test_pending_batches_are_those_that_are_waited_for_and_the_clock_runs(
 
 
 def test_fp8_matmuls_are_the_sums_of_the_quantized_values() -> None:
-    if not has_fp8(torch.device("cuda:0")):
+    if not has_fp8(DEVICE):
         pytest.skip("this GPU has no FP8")
     torch.manual_seed(0)
     layer = Fp8Linear(torch.nn.Linear(1536, 1536).bfloat16().requires_grad_(False)).cuda()

@@ -15,9 +15,8 @@ import pytest
 
 from muralist.cli import main
 from muralist.core.slurm import free_port
-from muralist.generate import ledger, ranks
-from muralist.generate.ledger import Header, Shard
-from muralist.generate.output_dir import OutputDir
+from muralist.generate import ranks
+from muralist.generate.output_dir import Header, OutputDir, Shard, start_ledger
 from muralist.generate.plan import Sample
 from muralist.generate.ranks import RankCoordinator
 from tests.support.generating import SCRIPT, generate_arguments, makers, other_files, read_images, write_table
@@ -33,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OutputDir:
     monkeypatch.setattr(ranks, "_OTHERS_END", 0.3)
     folder = OutputDir(tmp_path)
     folder.create()
-    ledger.start(folder.ledger, Header({}, 1))
+    start_ledger(folder.ledger, Header({}, 1))
     return folder
 
 
@@ -175,17 +174,8 @@ def test_the_others_do_not_wait_for_a_rank_that_was_refused(tmp_path: Path, refu
         os.environ.update(environment, RANK=str(number), LOCAL_RANK=str(number))
         own = tmp_path / "elsewhere" if number == refused else model
         with (tmp_path / f"{number}.log").open("w") as sys.stderr:
-            status = main(
-                [
-                    "generate",
-                    "--prompts_csv",
-                    str(table),
-                    "--model_path",
-                    str(own),
-                    "--output_dir",
-                    str(tmp_path / "out"),
-                ]
-            )
+            paths = f"--prompts_csv {table} --model_path {own} --output_dir {tmp_path / 'out'}"
+            status = main(["generate", *paths.split()])
         os._exit(status)
 
     processes = [multiprocessing.get_context("fork").Process(target=rank, args=(number,)) for number in range(3)]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import io
-import json
+import functools
 import queue
 import shutil
 import threading
@@ -12,21 +11,26 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from muralist.core.errors import UserError
-from muralist.generate import ledger, messages, worker
-from muralist.generate.messages import GenerateBatch, StopWorker
+from muralist.data import ledger_reader
+from muralist.generate import worker, workers
+from muralist.generate.output_dir import merge_shards
 from muralist.generate.pipeline import GenerationMode, PipelineError, SampleRequest
 from muralist.generate.worker import Worker
+from muralist.generate.workers import GenerateBatch, StopWorker
+from tests.support import worker_pools as worker_pools
 from tests.support.disks import leave_free, small_disk
-from tests.support.worker_pools import CPU, ThreadedRun, WatchedPipeline
+from tests.support.worker_pools import CPU, Death, ThreadedRun, WatchedPipeline
 
 PROMPTS = ["car", "tree", "house", "car", "tree", "house", "car", "tree"]
 Before = Callable[[str, Sequence[SampleRequest]], None]
+ROWS, FIRST_SEED = 12, 42
 
 
 def serve(
@@ -35,16 +39,16 @@ def serve(
     batch_size: int,
     groups: Sequence[Sequence[int]],
     pipeline: WatchedPipeline | None = None,
-) -> list[messages.Report]:
+) -> list[workers.Report]:
     """Return what a worker reports about some batches."""
-    inbox: queue.Queue[messages.Request] = queue.Queue()
+    inbox: queue.Queue[workers.Request] = queue.Queue()
     for rows in groups:
         inbox.put(GenerateBatch(tuple(threaded.plan.sample(row) for row in rows), batch_size, batch_size))
-    reports: list[messages.Report] = []
+    reports: list[workers.Report] = []
 
-    def receive(report: messages.Report) -> None:
+    def receive(report: workers.Report) -> None:
         reports.append(report)
-        if sum(isinstance(report, messages.SampleDone | messages.SampleFailed) for report in reports) == sum(
+        if sum(isinstance(report, workers.SampleDone | workers.SampleFailed) for report in reports) == sum(
             map(len, groups)
         ):
             inbox.put(StopWorker())
@@ -52,7 +56,7 @@ def serve(
     try:
         Worker(threaded.job, "0", CPU, pipeline or WatchedPipeline("0", before), receive).serve(inbox)
     finally:
-        ledger.merge(threaded.output.ledger, threaded.output.work)
+        merge_shards(threaded.output.ledger, threaded.output.work)
     return reports
 
 
@@ -67,8 +71,8 @@ def out_of_memory_above(most: int, sizes: list[int], times: int = 10**9) -> Befo
     return before
 
 
-def done(reports: list[messages.Report]) -> set[int]:
-    return {report.sample_index for report in reports if isinstance(report, messages.SampleDone)}
+def done(reports: list[workers.Report]) -> set[int]:
+    return {report.sample_index for report in reports if isinstance(report, workers.SampleDone)}
 
 
 def test_out_of_memory_is_tried_again_at_the_same_batch_size(tmp_path: Path) -> None:
@@ -105,7 +109,7 @@ def test_allow_batch_change_halves_the_batch_and_marks_the_rows(tmp_path: Path) 
     assert done(reports) == set(range(8))
     assert sizes[:6] == [8, 8, 4, 4, 2, 2] and set(sizes[6:]) == {4, 2}
     assert {line["batch_size"] for line in threaded.lines().values()} == {2}
-    assert [report.text for report in reports if isinstance(report, messages.WorkerNote)][:2] == [
+    assert [report.text for report in reports if isinstance(report, workers.WorkerNote)][:2] == [
         "GPU 0 is out of memory: batch size 4 instead of 8.",
         "GPU 0 is out of memory: batch size 2 instead of 4.",
     ]
@@ -135,7 +139,7 @@ def test_a_sample_that_cannot_be_encoded_fails_alone(tmp_path: Path, monkeypatch
     threaded = ThreadedRun(tmp_path, PROMPTS)
     reports = serve(threaded, lambda *_: None, 2, [[0, 1], [2, 3]])
     assert done(reports) == {0, 2, 3}
-    (failed,) = [report for report in reports if isinstance(report, messages.SampleFailed)]
+    (failed,) = [report for report in reports if isinstance(report, workers.SampleFailed)]
     assert failed.sample_index == 1 and failed.reason.startswith("ValueError: xxx") and len(failed.reason) < 400
     assert threaded.lines()[1]["error"] == failed.reason
 
@@ -144,8 +148,8 @@ def test_prompts_of_every_kind_reach_the_file_and_the_ledger_unchanged(tmp_path:
     prompts = ["\u0000\u0001 \u001b[31mred", "日本語 🎨", "a\nb\tc", "half \ud83d of a pair", "x" * 300_000]
     threaded = ThreadedRun(tmp_path, PROMPTS)
     samples = [threaded.plan.sample(row)._replace(prompt=prompt) for row, prompt in enumerate(prompts)]
-    inbox: queue.Queue[messages.Request] = queue.Queue()
-    reports: list[messages.Report] = []
+    inbox: queue.Queue[workers.Request] = queue.Queue()
+    reports: list[workers.Report] = []
 
     class Anything(WatchedPipeline):
         """Generates a car whatever the prompt."""
@@ -157,17 +161,20 @@ def test_prompts_of_every_kind_reach_the_file_and_the_ledger_unchanged(tmp_path:
 
     inbox.put(GenerateBatch(tuple(samples), 5, 5))
     Worker(threaded.job, "0", CPU, Anything("0", lambda *_: None), reports.append).serve(inbox)
-    ledger.merge(threaded.output.ledger, threaded.output.work)
+    merge_shards(threaded.output.ledger, threaded.output.work)
     lines = threaded.lines()
     assert [lines[row]["prompt"] for row in range(5)] == prompts
-    failed = {report.sample_index for report in reports if isinstance(report, messages.SampleFailed)}
+    failed = {report.sample_index for report in reports if isinstance(report, workers.SampleFailed)}
     assert failed <= {3}, "only a lone surrogate may be more than a PNG can hold"
     for row in set(range(5)) - failed:
         with Image.open(threaded.output.root / samples[row].file) as image:
             image.load()
             assert image.text["prompt"] == prompts[row]
             assert image.text["seed"] == str(42 + row)
-            assert image.text["model"] == "tiny"
+            assert image.text["model"] == "tiny" and image.size == (16, 16)
+        data, line = (threaded.output.root / samples[row].file).read_bytes(), lines[row]
+        assert line["bytes"] == len(data) and line["file"] == samples[row].file and line["gpu"] == "0"
+        assert line["seconds"] > 0
 
 
 def test_a_full_disk_stops_with_an_error_and_resumes(tmp_path: Path) -> None:
@@ -177,7 +184,7 @@ def test_a_full_disk_stops_with_an_error_and_resumes(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="No space left on the disk that holds .*run the same command again"):
             serve(threaded, lambda *_: None, 2, [[0, 1], [2, 3], [4, 5], [6, 7]])
         (disk / "filler").unlink()
-        ledger.merge(threaded.output.ledger, threaded.output.work)
+        merge_shards(threaded.output.ledger, threaded.output.work)
         intact = threaded.output.finished(threaded.plan)
         assert 0 < intact.sum() < 8
         assert not list(threaded.output.root.glob(".*.tmp"))
@@ -221,49 +228,50 @@ def test_a_last_image_that_cannot_be_written_is_reported_at_once(
     assert "No space left on the disk" in str(errors.get(timeout=10))
 
 
-def test_an_image_carries_its_metadata(tmp_path: Path) -> None:
-    threaded = ThreadedRun(tmp_path, PROMPTS)
-    serve(threaded, lambda *_: None, 2, [[0, 1]])
-    data = (threaded.output.root / "000002_seed43.png").read_bytes()
-    with Image.open(io.BytesIO(data)) as image:
-        assert image.size == (16, 16)
-        assert {key: image.text[key] for key in ("prompt", "seed", "model")} == {
-            "prompt": "tree",
-            "seed": "43",
-            "model": "tiny",
-        }
-    line = threaded.lines()[1]
-    assert line["bytes"] == len(data) and line["file"] == "000002_seed43.png" and line["gpu"] == "0"
-    assert line["seconds"] > 0 and json.loads(json.dumps(line)) == line
+Start = Callable[[Sequence[int]], Callable[[], None]]
+"""Called with the rows of a batch when it starts; the function it returns is called when it is waited for."""
 
 
-class Slow(WatchedPipeline):
-    """A pipeline whose images are pending until they are waited for; records the order of events."""
+class PendingPipeline(WatchedPipeline):
+    """A pipeline whose images are pending until they are waited for, as on a GPU."""
 
-    def __init__(self, events: list[str], broken: set[str] | None = None) -> None:
-        super().__init__("0", lambda *_: None)
-        self.events, self.broken = events, broken or set()
+    def __init__(self, start: Start, label: str = "0", before: Before = lambda *_: None, *more: Any) -> None:
+        super().__init__(label, before, *more)
+        self.start = start
 
     def generate_async(self, requests, size, on_step, mode=GenerationMode.DEFAULT):  # type: ignore[no-untyped-def]
-        name = ",".join(str(request.seed) for request in requests)
-        self.events.append(f"start {name}")
+        waited = self.start([request.seed - FIRST_SEED for request in requests])
         images = super().generate_async(requests, size, on_step, mode).wait()
 
         def wait() -> list[np.ndarray]:
-            self.events.append(f"wait {name}")
-            if self.broken & {str(request.seed) for request in requests}:
-                raise UserError("Its values overflowed.")
+            waited()
             return images
 
         return SimpleNamespace(wait=wait, ready=False, gpu_busy=0.75)
 
 
+def noting(events: list[str], broken: int | None = None) -> PendingPipeline:
+    """A pipeline that records when a row is started and waited for."""
+
+    def start(rows: Sequence[int]) -> Callable[[], None]:
+        events.append(f"start {rows[0]}")
+
+        def waited() -> None:
+            events.append(f"wait {rows[0]}")
+            if rows[0] == broken:
+                raise UserError("Its values overflowed.")
+
+        return waited
+
+    return PendingPipeline(start)
+
+
 def test_the_next_batch_is_started_before_the_last_is_waited_for(tmp_path: Path) -> None:
     threaded, events = ThreadedRun(tmp_path, PROMPTS), list[str]()
-    reports = serve(threaded, lambda *_: None, 1, [[0], [1], [2]], Slow(events))
-    assert events == ["start 42", "start 43", "wait 42", "start 44", "wait 43", "wait 44"]
+    reports = serve(threaded, lambda *_: None, 1, [[0], [1], [2]], noting(events))
+    assert events == ["start 0", "start 1", "wait 0", "start 2", "wait 1", "wait 2"]
     # If the worker died now, either of two batches could be the cause.
-    assert [report.indices for report in reports if isinstance(report, messages.BatchStarted)] == [(0,), (0, 1), (1, 2)]
+    assert [report.indices for report in reports if isinstance(report, workers.BatchStarted)] == [(0,), (0, 1), (1, 2)]
     assert [line["gpu_busy"] for line in threaded.lines().values()] == [0.75] * 3
     at_once = ThreadedRun(tmp_path / "at once", PROMPTS)
     serve(at_once, lambda *_: None, 1, [[0], [1], [2]])
@@ -275,18 +283,18 @@ def test_the_next_batch_is_started_before_the_last_is_waited_for(tmp_path: Path)
 
 def test_a_pending_image_that_fails_is_tried_alone_and_recorded(tmp_path: Path) -> None:
     threaded, events = ThreadedRun(tmp_path, PROMPTS), list[str]()
-    reports = serve(threaded, lambda *_: None, 1, [[0], [1], [2]], Slow(events, {"43"}))
+    reports = serve(threaded, lambda *_: None, 1, [[0], [1], [2]], noting(events, broken=1))
     assert done(reports) == {0, 2}
-    assert [
-        (report.sample_index, report.reason) for report in reports if isinstance(report, messages.SampleFailed)
-    ] == [(1, "Its values overflowed.")]
-    assert events.count("wait 43") == 2
+    assert [(report.sample_index, report.reason) for report in reports if isinstance(report, workers.SampleFailed)] == [
+        (1, "Its values overflowed.")
+    ]
+    assert events.count("wait 1") == 2
 
 
 def test_prompts_are_encoded_ahead_of_their_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threaded = ThreadedRun(tmp_path, PROMPTS)
     batches = [GenerateBatch(tuple(map(threaded.plan.sample, rows)), 2, 2) for rows in ((0, 1), (2, 3), (4, 5), (6, 7))]
-    inbox: queue.Queue[messages.Request] = queue.Queue()
+    inbox: queue.Queue[workers.Request] = queue.Queue()
     ahead: list[list[int]] = []  # for every batch: seeds that were prepared when it was started
     prepared: list[int] = []
 
@@ -303,3 +311,83 @@ def test_prompts_are_encoded_ahead_of_their_batch(tmp_path: Path, monkeypatch: p
     Worker(threaded.job, "0", CPU, WatchedPipeline("0", before), lambda _: None).serve(inbox)
     seeds = [[sample.seed for sample in batch.samples] for batch in batches]
     assert ahead == [seeds[0] + seeds[1], seeds[1] + seeds[2], seeds[2] + seeds[3]]
+
+
+@pytest.fixture
+def pending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Start], None]:
+    """Makes the pipelines of all workers pending ones."""
+
+    def use(start: Start) -> None:
+        monkeypatch.setattr(worker_pools, "WatchedPipeline", functools.partial(PendingPipeline, start))
+
+    return use
+
+
+@pytest.mark.parametrize("labels", [["0"], ["0", "1"]])
+def test_only_the_row_that_kills_is_skipped(
+    labels: list[str], tmp_path: Path, pending: Callable[[Start], None]
+) -> None:
+    def start(rows: Sequence[int]) -> Callable[[], None]:
+        if 3 in rows:
+            raise Death
+        return lambda: None
+
+    pending(start)
+    threaded = ThreadedRun(tmp_path, ["car", "tree", "house"] * (ROWS // 3), batch_size=2)
+    outcome = threaded.run(labels)
+    assert (outcome.done, outcome.failed) == (ROWS - 1, 1)
+    assert [index for index, line in threaded.lines().items() if line["status"] != "done"] == [3]
+
+
+def test_a_death_while_a_failed_batch_is_tried_again_counts_once(
+    tmp_path: Path, pending: Callable[[Start], None]
+) -> None:
+    tries = 0
+
+    def start(rows: Sequence[int]) -> Callable[[], None]:
+        nonlocal tries
+        tries += 0 in rows
+        if 0 in rows and tries == 2:
+            raise Death
+        broken = 0 in rows and tries == 1
+
+        def waited() -> None:
+            if broken:
+                raise UserError("Its values overflowed.")
+
+        return waited
+
+    pending(start)
+    threaded = ThreadedRun(tmp_path, ["car", "tree", "house"] * (ROWS // 3), batch_size=1)
+    outcome = threaded.run(["0", "1"])
+    assert (outcome.done, outcome.failed) == (ROWS, 0)
+    assert sorted(line["index"] for line in ledger_reader.read_lines(threaded.output.ledger)) == list(range(ROWS))
+
+
+class Device:
+    """Works through a queue like a GPU; starting a batch takes nearly as long as the batch before it."""
+
+    SECONDS, SHORTLY = 0.3, 0.1
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+        self.pauses: list[float] = []
+
+    def start(self, rows: Sequence[int]) -> Callable[[], None]:
+        """Queue a batch; returns the function that waits for it."""
+        now = time.monotonic()
+        if self.ends:
+            self.pauses.append(max(0.0, now - self.ends[-1]))
+        self.ends.append(max(now, self.ends[-1] if self.ends else now) + self.SECONDS)
+        end = self.ends[-1]
+        threading.Event().wait(max(0.0, end - self.SHORTLY - now))
+        return lambda: time.sleep(max(0.0, end - time.monotonic()))
+
+
+def test_a_device_has_its_next_batch_before_the_last_is_done(tmp_path: Path, pending: Callable[[Start], None]) -> None:
+    """A batch that is being saved must not count as work that is still there."""
+    device = Device()
+    pending(device.start)
+    outcome = ThreadedRun(tmp_path, ["car", "tree"] * 40, batch_size=8).run(["0"])
+    assert outcome.done == 80 and len(device.pauses) >= 9
+    assert sum(pause > 0 for pause in device.pauses) <= 2  # a busy machine may be late; it was every second time

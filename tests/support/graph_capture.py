@@ -10,16 +10,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from transformers.utils import import_utils
 
-from muralist.generate.gpu_execution import CudaGraphs, Work
+from muralist.generate.optimizations import CudaGraphs
+
+Work = Callable[[], Any]
 
 
-class FakeCapture:
+class FakeCudaGraphs(CudaGraphs):
     """Captures as a GPU does: one warm-up run, then the same memory in and out at every replay."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: bool = True) -> None:
+        super().__init__(wanted)
         self.captures = self.replays = 0
 
-    def __call__(self, work: Work) -> tuple[Any, Callable[[], None]]:
+    def _capture(self, work: Work) -> tuple[Any, Callable[[], None]]:
         self.captures += 1
         work()
         output = _while_capturing(work)
@@ -33,15 +36,11 @@ class FakeCapture:
 
         return output, replay
 
+    def step(self) -> None:
+        """Do nothing: a CPU has no queue that the host could run ahead of."""
+
 
 def _while_capturing(work: Work) -> Any:
     """Run work while transformers believes that a CUDA stream is being captured."""
     with patch.object(import_utils, "is_cuda_stream_capturing", lambda: True):
         return work()
-
-
-class FakeCudaGraphs(CudaGraphs):
-    """A pipeline's graphs on a device without a queue that the host could run ahead of."""
-
-    def step(self) -> None:
-        pass

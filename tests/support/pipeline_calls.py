@@ -38,7 +38,9 @@ def no_callback() -> None:
 
 
 def generate(pipeline: Pipeline, *requests: SampleRequest, **more: Any) -> list[np.ndarray]:
-    return pipeline.generate(requests, SIZE, no_callback, **more)
+    """Generate a batch, or one image at a time where the pipeline does not support batching, as workers do."""
+    batches = [requests] if pipeline.supports_batching() else [[request] for request in requests]
+    return [image for batch in batches for image in pipeline.generate(batch, SIZE, no_callback, **more)]
 
 
 def max_difference(one: np.ndarray, other: np.ndarray) -> int:

@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,15 +14,13 @@ import torch
 from muralist.core.worker_pool import WorkerExited, WorkerPool
 from muralist.data import ledger_reader
 from muralist.data.prompts import open_prompt_table
-from muralist.generate import ledger
 from muralist.generate.console import WorkerProgress
-from muralist.generate.ledger import Header
-from muralist.generate.messages import GenerationJob, Report, Request, StopWorker, WorkerReady
-from muralist.generate.output_dir import OutputDir
+from muralist.generate.output_dir import Header, OutputDir, merge_shards, start_ledger
 from muralist.generate.pipeline import GenerationMode, PendingBatch, Pipeline, SampleRequest
 from muralist.generate.plan import Plan
-from muralist.generate.scheduler import BatchSize, DecideBatchSize, Result, Scheduler
+from muralist.generate.scheduler import BatchSize, DecideBatchSize, Scheduler
 from muralist.generate.worker import Worker
+from muralist.generate.workers import GenerationJob, Report, Request, StopWorker, WorkerReady
 from muralist.models.jit import JiT
 from muralist.models.jit_spec import JiTSpec, Objective
 from muralist.settings import GenerateSettings, ObjectiveSettings
@@ -187,6 +185,13 @@ class RecordingDisplay:
     def close(self) -> None: ...
 
 
+class Result(NamedTuple):
+    """The number of samples that were generated, and that failed."""
+
+    done: int
+    failed: int
+
+
 class ThreadedRun:
     """A folder, a table and everything else that a scheduler with threads needs."""
 
@@ -199,7 +204,7 @@ class ThreadedRun:
         self.settings = settings(folder, **more)
         self.plan = Plan(open_prompt_table(str(table)), self.settings.images_per_prompt, 42, "", (SIDE, SIDE), "png")
         self.header = Header({"model": "tiny"}, batch_size)
-        ledger.start(self.output.ledger, self.header)
+        start_ledger(self.output.ledger, self.header)
         self.job = GenerationJob(self.settings, self.output.root, self.header.digest, {"model": "tiny"})
         self.display = RecordingDisplay()
         self.pool = ThreadPool(self.job)
@@ -218,14 +223,16 @@ class ThreadedRun:
         decide = decide or (lambda *_: size)
         scheduler = Scheduler(self.plan, self.output, self.header.digest, self.pool, self.display, decide, timeout)
         try:
-            return scheduler.run(labels, np.arange(len(self.plan)) if indices is None else np.array(indices))
+            scheduler.run(labels, np.arange(len(self.plan)) if indices is None else np.array(indices))
+            workers = scheduler.workers.values()
+            return Result(sum(worker.done for worker in workers), sum(worker.failed for worker in workers))
         except BaseException:
             self.pool.close(0)
             raise
         finally:
             for thread in self.pool.threads:
                 thread.join(5)
-            ledger.merge(self.output.ledger, self.output.work)
+            merge_shards(self.output.ledger, self.output.work)
 
     def lines(self) -> dict[int, dict[str, Any]]:
         """The last line about each row."""

@@ -22,25 +22,14 @@ from muralist.core.hardware import select_devices
 from muralist.core.run_dir import FileLock, is_disk_full
 from muralist.core.slurm import set_rank_environment
 from muralist.data.prompts import open_prompt_table
-from muralist.generate import ledger, output_dir
-from muralist.generate.console import (
-    INTERRUPTED,
-    Outcome,
-    ProgressDisplay,
-    ProgressRecorder,
-    describe_job,
-    noun,
-    open_display,
-    summarize,
-)
-from muralist.generate.ledger import Header, settings_identity
-from muralist.generate.messages import GenerationJob, WorkerReady
-from muralist.generate.model_info import ModelInfo, inspect_model
-from muralist.generate.output_dir import OutputDir, explain_write_errors, write_failures
+from muralist.generate import console, output_dir
+from muralist.generate.console import INTERRUPTED, ProgressDisplay
+from muralist.generate.model_info import ModelInfo, inspect_model, settings_identity
+from muralist.generate.output_dir import Header, OutputDir
 from muralist.generate.plan import Plan
 from muralist.generate.ranks import RankCoordinator, RankDisplay, RankRefused
 from muralist.generate.scheduler import BatchSize, Scheduler, Undecided
-from muralist.generate.workers import open_pool, ray_devices
+from muralist.generate.workers import GenerationJob, WorkerReady, open_pool, ray_devices
 from muralist.settings import GenerateSettings
 
 if TYPE_CHECKING:
@@ -62,10 +51,16 @@ def generate(settings: GenerateSettings, preflight: Preflight | None = None) -> 
     set_rank_environment(os.environ)
     ranks = RankCoordinator.from_environment(os.environ, output, settings.images_per_prompt, settings.worker_timeout)
     with _sigterm_interrupts(), ranks.reporting_refusal() if ranks else nullcontext():
+        command = _Command.prepare(settings, output, ranks, preflight)
         try:
-            return _Command.prepare(settings, output, ranks, preflight).run()
+            return command.run()
         except RankRefused:
             return 1  # the refused rank says why
+        except OSError as error:
+            if error.filename is None and not is_disk_full(error):
+                raise
+            with output_dir.explain_write_errors(output.root):
+                raise
 
 
 @dataclass
@@ -108,15 +103,6 @@ class _Command:
 
     def run(self) -> int:
         """Generate what is missing and log the result; returns the exit status."""
-        try:
-            return self._run()
-        except OSError as error:
-            if error.filename is None and not is_disk_full(error):
-                raise
-            with explain_write_errors(self.output.root):
-                raise
-
-    def _run(self) -> int:
         devices = self._devices()
         self.output.create()
         started = time.monotonic()
@@ -127,10 +113,10 @@ class _Command:
                 interrupted, first_image_at, merged = self._generate(todo, devices)
             elif self._is_first:
                 merged = self._close_output(list(devices))
-            missing = self.ranks.missing() if self.ranks and not merged else self._count_missing()
+            missing = self.ranks.missing() if self.ranks and not merged else np.sum(~self.output.finished(self.plan))
         first = first_image_at - started if first_image_at else None
-        outcome = Outcome(len(self.plan), len(todo), missing, time.monotonic() - started, first, interrupted)
-        return summarize(outcome, self.settings, self.output)
+        counts = (len(self.plan), len(todo), int(missing))
+        return console.summarize(self.settings, self.output, *counts, time.monotonic() - started, first, interrupted)
 
     def _devices(self) -> dict[str, str]:
         """Return label and device of each worker of this process."""
@@ -146,20 +132,14 @@ class _Command:
 
     def _share_missing(self, stack: ExitStack) -> np.ndarray:
         """Hold the folder and return the samples to generate, the same for all ranks."""
-        ranks = self.ranks
-        if ranks is None:
+        if self.ranks is None:
             return self._find_missing(stack)
-
-        def find_and_share() -> np.ndarray:
-            todo = self._find_missing(stack)
-            assert self.lock is not None
+        self.ranks.agree_on_samples(lambda: self._find_missing(stack))
+        if self.lock:
             self.lock.share()
-            return todo
-
-        ranks.agree_on_samples(find_and_share)
-        if ranks.rank and len(ranks.todo):
+        elif len(self.ranks.todo):
             stack.enter_context(self.output.lock(shared=True))
-        return ranks.todo
+        return self.ranks.todo
 
     def _find_missing(self, stack: ExitStack) -> np.ndarray:
         """Hold the folder, recover what an earlier command left, and find the samples that have no image."""
@@ -176,11 +156,13 @@ class _Command:
             self.output.check_settings(self.identity, header)
             self._check_batch_size(header)
         self.output.recover()
-        done = self.output.finished(self.plan) if header else np.zeros(len(self.plan), dtype=bool)
+        done = self.output.finished(self.plan)
         if done.any():
-            log.info("%s of %s %s exist already.", f"{done.sum():,}", f"{len(self.plan):,}", noun(self.settings))
+            log.info(
+                "%s of %s %s exist already.", f"{done.sum():,}", f"{len(self.plan):,}", console.noun(self.settings)
+            )
         if header and not done.all():
-            ledger.note_plan(self.output.ledger, len(self.plan))
+            output_dir.note_plan(self.output.ledger, len(self.plan))
         self.header = header
         return self.plan.grouped_by_size(np.flatnonzero(~done))
 
@@ -194,20 +176,15 @@ class _Command:
             "Leave --batch_size out, or give --allow_batch_change: such images are marked in the ledger.",
         )
 
-    def _count_missing(self) -> int:
-        if not self.output.ledger.is_file():
-            return len(self.plan)
-        return int((~self.output.finished(self.plan)).sum())
-
     # Generating.
 
     def _generate(self, todo: np.ndarray, devices: dict[str, str]) -> tuple[bool, float | None, bool]:
         """Run the scheduler; returns whether it was interrupted, when the first image came, and if the ledger is merged."""
         ranks, labels = self.ranks, list(devices)
-        digest = Header(self.identity, 0).digest
+        digest = Header(self.identity, 1).digest
         metadata = {"model": self.identity["model"], "settings": self.identity, "software": "muralist"}
         pool = open_pool(GenerationJob(self.settings, self.output.root, digest, metadata), devices)
-        display = self.display = RankDisplay(ranks) if ranks else ProgressRecorder(open_display(), self.output)
+        display = self.display = RankDisplay(ranks) if ranks else console.open_display(self.output)
         scheduler = Scheduler(
             self.plan,
             self.output,
@@ -226,7 +203,7 @@ class _Command:
             if self._is_first:
                 all_labels = ranks.labels if ranks else labels
                 on_cpu = "cpu" in devices.values()
-                display.print(describe_job(self.settings, self.identity, self.plan, todo, all_labels, on_cpu))
+                display.print(console.describe_job(self.settings, self.identity, self.plan, todo, all_labels, on_cpu))
             scheduler.run(labels, ranks.own if ranks else todo)
             grace = _EXIT_SECONDS
         except KeyboardInterrupt:
@@ -270,8 +247,8 @@ class _Command:
         size = 1 if not ready.supports_batching else measured if asked == "auto" else asked
         assert isinstance(size, int)
         self.header = Header(self.identity, size, ready.environment, not ready.supports_batching)
-        ledger.start(self.output.ledger, self.header)
-        ledger.note_plan(self.output.ledger, len(self.plan))
+        output_dir.start_ledger(self.output.ledger, self.header)
+        output_dir.note_plan(self.output.ledger, len(self.plan))
         return BatchSize(size, size)
 
     def _compare_environment(self, now: dict[str, str], before: dict[str, str]) -> None:
@@ -288,9 +265,8 @@ class _Command:
         if self.ranks and len(self.ranks.todo) and not self.ranks.should_merge_ledger():
             return False
         log.setLevel(logging.INFO)
-        self.output.remove_unfinished()
         self.output.close()
-        write_failures(self.output, self.ranks.labels if self.ranks else labels)
+        output_dir.write_failures(self.output, self.ranks.labels if self.ranks else labels)
         return True
 
 
@@ -308,22 +284,18 @@ def _read_plan(settings: GenerateSettings) -> Plan:
 
 def _check_class_names(plan: Plan, spec: JiTSpec) -> None:
     """Refuse a table none of whose prompts names a class; warn where some do not, whose rows fail."""
-    unknown = plan.unknown_prompts(functools.cache(lambda prompt: spec.find_label(prompt) is not None))
+    find_label = functools.cache(spec.find_label)
+    first_copies = plan.samples(np.arange(0, len(plan), plan.copies))
+    unknown = [sample.prompt for sample in first_copies if find_label(sample.prompt) is None]
     if not unknown:
         return
     try:
         spec.label_of(unknown[0])
     except UserError as first:
-        if len(unknown) < len(plan.table):
-            log.warning("%s of %s rows will fail. The first: %s", f"{len(unknown):,}", f"{len(plan.table):,}", first)
-        elif len(unknown) == 1:
-            raise
-        else:
-            raise UserError(
-                f"None of the {len(unknown):,} prompts names a class of this model.",
-                f"The first: {first.what} {first.why}".strip(),
-                first.fix,
-            ) from None
+        if len(unknown) == len(plan.table):
+            what = f"None of the {len(unknown):,} prompts names a class of this model. The first: {first.what}"
+            raise UserError(what, first.why, first.fix) from None
+        log.warning("%s of %s rows will fail. The first: %s", f"{len(unknown):,}", f"{len(plan.table):,}", first)
 
 
 @contextmanager

@@ -7,11 +7,11 @@ import logging
 import math
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -22,8 +22,7 @@ from tqdm import tqdm
 from muralist.core.formatting import format_duration
 from muralist.core.run_dir import atomic_write
 from muralist.data.ledger_reader import read_lines
-from muralist.generate.ledger import PROMPT_TRUNCATED, PSNR
-from muralist.generate.output_dir import OutputDir
+from muralist.generate.output_dir import PROMPT_TRUNCATED, PSNR, OutputDir
 from muralist.generate.plan import Plan
 from muralist.settings import GenerateSettings
 
@@ -47,23 +46,38 @@ class WorkerProgress(NamedTuple):
         return self.done + self.failed
 
 
-class ProgressDisplay(Protocol):
-    """Where progress is shown."""
+class ProgressDisplay(ABC):
+    """Where progress is shown; the counts also go into a file of the output folder, if one is given, for the board."""
+
+    def __init__(self, output: OutputDir | None = None) -> None:
+        self._output, self._recorded = output, -_RECORD_INTERVAL
 
     def update(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
         """Show how far each worker is; `unassigned` samples belong to none at the moment."""
+        self._show(workers, unassigned)
+        is_due = time.monotonic() - self._recorded >= _RECORD_INTERVAL
+        if self._output and is_due and self._output.work.is_dir():
+            self._recorded = time.monotonic()
+            record = {"workers": {label: worker[:3] for label, worker in workers.items()}, "unassigned": unassigned}
+            with suppress(OSError):  # a full disk is reported by the first image that does not fit
+                atomic_write(self._output.progress, json.dumps(record))
 
+    @abstractmethod
+    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None: ...
+
+    @abstractmethod
     def print(self, text: str) -> None:
         """Print a line for the user."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Stop the display."""
 
 
-def open_display() -> ProgressDisplay:
+def open_display(output: OutputDir) -> ProgressDisplay:
     """Open bars on a terminal, lines elsewhere."""
     console = Console(stderr=True)
-    return ProgressBars(console) if console.is_terminal and not console.is_dumb_terminal else ProgressLines()
+    is_terminal = console.is_terminal and not console.is_dumb_terminal
+    return ProgressBars(console, output) if is_terminal else ProgressLines(output)
 
 
 class RateMeter:
@@ -88,32 +102,25 @@ def _sum(workers: Mapping[str, WorkerProgress], unassigned: int) -> WorkerProgre
     return WorkerProgress(done, failed, total + unassigned)
 
 
-class _Bar(NamedTuple):
-    label: str
-    progress: WorkerProgress
-    rate: float
-    elapsed: float
-
-
-class ProgressBars:
+class ProgressBars(ProgressDisplay):
     """One bar per GPU and one for all, in tqdm's format."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, output: OutputDir | None = None) -> None:
+        super().__init__(output)
         self.console, self.started = console, time.monotonic()
         self.meters: defaultdict[str, RateMeter] = defaultdict(RateMeter)
-        self.bars: list[_Bar] = []
+        self.bars: list[tuple[str, WorkerProgress, float, float]] = []  # label, progress, images/s, seconds
         self.live = Live(self, console=console, refresh_per_second=4)
         self.live.start()
 
-    def update(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
-        """Move the bars."""
+    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
         rows = {f"GPU {label}": worker for label, worker in workers.items() if worker.total}
         rows["total"] = _sum(workers, unassigned)
         elapsed = time.monotonic() - self.started
-        self.bars = [_Bar(label, row, self.meters[label].rate(row.finished), elapsed) for label, row in rows.items()]
+        self.bars = [(label, row, self.meters[label].rate(row.finished), elapsed) for label, row in rows.items()]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        longest = max((len(bar.label) for bar in self.bars), default=0)
+        longest = max((len(bar[0]) for bar in self.bars), default=0)
         for label, progress, rate, elapsed in self.bars:
             status = f"success: {progress.done:,}, failed: {progress.failed:,}"
             if progress.loading:
@@ -142,14 +149,14 @@ class ProgressBars:
         self.live.stop()
 
 
-class ProgressLines:
+class ProgressLines(ProgressDisplay):
     """A line every few seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: OutputDir | None = None) -> None:
+        super().__init__(output)
         self.meter, self.shown, self.last = RateMeter(), time.monotonic(), 0
 
-    def update(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
-        """Print one line, if it is time for one."""
+    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
         total = _sum(workers, unassigned)
         rate, left = self.meter.rate(total.finished), total.total - total.finished
         is_soon = time.monotonic() - self.shown < _LINE_INTERVAL
@@ -164,27 +171,6 @@ class ProgressLines:
     def print(self, text: str) -> None:
         """Print to stderr."""
         print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class ProgressRecorder:
-    """A display whose counts also go into a file of the output folder, for the board."""
-
-    def __init__(self, display: ProgressDisplay, output: OutputDir) -> None:
-        self._display, self._output = display, output
-        self.print, self.close = display.print, display.close
-        self._recorded = -_RECORD_INTERVAL
-
-    def update(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
-        """Show the progress, and write it down every second."""
-        self._display.update(workers, unassigned)
-        if time.monotonic() - self._recorded >= _RECORD_INTERVAL and self._output.work.is_dir():
-            self._recorded = time.monotonic()
-            record = {"workers": {label: worker[:3] for label, worker in workers.items()}, "unassigned": unassigned}
-            with suppress(OSError):  # a full disk is reported by the first image that does not fit
-                atomic_write(self._output.progress, json.dumps(record))
 
 
 INTERRUPTED = 130
@@ -205,8 +191,8 @@ def describe_job(
     on_cpu: bool,
 ) -> str:
     """Describe what is about to happen."""
-    sizes = plan.distinct_sizes(todo)
-    size = "{} x {}".format(*sizes[0]) if len(sizes) == 1 else f"of {len(sizes)} sizes"
+    sizes = {plan.size_of(index) for index in todo.tolist()}
+    size = "{} x {}".format(*sizes.pop()) if len(sizes) == 1 else f"of {len(sizes)} sizes"
     kind = ("CPU process", "CPU processes") if on_cpu else ("GPU", "GPUs")
     guidance = f"guidance {settings.guidance_scale:g}"
     if "guidance_interval" in identity:
@@ -225,37 +211,30 @@ def describe_job(
     )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a command did."""
-
-    planned: int
-    attempted: int
-    missing: int
-    seconds: float
-    first_image_after: float | None  # seconds
-    interrupted: bool
-
-
-def summarize(outcome: Outcome, settings: GenerateSettings, output: OutputDir) -> int:
+def summarize(
+    settings: GenerateSettings,
+    output: OutputDir,
+    planned: int,
+    attempted: int,
+    missing: int,
+    seconds: float,
+    first_image_after: float | None,
+    interrupted: bool,
+) -> int:
     """Log what came of a command; returns its exit status."""
-    attempted, missing = outcome.attempted, outcome.missing
     made = attempted - missing
-    speed = f", {made / outcome.seconds:.2f} images/s with loading" if made > 0 else ""
-    first = f", the first after {outcome.first_image_after:.1f} s" if outcome.first_image_after else ""
-    total = f"{outcome.planned - missing:,} of {outcome.planned:,} {noun(settings)} are in {settings.output_dir}"
-    text = f"{total} ({format_duration(outcome.seconds)}{speed}{first})."
-    if outcome.interrupted:
+    speed = f", {made / seconds:.2f} images/s with loading" if made > 0 else ""
+    first = f", the first after {first_image_after:.1f} s" if first_image_after else ""
+    total = f"{planned - missing:,} of {planned:,} {noun(settings)} are in {settings.output_dir}"
+    text = f"{total} ({format_duration(seconds)}{speed}{first})."
+    if interrupted:
         log.warning("Interrupted. %s Run the same command again to resume.", text)
         return INTERRUPTED
     if not attempted:
         text = f"Nothing to do: {text}"
     if missing:
-        log.warning(
-            "%s %s missing: failed_prompts_gpu*.txt give the reasons; run the same command to try again.",
-            text,
-            f"{missing:,}",
-        )
+        advice = "failed_prompts_gpu*.txt give the reasons; run the same command to try again."
+        log.warning("%s %s missing: %s", text, f"{missing:,}", advice)
         return 1
     log.info("%s", text)
     for sentence in _measurements(output) if attempted else ():

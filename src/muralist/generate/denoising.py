@@ -2,11 +2,9 @@
 
 Classifier-free guidance runs the denoiser for the prompt and for the negative prompt, in one call with a doubled batch
 or in two calls. After the truncation step only the prompt's part runs, and its output is returned in both places:
-u + s (c - u) is then c, whatever the pipeline's own formula. Where step caching skips the denoiser, its output is
-linearly extrapolated from the last two. Nothing here reads a value back from the GPU in every step.
+u + s (c - u) is then c, whatever the pipeline's own formula. No step reads a value back from the GPU.
 
-`callback_on_step_end` is not enough: a third of the pipelines do not have it, it cannot skip the denoiser, and most
-pipelines do not pass it all the conditioning tensors that must be halved with the batch.
+`callback_on_step_end` is not enough: a third of the pipelines do not have it, and it cannot skip the denoiser.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from muralist.core.hardware import copy_to_device
-from muralist.generate.gpu_execution import CudaGraphs, GpuClock, NonBlockingCopies
-from muralist.generate.pipeline import PipelineError, StepCallback, no_guidance_error
-from muralist.generate.step_caching import StepCache
+from muralist.generate.model_info import cached_guided_steps, computed_stages
+from muralist.generate.optimizations import CudaGraphs, NonBlockingCopies
+from muralist.generate.pipeline import GpuClock, PipelineError, StepCallback, no_guidance_error
 
 _DENOISERS = ("transformer", "transformer_2", "unet")
 _NOT_BATCHED = ("rotary", "rope", "freqs", "img_ids", "txt_ids")  # positions, shared by all images
@@ -47,17 +46,14 @@ class DenoisingLoop:
         pipe: Any,
         steps: int,
         truncation: int | None,
-        step_cache: StepCache | None = None,
-        device: torch.device | None = None,
-        graphs: CudaGraphs | None = None,
-        copies: NonBlockingCopies | None = None,
+        step_caching: bool,
+        device: torch.device,
+        graphs: CudaGraphs,
+        copies: NonBlockingCopies,
     ) -> None:
         self._name = type(pipe).__name__
-        self._steps, self._truncation, self._step_cache = steps, truncation, step_cache
-        self._device = device or torch.device("cpu")
-        self._graphs = graphs or CudaGraphs(None)
-        copies = copies or NonBlockingCopies(self._device)
-        self.clock = GpuClock(self._device)
+        self._steps, self._truncation, self._step_caching = steps, truncation, step_caching
+        self._device, self._graphs, self.clock = device, graphs, GpuClock(device)
         self._on_step: StepCallback | None = None
         self._text_only = self._exact = False
         self._batch_size = 0
@@ -77,13 +73,13 @@ class DenoisingLoop:
         self._conditional_half: int | None = None
         self._conditional_output: Any = None
         self._outputs: dict[int, list[tuple[float, Any]]] = {}  # by index of the call within a step
-        cache = None if self._exact else self._step_cache
+        cached = self._step_caching and not self._exact
         guided = self._truncation
-        if guided is None and cache is not None:
-            guided = cache.guided_steps(self._steps)
+        if guided is None and cached:
+            guided = cached_guided_steps(self._steps)
         # Heun and other schedulers run several stages per step.
         self._truncated_from = math.inf if guided is None else math.ceil(guided * stages / self._steps)
-        self._computed = cache.computed(stages) if cache is not None and timesteps else None
+        self._computed = computed_stages(stages) if cached and timesteps else None
 
     @contextmanager
     def running(
@@ -125,7 +121,7 @@ class DenoisingLoop:
                 bound.arguments["device"] = torch.device("cpu")
             set_timesteps(*bound.args, **bound.kwargs)
             timesteps = scheduler.timesteps
-            self._start(len(timesteps), tuple(map(float, timesteps)) if self._step_cache is not None else ())
+            self._start(len(timesteps), tuple(map(float, timesteps)) if self._step_caching else ())
 
         return wrapped
 
@@ -174,14 +170,13 @@ class DenoisingLoop:
                 return self._conditional_output
             for name, value in bound.arguments.items():
                 bound.arguments[name] = self._halved(name, value, half)
-            self._outputs = {
-                call: [
-                    (time, _map_batched(output, 2 * self._batch_size, lambda rows: rows[half])) for time, output in each
-                ]
-                for call, each in self._outputs.items()
-            }
-            output = self._compute_or_extrapolate(lambda: forward(*bound.args, **bound.kwargs))
-            return _map_batched(output, self._batch_size, _doubled)
+            output = self._compute_or_extrapolate(
+                lambda: _map_batched(forward(*bound.args, **bound.kwargs), self._batch_size, _doubled)
+            )
+            if self._computed is None:
+                return output
+            # Extrapolated from guided steps, the two halves still differ.
+            return _map_batched(output, 2 * self._batch_size, lambda rows: _doubled(rows[half]))
 
         return wrapped
 
@@ -233,12 +228,12 @@ class DenoisingLoop:
 
 
 def _map_batched(output: Any, count: int, change: Callable[[Any], Any]) -> Any:
-    """Change everything in a denoiser's output that has `count` rows."""
-    if isinstance(output, dict):  # diffusers' outputs are dictionaries and dataclasses
-        return type(output)(**{name: _map_batched(value, count, change) for name, value in output.items()})
-    if isinstance(output, tuple):
-        return tuple(_map_batched(value, count, change) for value in output)
-    return change(output) if _is_batched(output) and len(output) == count else output
+    """Change every tensor and list in a denoiser's output that has `count` rows."""
+
+    def change_rows(value: Any) -> Any:
+        return change(value) if _is_batched(value) and len(value) == count else value
+
+    return tree_map(change_rows, output, is_leaf=lambda value: isinstance(value, list))
 
 
 def _doubled(rows: Any) -> Any:
@@ -246,13 +241,10 @@ def _doubled(rows: Any) -> Any:
 
 
 def _extrapolate(last: Any, previous: Any, ahead: float) -> Any:
-    if isinstance(last, Tensor):
-        return torch.lerp(last.float(), previous.float(), -ahead).to(last.dtype)
-    if isinstance(last, dict):
-        return type(last)(**{name: _extrapolate(value, previous[name], ahead) for name, value in last.items()})
-    if isinstance(last, (tuple, list)):
-        return type(last)(_extrapolate(*pair, ahead) for pair in zip(last, previous, strict=True))
-    return last
+    def extend(end: Any, start: Any) -> Any:
+        return torch.lerp(end.float(), start.float(), -ahead).to(end.dtype) if isinstance(end, Tensor) else end
+
+    return tree_map(extend, last, previous)
 
 
 def _is_batched(value: Any) -> bool:

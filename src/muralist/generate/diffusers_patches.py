@@ -4,8 +4,8 @@ Written for diffusers 0.42.1, transformers 5.22 and torch 2.11 to 2.13. `tests/g
 fails, patch by patch, when another version changes the patched code; pyproject.toml has upper bounds.
 
 Public methods that are wrapped on one pipeline's instances are elsewhere: the scheduler's `set_timesteps` and `step`
-and the denoiser's `forward` in denoising.py, `encode_prompt` in prompt_encoding.py, the text encoders' `forward` and
-`vae.decode` in diffusers_pipeline.py, and `HunyuanDiT2DModel.forward`, for the official RoPE, in models/hunyuan_dit.py.
+and the denoiser's `forward` in denoising.py, `encode_prompt`, the text encoders' `forward` and `vae.decode` in
+diffusers_pipeline.py, and `HunyuanDiT2DModel.forward`, for the official RoPE, in models/hunyuan_dit.py.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _decode(vae: Any, decode: Any, latents: Tensor, return_dict: bool = True) ->
     return DecoderOutput(sample=pixels) if return_dict else (pixels,)
 
 
-@torch.library.custom_op("muralist::wan_qk_norm_rope", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("muralist::wan_qk_norm_rope", mutates_args=())
 def wan_qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float, cos: Tensor, sin: Tensor, heads: int
 ) -> tuple[Tensor, Tensor]:
@@ -181,15 +181,10 @@ def wan_qk_norm_rope(
 
     Cosines and sines are diffusers': [..., tokens, 1, head_dim], every value twice.
     """
-    from muralist.kernels import qk_norm_rope
+    if q.is_cuda:
+        from muralist.kernels import qk_norm_rope
 
-    return qk_norm_rope.qk_norm_rope_wan(q, k, q_weight, k_weight, epsilon, cos, sin, heads)
-
-
-@wan_qk_norm_rope.register_kernel("cpu")
-def _(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, epsilon: float, cos: Tensor, sin: Tensor, heads: int
-) -> tuple[Tensor, Tensor]:
+        return qk_norm_rope.qk_norm_rope_wan(q, k, q_weight, k_weight, epsilon, cos, sin, heads)
     rotated = []
     for x, weight in ((q, q_weight), (k, k_weight)):
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -248,16 +243,13 @@ def _is_fusible(layer: Any) -> bool:
     return plain and type(layer.processor) is WanAttnProcessor and layer.norm_q.eps == layer.norm_k.eps
 
 
-@torch.library.custom_op("muralist::linear_gelu", mutates_args=(), device_types="cuda")
+@torch.library.custom_op("muralist::linear_gelu", mutates_args=())
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """GELU(x W^T + b) by the tanh approximation, as one GEMM with a fused epilogue; opaque to torch.compile."""
+    if not x.is_cuda:
+        return functional.gelu(functional.linear(x, weight, bias), approximate="tanh")
     rows = x.reshape(-1, x.shape[-1])
     return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True).view(*x.shape[:-1], len(weight))
-
-
-@linear_gelu.register_kernel("cpu")
-def _(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.gelu(functional.linear(x, weight, bias), approximate="tanh")
 
 
 @linear_gelu.register_fake

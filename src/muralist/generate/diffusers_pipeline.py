@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+import logging
+import re
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,47 +18,46 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.utils import logging as transformers_logging
 
 from muralist.core import compile_cache
 from muralist.core.errors import UserError, closest_match
+from muralist.core.hardware import copy_to_device, copy_to_host
+from muralist.generate import diffusers_patches
 from muralist.generate.denoising import DenoisingLoop, denoisers
-from muralist.generate.diffusers_patches import (
-    cache_text_embeddings,
-    forced_attention_mask,
-    per_sample_noise,
-    repeated_blocks,
+from muralist.generate.model_info import FP8_PIPELINES, PEFT_CONFIG, LoraAdapter, check_adapters
+from muralist.generate.optimizations import (
+    CudaGraphs,
+    Fp8Linear,
+    NonBlockingCopies,
+    Optimizations,
+    exact_matmuls,
+    use_fp8,
 )
-from muralist.generate.gpu_execution import CudaGraphs, NonBlockingCopies, PendingCopy
-from muralist.generate.loras import add_adapters, check_adapters
-from muralist.generate.optimizations import Fp8Linear, Optimizations, exact_matmuls, use_fp8
 from muralist.generate.pipeline import (
+    DTYPES,
     MEMORY_PROBE_STEPS,
-    GeneratedBatch,
     GenerationMode,
     PendingBatch,
     Pipeline,
     PipelineError,
+    Requests,
     SampleRequest,
+    Size,
     StepCallback,
-    non_finite_error,
 )
-from muralist.generate.prompt_encoding import (
-    PromptEmbeddingCache,
-    can_batch,
-    count_truncations,
-    disable_kv_cache,
-    text_encoders,
-)
-from muralist.generate.step_caching import step_cache_for
 from muralist.kernels.fp8 import has_fp8
 from muralist.settings import GenerateSettings
 from muralist.settings.generate import scheduler_name
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _MAX_SHARE_OF_GPU = 0.6  # a larger model leaves too little memory for its activations
 _SHORT_PROMPT, _LONG_PROMPT = "a", "one of many words " * 12
 _EMPTY_NEGATIVE_PROMPT = " "  # pipelines with true_cfg_scale guide only where a negative prompt is given
+_TEXT_ARGUMENTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3, ...
+_TEXT_ENCODER = re.compile(r"text_encoder(_\d+)?")
+_LORA_ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 
 
 class DiffusersPipeline(Pipeline):
@@ -73,24 +77,24 @@ class DiffusersPipeline(Pipeline):
         self._dtype = settings.dtype
         self._device, self._optimizations = device, optimizations
         self._fast = settings.preset == "fast"
-        step_cache = step_cache_for(self._name) if self._fast else None
         networks = denoisers(pipe)
         self._fp8_layers: list[Fp8Linear] = []
-        if step_cache is not None and step_cache.fp8 and has_fp8(device):
-            self._fp8_layers = use_fp8(block for network in networks for block in repeated_blocks(network))
-        self._graphs = CudaGraphs.on_device(optimizations.cuda_graphs, device)
+        if self._fast and self._name in FP8_PIPELINES and has_fp8(device):
+            blocks = (diffusers_patches.repeated_blocks(network) for network in networks)
+            self._fp8_layers = use_fp8(block for each in blocks for block in each)
+        self._graphs = CudaGraphs(optimizations.cuda_graphs and device.type == "cuda")
         self._copies = NonBlockingCopies(device)
+        self._embeddings = PromptEmbeddingCache(pipe)
         self._loop = DenoisingLoop(
-            pipe, self._steps, settings.cfg_truncation_step, step_cache, device, self._graphs, self._copies
+            pipe, self._steps, settings.cfg_truncation_step, self._fast, device, self._graphs, self._copies
         )
         self._execution_info = optimizations.apply(pipe, networks, device)
         for encoder in text_encoders(pipe):
-            disable_kv_cache(encoder)
+            _disable_kv_cache(encoder)
             encoder.forward = self._copies.suspended(self._graphs.wrap(encoder.forward))
         if getattr(pipe, "vae", None) is not None:
             pipe.vae.decode = self._copies.suspended(pipe.vae.decode)
-        self._reset_text_cache = cache_text_embeddings(pipe)
-        self._embeddings = PromptEmbeddingCache(pipe) if hasattr(pipe, "encode_prompt") else None
+        self._reset_text_cache = diffusers_patches.cache_text_embeddings(pipe)
 
     @classmethod
     def load(
@@ -106,7 +110,9 @@ class DiffusersPipeline(Pipeline):
         for library in (diffusers_logging, transformers_logging):
             library.disable_progress_bar()
         transformers_logging.set_verbosity_error()
-        count_truncations()  # instead of one warning for each long prompt of ten thousand
+        diffusers_logging.set_verbosity_warning()
+        diffusers_logging.disable_default_handler()  # of one warning for each long prompt of ten thousand
+        diffusers_logging.add_handler(_TRUNCATIONS)  # a logger keeps a handler once
         try:
             pipe: Any = DiffusionPipeline.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(components or {})
@@ -122,8 +128,8 @@ class DiffusersPipeline(Pipeline):
         for module in _modules(pipe):
             module.eval().requires_grad_(False)
         if settings.scheduler is not None:
-            pipe.scheduler = replace_scheduler(pipe.scheduler, settings.scheduler)
-        add_adapters(pipe, check_adapters(settings.lora))
+            pipe.scheduler = _replace_scheduler(pipe.scheduler, settings.scheduler)
+        _add_adapters(pipe, check_adapters(settings.lora))
         offloaded = device.type == "cuda" and _wants_offload(pipe, settings, device)
         optimizations = optimizations or Optimizations.choose(settings.compile, device)
         if not offloaded:  # before the optimizations, which quantize and reorder weights faster on the GPU
@@ -180,14 +186,12 @@ class DiffusersPipeline(Pipeline):
 
     @cached_property
     def _supports_batching(self) -> bool:
-        if self._embeddings is None:
-            return False
         short, long = (self._encode(SampleRequest(text, text, 0)) for text in (_SHORT_PROMPT, _LONG_PROMPT))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the embeddings are still being copied to the host
         self._embeddings.evict()
         self._reset_text_cache()  # these were encoded before it was known whether masks are forced
-        return bool(short) and can_batch(short, long)
+        return bool(short) and _can_batch(short, long)
 
     @property
     def _compiled(self) -> bool:
@@ -199,17 +203,14 @@ class DiffusersPipeline(Pipeline):
         info = {"compiled": "yes"} | self._execution_info if self._compiled else self._execution_info
         return info | ({"products": "fp8"} if self._fp8_layers else {})
 
-    def prepare(self, requests: Sequence[SampleRequest]) -> None:
+    def prepare(self, requests: Requests) -> None:
         """Encode the prompts of these requests, and drop the others."""
-        if self._embeddings is None:
+        if not self._embeddings.is_available:
             return
         eager = not self._compiled
         self._loop.clock.enter()
         with self._running(eager):
-            for request in self._embeddings.retain(requests):
-                self._encode(request)
-                self._embeddings.keep_for(request)
-        self._embeddings.evict()
+            self._embeddings.prepare(requests, self._encode)
         self._loop.clock.leave()
 
     @contextmanager
@@ -218,54 +219,42 @@ class DiffusersPipeline(Pipeline):
         with (
             self._optimizations.active(self._device, eager),
             self._graphs.enabled(not eager),
-            forced_attention_mask(self._compiled),
+            diffusers_patches.forced_attention_mask(self._compiled),
         ):
             yield
 
     def is_truncated(self, prompt: str) -> bool:
         """Whether the pipeline warned of it when it encoded the prompt."""
-        return self._embeddings is not None and prompt in self._embeddings.truncated
+        return prompt in self._embeddings.truncated
 
     def _encode(self, request: SampleRequest) -> list[Any]:
         """Return a request's embeddings, by a call of the pipeline that ends before its first step."""
-        assert self._embeddings is not None
         self._embeddings.begin()
         with self._loop.text_only():
             self._call([request], self._size, self._steps)
         return self._embeddings.used()
 
     def generate_async(
-        self,
-        requests: Sequence[SampleRequest],
-        size: tuple[int, int],
-        on_step: StepCallback,
-        mode: GenerationMode = GenerationMode.DEFAULT,
+        self, requests: Requests, size: Size, on_step: StepCallback, mode: GenerationMode = GenerationMode.DEFAULT
     ) -> PendingBatch:
-        """Queue images, or clips; generate them one at a time where the pipeline does not support batching."""
-        if len(requests) > 1 and not self.supports_batching():
-            return GeneratedBatch([self.generate([request], size, on_step, mode)[0] for request in requests])
-        embeddings, exact = self._embeddings, mode is GenerationMode.EXACT
+        """Queue images, or clips."""
+        exact, probe = mode is GenerationMode.EXACT, mode is GenerationMode.MEMORY_PROBE
         # A memory probe would compile a graph for every batch size; so would an exact image in fast mode.
-        eager = not self._compiled or mode is GenerationMode.MEMORY_PROBE or (exact and self._fast)
-        if embeddings is not None:
-            embeddings.begin()
+        eager = not self._compiled or probe or (exact and self._fast)
+        self._embeddings.begin()
         self._loop.clock.enter()
         with (
             self._running(eager),
             exact_matmuls(self._fp8_layers if exact else ()),
-            self._loop.running(
-                len(requests), on_step, lambda: embeddings.prompt_embeds if embeddings is not None else None, exact
-            ),
+            self._loop.running(len(requests), on_step, lambda: self._embeddings.prompt_embeds, exact),
         ):
-            steps = MEMORY_PROBE_STEPS if mode is GenerationMode.MEMORY_PROBE else self._steps
-            images = self._fetch(self._call(requests, size, steps), size)
+            images = self._fetch(self._call(requests, size, MEMORY_PROBE_STEPS if probe else self._steps), size)
         if mode is not GenerationMode.DEFAULT:
             self._loop.clock.reset()
-        if embeddings is not None:
-            embeddings.evict()
+        self._embeddings.evict()
         return images
 
-    def _call(self, requests: Sequence[SampleRequest], size: tuple[int, int], steps: int) -> Any:
+    def _call(self, requests: Requests, size: Size, steps: int) -> Any:
         generators = [torch.Generator("cpu").manual_seed(request.seed) for request in requests]
         # New lists in every call: some pipelines write into them.
         arguments: dict[str, Any] = {
@@ -284,21 +273,21 @@ class DiffusersPipeline(Pipeline):
             empty = _EMPTY_NEGATIVE_PROMPT if "true_cfg_scale" in self._guidance else ""
             arguments["negative_prompt"] = [request.negative_prompt or empty for request in requests]
         try:
-            with per_sample_noise(generators), self._copies.active():
+            with diffusers_patches.per_sample_noise(generators), self._copies.active():
                 return self._pipe(**{name: value for name, value in arguments.items() if name in self._parameters})
         except ValueError as error:
             if "height" in str(error) and "width" in str(error):
                 raise self._size_error(size, " ".join(str(error).split())) from None
             raise
 
-    def _fetch(self, output: Any, size: tuple[int, int]) -> PendingBatch:
+    def _fetch(self, output: Any, size: Size) -> PendingBatch:
         if any(getattr(output, "nsfw_content_detected", None) or ()):
             raise UserError(
                 "The model's safety checker flagged the image and replaced it by a black one.",
                 fix="Change the prompt, or remove safety_checker from model_index.json.",
             )
         values: Any = output.frames if hasattr(output, "frames") else output.images
-        values = (values if isinstance(values, torch.Tensor) else torch.stack(list(values))).float()
+        values = (values if isinstance(values, Tensor) else torch.stack(list(values))).float()
         actual = tuple(values.shape[-2:])
         if actual != size:
             raise self._size_error(size, f"It generates {actual[0]} x {actual[1]} instead.")
@@ -307,9 +296,9 @@ class DiffusersPipeline(Pipeline):
         pixels = (values * 255).round().to(torch.uint8).movedim(-3, -1).contiguous()
         finite = values.isfinite().all()
         self._loop.clock.leave()
-        return PendingCopy(pixels, finite, self._loop.clock.batch(), non_finite_error(self._dtype))
+        return PendingBatch(pixels, finite, self._loop.clock.batch(), self._dtype)
 
-    def _size_error(self, size: tuple[int, int], why: str) -> UserError:
+    def _size_error(self, size: Size, why: str) -> UserError:
         step = self._size_step
         sides = [max(step, round(side / step) * step) for side in size]
         # A wrong size in one row of the table concerns that row alone.
@@ -331,11 +320,11 @@ class DiffusersPipeline(Pipeline):
         return int(factor) * (2 if packed else patch[-1] if isinstance(patch, (list, tuple)) else int(patch or 1))
 
 
-def _modules(pipe: Any) -> list[torch.nn.Module]:
-    return [component for component in pipe.components.values() if isinstance(component, torch.nn.Module)]
+def _modules(pipe: Any) -> list[nn.Module]:
+    return [component for component in pipe.components.values() if isinstance(component, nn.Module)]
 
 
-def replace_scheduler(scheduler: Any, wanted: str) -> Any:
+def _replace_scheduler(scheduler: Any, wanted: str) -> Any:
     """A scheduler of another class with the same noise schedule; the name may omit the suffix Scheduler."""
     compatible = {kind.__name__: kind for kind in scheduler.compatibles if "dummy" not in kind.__module__} | {
         type(scheduler).__name__: type(scheduler)
@@ -356,3 +345,210 @@ def _wants_offload(pipe: Any, settings: GenerateSettings, device: torch.device) 
         return settings.cpu_offload
     size = sum(weight.numel() * weight.element_size() for module in _modules(pipe) for weight in module.parameters())
     return size > _MAX_SHARE_OF_GPU * torch.cuda.get_device_properties(device).total_memory
+
+
+def _add_adapters(pipe: Any, adapters: Sequence[LoraAdapter]) -> None:
+    """Add adapters to a pipeline: merge PEFT's into the denoiser, load others beside it."""
+    for adapter in adapters:
+        if adapter.is_peft:
+            _merge(pipe, adapter)
+    unmerged = [adapter for adapter in adapters if not adapter.is_peft]
+    if not unmerged:
+        return
+    if not hasattr(pipe, "load_lora_weights"):
+        raise UserError(
+            f"{type(pipe).__name__} takes LoRA only as a PEFT folder with an {PEFT_CONFIG}.",
+            f"{unmerged[0].path} has none.",
+            "For LoRA trained here, give the folder lora/ of its export.",
+        )
+    names = [f"lora_{index}" for index in range(len(unmerged))]
+    for name, adapter in zip(names, unmerged, strict=True):
+        try:
+            pipe.load_lora_weights(str(adapter.path), adapter_name=name, local_files_only=True)
+        except _LORA_ERRORS as error:
+            raise _mismatch(adapter, pipe, error) from error
+    try:
+        pipe.set_adapters(names, [adapter.weight for adapter in unmerged])
+    except ValueError as error:
+        raise _mismatch(unmerged[0], pipe, error) from error
+
+
+def _merge(pipe: Any, adapter: LoraAdapter) -> None:
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
+    from peft.tuners.lora import LoraLayer
+
+    part = "transformer" if getattr(pipe, "transformer", None) is not None else "unet"
+    network = getattr(pipe, part)
+    dtype = network.dtype
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT warns of missing keys, which are checked below
+            model: Any = PeftModel.from_pretrained(network.float(), str(adapter.path), local_files_only=True)
+    except _LORA_ERRORS as error:
+        raise _mismatch(adapter, pipe, error) from error
+    expected, given = set(get_peft_model_state_dict(model)), set(load_peft_weights(str(adapter.path)))
+    if expected != given:  # PEFT loads the rest without an error
+        key = min(expected ^ given)
+        side = "the adapter" if key in given else "the model"
+        raise _mismatch(adapter, pipe, KeyError(f"{key} is only in {side}"))
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.scale_layer(adapter.weight)
+    setattr(pipe, part, model.merge_and_unload().to(dtype))
+
+
+def _mismatch(adapter: LoraAdapter, pipe: Any, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:300]
+    return UserError(f"The LoRA at {adapter.path} does not fit {type(pipe).__name__}.", f"The reason: {reason}")
+
+
+class _TruncationCounter(logging.Handler):
+    """Counts the warnings of pipelines that a prompt was truncated; the user gets one message for all prompts."""
+
+    count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Count the record."""
+        self.count += "truncated" in record.getMessage()
+
+
+_TRUNCATIONS = _TruncationCounter(logging.WARNING)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor on the CPU, and the device it belongs to."""
+
+    value: Tensor
+    device: torch.device
+
+    def restore(self) -> Tensor:
+        return copy_to_device(self.value, self.device)  # a copy: the pipeline may change it in place
+
+
+class PromptEmbeddingCache:
+    """Replaces a pipeline's `encode_prompt` and keeps the embeddings of each prompt on the CPU.
+
+    The public arguments `prompt_embeds=` and the like differ from pipeline to pipeline; all of them share
+    `encode_prompt`.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self.is_available = hasattr(pipe, "encode_prompt")
+        """Some old pipelines encode text elsewhere; they generate one image at a time."""
+        self._embeddings: dict[Hashable, Any] = {}
+        self._kept: dict[SampleRequest, set[Hashable]] = {}
+        self._used: dict[Hashable, None] = {}
+        self.truncated: set[str] = set()
+        """Prompts that some text encoder did not read to their end."""
+        self.prompt_embeds: Any = None
+        """The prompts' embeddings of the first call since `begin`: [B, ...], or a list of B."""
+        if self.is_available:
+            self._encode: Callable[..., Any] = pipe.encode_prompt
+            self._signature = inspect.signature(self._encode)
+            pipe.encode_prompt = functools.wraps(self._encode)(self)
+
+    def begin(self) -> None:
+        """Start another batch, or another prompt to be encoded ahead."""
+        self.prompt_embeds, self._used = None, {}
+
+    def used(self) -> list[Any]:
+        """The stored embeddings that calls since `begin` used, in order."""
+        return [self._embeddings[key] for key in self._used]
+
+    def prepare(self, requests: Requests, encode: Callable[[SampleRequest], Any]) -> None:
+        """Keep the embeddings of these requests only; those that are missing come from a call of `encode`."""
+        wanted = dict.fromkeys(requests)
+        self._kept = {request: keys for request, keys in self._kept.items() if request in wanted}
+        for request in wanted:
+            if request not in self._kept:
+                encode(request)
+                self._kept[request] = set(self._used)
+        self.evict()
+
+    def evict(self) -> None:
+        """Delete embeddings that are kept for no request."""
+        kept = set().union(*self._kept.values())
+        self._embeddings = {key: value for key, value in self._embeddings.items() if key in kept}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode prompts as `encode_prompt` does, joined from the results for each prompt alone."""
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given: dict[str, Any] = bound.arguments
+        prompts: Any = given.get("prompt")
+        has_embeds = any(value is not None for name, value in given.items() if name.endswith("embeds"))
+        if not _is_texts(prompts) or has_embeds:
+            return self._encode(*args, **kwargs)
+        texts = [
+            name
+            for name, value in given.items()
+            if name.startswith(_TEXT_ARGUMENTS) and _is_texts(value) and len(value) == len(prompts)
+        ]
+        rows = [self._encode_one(given, {name: given[name][index] for name in texts}) for index in range(len(prompts))]
+        joined = _join(rows)
+        if self.prompt_embeds is None:
+            self.prompt_embeds = joined[0] if isinstance(joined, tuple) else joined
+        return joined
+
+    def _encode_one(self, given: dict[str, Any], texts: dict[str, str]) -> Any:
+        others = {name: value for name, value in given.items() if name not in texts}
+        key = (tuple(texts.items()), repr(others))
+        if key not in self._embeddings:
+            alone = {name: [text] for name, text in texts.items()}
+            bound = inspect.BoundArguments(self._signature, {**given, **alone})  # type: ignore[arg-type]
+            before = _TRUNCATIONS.count
+            result = self._encode(*bound.args, **bound.kwargs)
+            self._embeddings[key] = tree_map_only(
+                Tensor, lambda value: _Stored(copy_to_host(value), value.device), result
+            )
+            if _TRUNCATIONS.count > before:
+                self.truncated.add(texts["prompt"])
+        self._used[key] = None
+        return self._embeddings[key]
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+
+
+def _join(rows: Sequence[Any]) -> Any:
+    """Join the results for each prompt into the result for the batch."""
+    first = rows[0]
+    if isinstance(first, _Stored):
+        return torch.cat([row.restore() for row in rows]) if _is_batched(first) else first.restore()
+    if isinstance(first, tuple):
+        return tuple(_join(parts) for parts in zip(*rows, strict=True))
+    if isinstance(first, list):  # one embedding for each prompt
+        return [part.restore() if isinstance(part, _Stored) else part for row in rows for part in row]
+    return first
+
+
+def _is_batched(stored: _Stored) -> bool:
+    """Whether a prompt's tensor is a row of the batch; others are shared by the batch, such as Flux's text_ids."""
+    return stored.value.ndim > 0 and stored.value.shape[0] == 1
+
+
+def _can_batch(one: Any, other: Any) -> bool:
+    """Whether the stored embeddings of two prompts can be joined in one batch without changing either."""
+    if isinstance(one, _Stored) and isinstance(other, _Stored):
+        same_shape = one.value.shape == other.value.shape
+        return same_shape and (_is_batched(one) or torch.equal(one.value, other.value))
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(_can_batch, one, other))
+    return bool(one == other)
+
+
+def text_encoders(pipe: Any) -> list[nn.Module]:
+    """The text encoders of a pipeline."""
+    components = pipe.components.items()
+    return [part for name, part in components if _TEXT_ENCODER.fullmatch(name) and isinstance(part, nn.Module)]
+
+
+def _disable_kv_cache(encoder: Any) -> None:
+    """Turn a language model's key-value cache off: embeddings do not need it, and a CUDA graph cannot return it."""
+    config: Any = getattr(encoder, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    if getattr(config, "use_cache", False):
+        config.use_cache = False

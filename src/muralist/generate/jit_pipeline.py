@@ -14,24 +14,23 @@ from torch import Tensor, nn
 from muralist.core.errors import UserError
 from muralist.core.images import to_uint8
 from muralist.diffusion.samplers import time_grid
-from muralist.generate.gpu_execution import CudaGraphs, GpuClock, PendingCopy
-from muralist.generate.optimizations import Optimizations, compile_deterministically
+from muralist.generate.optimizations import CudaGraphs, Optimizations, compile_deterministically
 from muralist.generate.pipeline import (
+    DTYPES,
     MEMORY_PROBE_STEPS,
     GenerationMode,
+    GpuClock,
     PendingBatch,
     Pipeline,
-    SampleRequest,
+    Requests,
+    Size,
     StepCallback,
-    non_finite_error,
 )
 from muralist.models.export import CONFIG_FILE, infer_jit_config, jit_arguments, read_config, read_jit_folder
 from muralist.models.jit import JiT
 from muralist.models.jit_spec import JiTSpec, Objective
-from muralist.models.weights import WeightSet, read_description, read_weights
+from muralist.models.weights import WeightSet, read_weights
 from muralist.settings import GenerateSettings, ObjectiveSettings, SampleSettings
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
 def read_jit_spec(path: Path, description: Mapping[str, Any], which: WeightSet) -> JiTSpec:
@@ -63,16 +62,18 @@ class JiTPipeline(Pipeline):
 
     def __init__(self, spec: JiTSpec, network: nn.Module, settings: GenerateSettings) -> None:
         self._spec, self._network = spec, network
-        self._dtype, self._autocast = settings.dtype, _AUTOCAST[settings.dtype]
-        if self._autocast is not None:
-            _cast_matmul_weights(network, self._autocast)
+        self._dtype = settings.dtype
+        for module in network.modules() if self._dtype != "fp32" else ():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                module.to(DTYPES[self._dtype])  # once, instead of by autocast in every call: the same images
         device = next(network.parameters()).device
         self._clock = GpuClock(device)
         self._optimizations = Optimizations.choose(settings.compile, device)
         if self._optimizations.compiled:
             compile_deterministically()
             network.compile(dynamic=False)
-        self._graphs = CudaGraphs.on_device(self._optimizations.compiled and self._optimizations.cuda_graphs, device)
+        wanted = self._optimizations.compiled and self._optimizations.cuda_graphs
+        self._graphs = CudaGraphs(wanted and device.type == "cuda")
         self._forward = self._graphs.wrap(network.__call__)
         self._sampling = _sample_settings(settings)
         # Noise takes a CPU core a second for a hundred images of 256 px; the GPU would be idle meanwhile.
@@ -80,10 +81,9 @@ class JiTPipeline(Pipeline):
         self._noise: dict[int, Future[Tensor]] = {}  # by seed
 
     @classmethod
-    def load(cls, settings: GenerateSettings, device: torch.device) -> JiTPipeline:
+    def load(cls, settings: GenerateSettings, device: torch.device, spec: JiTSpec) -> JiTPipeline:
         """Load the weights onto a device."""
         path = Path(settings.model_path)
-        spec = read_jit_spec(path, read_description(path), settings.weights)
         if (path / CONFIG_FILE).is_file():
             config, weights = read_jit_folder(path)
         else:
@@ -103,7 +103,7 @@ class JiTPipeline(Pipeline):
         """Whether the network is compiled."""
         return {"compiled": "yes"} if self._optimizations.compiled else {}
 
-    def prepare(self, requests: Sequence[SampleRequest]) -> None:
+    def prepare(self, requests: Requests) -> None:
         """Draw the noise of these requests in a thread, while the device is busy."""
         seeds = {request.seed for request in requests}
         for seed in self._noise.keys() - seeds:
@@ -112,11 +112,7 @@ class JiTPipeline(Pipeline):
             self._noise[seed] = self._noise_thread.submit(self._spec.sample_noise, [seed])
 
     def generate_async(
-        self,
-        requests: Sequence[SampleRequest],
-        size: tuple[int, int],
-        on_step: StepCallback,
-        mode: GenerationMode = GenerationMode.DEFAULT,
+        self, requests: Requests, size: Size, on_step: StepCallback, mode: GenerationMode = GenerationMode.DEFAULT
     ) -> PendingBatch:
         """Queue images of the model's one size."""
         side = self._spec.img_size
@@ -134,14 +130,14 @@ class JiTPipeline(Pipeline):
         with (
             self._optimizations.active(device, eager),
             self._graphs.enabled(not eager),
-            torch.autocast(device.type, self._autocast, enabled=self._autocast is not None),
+            torch.autocast(device.type, DTYPES[self._dtype], enabled=self._dtype != "fp32"),
         ):
             network = _NetworkWithCallback(self._network, self._forward, on_step)
             prompts = [request.prompt for request in requests]
             images = self._spec.sample_from(network, noise, prompts, sampling, self._optimizations.compiled)
         pixels, finite = to_uint8(images).contiguous(), images.isfinite().all()
         self._clock.leave()
-        pending = PendingCopy(pixels, finite, self._clock.batch(), non_finite_error(self._dtype))
+        pending = PendingBatch(pixels, finite, self._clock.batch(), self._dtype)
         if mode is not GenerationMode.DEFAULT:
             self._clock.reset()
         return pending
@@ -166,13 +162,6 @@ class _NetworkWithCallback(nn.Module):
     def forward(self, *args: Tensor) -> Tensor:
         self.on_step()
         return self.run(*args)
-
-
-def _cast_matmul_weights(network: nn.Module, dtype: torch.dtype) -> None:
-    """Cast once the weights that autocast would cast in every call: the same images."""
-    for module in network.modules():
-        if isinstance(module, nn.Linear | nn.Conv2d):
-            module.to(dtype)
 
 
 def _sample_settings(settings: GenerateSettings) -> SampleSettings:

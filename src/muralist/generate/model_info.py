@@ -6,11 +6,14 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from muralist.core.errors import UserError, closest_match
+from muralist.core.errors import UserError
+from muralist.core.run_dir import check_exists, exists
 from muralist.models.configs import JIT_GUIDANCE
 from muralist.models.integrity import check_integrity, fingerprint
 from muralist.models.spec import ModelFamily, find_family_by_key
@@ -22,11 +25,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("muralist")
 INDEX_FILE = "model_index.json"
+PEFT_CONFIG = "adapter_config.json"
 _PIPELINE_SIZE = (480, 832)
 _PIPELINE_GUIDANCE = 7.5
 _JIT_FLAGS = ("weights", "guidance_interval", "official_last_step")
+_IDENTITY = (
+    "dtype",
+    "num_inference_steps",
+    "guidance_scale",
+    "cfg_truncation_step",
+    "height",
+    "width",
+    "negative_prompt",
+    "seed_start",
+    "num_frames",
+    "scheduler",
+)
 _LIBRARIES = ("diffusers", "transformers")
 _WEIGHTS = (".pth", ".pt", ".safetensors")
+_GUIDED = 0.5  # fraction of the steps, from the first on, that step caching guides
+_BEGINNING = 0.2  # fraction of the steps, from the first on, in all of which the denoiser runs: they form the layout
+_INTERVAL = 2  # afterwards the denoiser runs in every second step, the last one included
+FP8_PIPELINES = ("WanPipeline", "HunyuanDiTPipeline")
+"""Pipelines whose large matmuls run in FP8 in fast mode; U-Nets spend their time in convolutions."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +58,17 @@ class ModelInfo:
     """Settings whose defaults depend on the model: height, width, guidance_scale, num_frames, enable_half_frame."""
     identity: dict[str, Any]
     """The model's identity in the ledger: `model`, its name; `fingerprint`, of its files; `lora`, of its adapters."""
-    description: dict[str, Any] = field(default_factory=dict)
-    """The description in the checkpoint's manifest, for a model trained here."""
-    jit: JiTSpec | None = field(default=None, compare=False)
-    """The spec of a JiT, whose prompts are its classes."""
-    folder: Path | None = None
-    """The folder in diffusers layout that the model is, or was fine-tuned from; None for a JiT."""
-    components: tuple[str, ...] = ()
-    """The names of that folder's components."""
-    pipeline_class: str = ""
-    """The name of the diffusers class that generates the images."""
+    description: dict[str, Any] = field(default_factory=dict)  # of a model trained here, from its checkpoint's manifest
+    jit: JiTSpec | None = field(default=None, compare=False)  # of a JiT, whose prompts are its classes
+    folder: Path | None = None  # in diffusers layout: the model, or what it was fine-tuned from; None for a JiT
+    components: tuple[str, ...] = ()  # the names of that folder's components
+    pipeline_class: str = ""  # the diffusers class that generates the images
 
 
 def inspect_model(settings: GenerateSettings) -> ModelInfo:
     """Identify the model and resolve the defaults that depend on it; refuse a model that cannot do the job."""
     path = Path(settings.model_path)
-    if not path.exists():
-        raise _missing(path)
+    check_exists(path, "model", "Give a folder or a file on this machine as --model_path: nothing is downloaded.")
     if (path / INDEX_FILE).is_file():
         _refuse_jit_flags(settings, "a diffusers pipeline")
         return _pipeline(path, settings)
@@ -74,15 +89,6 @@ def inspect_model(settings: GenerateSettings) -> ModelInfo:
         f"{path} holds no model that generate can load.",
         f"A pipeline in diffusers layout has a {INDEX_FILE}; a run trained here has checkpoints.",
         f"Did you mean {nested[0]}?" if nested else "Give the folder that holds one of them.",
-    )
-
-
-def _missing(path: Path) -> UserError:
-    names = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    return UserError(
-        f"There is no model at {path}.",
-        "Nothing is downloaded: --model_path is a folder or a file on this machine.",
-        closest_match(path.name, names) or "Check the path.",
     )
 
 
@@ -195,14 +201,9 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
     _check_truncation(settings, "JiT", guided=bool(spec.label_names) and guidance != 1)
     resolved = _resolved(side, side, guidance, _requested_frames(settings))
     identity = _identity(f"{spec.name} at {side} px", {"weights": fingerprint(file)}, settings)
-    return ModelInfo(resolved, identity | _changed_jit_flags(settings), spec.describe(), spec)
-
-
-def _changed_jit_flags(settings: GenerateSettings) -> dict[str, Any]:
-    """JiT's own settings that are not the default; left out otherwise, so that older ledgers keep their identity."""
-    values = {name: getattr(settings, name) for name in _JIT_FLAGS}
-    changed = {name: value for name, value in values.items() if value != GenerateSettings.model_fields[name].default}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+    # Defaults are left out, so that older ledgers keep their identity.
+    identity |= settings.model_dump(mode="json", include=set(_JIT_FLAGS), exclude_defaults=True)
+    return ModelInfo(resolved, identity, spec.describe(), spec)
 
 
 def _resolved(height: int, width: int, guidance: float, frames: int) -> dict[str, Any]:
@@ -216,8 +217,6 @@ def _resolved(height: int, width: int, guidance: float, frames: int) -> dict[str
 
 
 def _identity(name: str, fingerprints: dict[str, str], settings: GenerateSettings) -> dict[str, Any]:
-    from muralist.generate.loras import check_adapters
-
     combined = hashlib.sha256(json.dumps(fingerprints, sort_keys=True).encode()).hexdigest()[:16]
     adapters = [[fingerprint(adapter.path), adapter.weight] for adapter in check_adapters(settings.lora)]
     return {"model": name, "fingerprint": combined, "lora": adapters}
@@ -270,3 +269,75 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {error}.", fix="Copy the model again.") from None
     return content if isinstance(content, dict) else {}
+
+
+def settings_identity(settings: GenerateSettings, model: ModelInfo) -> dict[str, Any]:
+    """Return everything that shapes an image beside its row, for the header."""
+    settings = settings.model_copy(update=model.resolved)
+    names = _IDENTITY + (("video_format",) if settings.num_frames > 1 else ())
+    identity = model.identity | {name: getattr(settings, name) for name in names}
+    if settings.preset == "fast":  # exact mode has no entry: folders from before there were presets stay valid
+        steps, truncation = settings.num_inference_steps, settings.cfg_truncation_step
+        identity["preset"] = describe_step_caching(model.pipeline_class, steps, truncation)
+    return identity
+
+
+class LoraAdapter(NamedTuple):
+    """An adapter's path and weight."""
+
+    path: Path
+    weight: float
+
+    @property
+    def is_peft(self) -> bool:
+        """Whether it is a folder as PEFT writes it, for the denoiser alone."""
+        return (self.path / PEFT_CONFIG).is_file()
+
+
+def parse_adapter(text: str) -> LoraAdapter:
+    """Parse a path, optionally followed by a colon and a weight."""
+    head, colon, tail = text.rpartition(":")
+    try:
+        weight = float(tail) if colon and not exists(Path(text)) else None
+    except ValueError:
+        weight = None
+    return LoraAdapter(Path(text), 1.0) if weight is None else LoraAdapter(Path(head), weight)
+
+
+def check_adapters(texts: Sequence[str]) -> list[LoraAdapter]:
+    """Parse adapters, and refuse those that do not exist."""
+    adapters = [parse_adapter(text) for text in texts]
+    for adapter in adapters:
+        if not math.isfinite(adapter.weight):
+            raise UserError(
+                f"The weight of the LoRA at {adapter.path} is {adapter.weight}.", fix="Give a finite weight."
+            )
+        check_exists(adapter.path, "LoRA", "Give a folder or a .safetensors file on this machine.")
+    if adapters:
+        from muralist.models.lora import require_peft
+
+        require_peft()
+    return adapters
+
+
+# Step caching of `--preset fast` guides the first steps only; after a beginning, the denoiser runs in some steps only and
+# is extrapolated in between. The schedule depends on the number of steps alone: caches that look at the data, such as
+# FirstBlockCache, decide for the entire batch, so that an image would depend on its neighbors.
+
+
+def cached_guided_steps(steps: int) -> int:
+    """The number of guided steps."""
+    return math.ceil(_GUIDED * steps)
+
+
+def computed_stages(stages: int) -> frozenset[int]:
+    """The stages of a scheduler in which the denoiser runs."""
+    beginning = max(2, math.ceil(_BEGINNING * stages))  # a line needs two points
+    return frozenset(stage for stage in range(stages) if stage < beginning or (stages - 1 - stage) % _INTERVAL == 0)
+
+
+def describe_step_caching(pipeline_class: str, steps: int, truncation: int | None = None) -> str:
+    """One line for the ledger and the user; `truncation` replaces the number of guided steps."""
+    guided = cached_guided_steps(steps) if truncation is None else truncation
+    line = f"fast: guidance in {guided} and the network in {len(computed_stages(steps))} of {steps} steps"
+    return f"{line}, fp8" if pipeline_class in FP8_PIPELINES else line

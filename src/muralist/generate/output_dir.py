@@ -1,7 +1,17 @@
-"""The output folder: its lock, its settings, what it already holds, and the image and clip files in it."""
+"""The output folder: its lock, its ledger, what it already holds, and the image and clip files in it.
+
+    ledger.jsonl          first settings, versions and the batch size, then one line per finished or failed sample;
+                          a command that has something to do first notes how many samples it plans in all
+    .ledger/gpu0.jsonl    while a command runs: the shard of one worker; it goes to the end of ledger.jsonl at the end
+
+Lines are only ever appended, each by one write. A worker that is killed leaves at most one torn line, which is ignored:
+its image is generated again. The last line about a sample counts.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import importlib.util
 import io
 import json
@@ -9,58 +19,47 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 
 from muralist.core.errors import UserError
 from muralist.core.images import encode_png
-from muralist.core.run_dir import FileLock, atomic_write, disk_write_error, hold_lock, is_disk_full
+from muralist.core.run_dir import FileLock, atomic_write, disk_write_error, hold_lock, is_disk_full, open_no_follow
 from muralist.data import ledger_reader
-from muralist.generate import ledger
-from muralist.generate.ledger import Header
+from muralist.data.ledger_reader import DONE, FAILED, PLANNED, lines_with_offsets, read_lines, read_lines_at
 from muralist.generate.plan import Plan, Sample
+from muralist.settings.generate import scheduler_name
 
+_FORMAT = {"format": "muralist ledger", "version": 1}
+PROMPT_TRUNCATED = "prompt_cut"
+"""In an image's line: a text encoder did not read its prompt to the end."""
+PSNR = "psnr_to_exact"
+"""In an image's line, in fast mode: the PSNR to the same image in exact mode, in dB."""
 _FAILURES = "failed_prompts_gpu"
 _OTHER_FOLDER = "choose another --output_dir, or give --overwrite to start anew in this one."
+_FRAMES_PER_SECOND = 16  # Wan's own
+_EXIF_IMAGE_DESCRIPTION = 0x010E
 
 
-@dataclass(frozen=True)
 class OutputDir:
     """The folder that holds the images of one table."""
 
-    root: Path
-
-    @property
-    def ledger(self) -> Path:
-        """The ledger."""
-        return self.root / ledger_reader.LEDGER
-
-    @property
-    def work(self) -> Path:
-        """Exists only while a command runs: the workers' lines and heartbeats."""
-        return self.root / ledger_reader.WORK_DIR
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.ledger = root / ledger_reader.LEDGER
+        self.work = root / ledger_reader.WORK_DIR  # exists only while a command runs: shards and heartbeats
+        self.progress = self.work / ledger_reader.PROGRESS  # how far each worker is, for the board
+        self.exact = root / ".exact"  # fast mode: some images in exact mode; hidden, because they are not rows
 
     def shard(self, label: str) -> Path:
-        """A worker's lines."""
+        """The lines of a worker."""
         return self.work / f"gpu{label}.jsonl"
-
-    @property
-    def progress(self) -> Path:
-        """How far each worker of the running command is, for the board."""
-        return self.work / ledger_reader.PROGRESS
-
-    @property
-    def exact(self) -> Path:
-        """In fast mode: some images in exact mode; hidden, because they are not rows of their own."""
-        return self.root / ".exact"
-
-    def failures(self, label: str) -> Path:
-        """The prompts that failed on a worker."""
-        return self.root / f"{_FAILURES}{label}.txt"
 
     def create(self) -> None:
         """Create the folder, or say why it cannot be created."""
@@ -71,21 +70,25 @@ class OutputDir:
 
     def lock(self, shared: bool = False) -> AbstractContextManager[FileLock]:
         """Hold the folder: a second command on it is refused. Ranks of one command hold it `shared`."""
-
-        def in_use(owner: str) -> UserError:
-            return UserError(
-                f"{self.root} is being filled by {owner}.", fix="Wait for it, stop it, or give another --output_dir."
-            )
-
-        return hold_lock(self.root / "lock", in_use, shared)
+        what, fix = f"{self.root} is being filled by", "Wait for it, stop it, or give another --output_dir."
+        return hold_lock(self.root / "lock", lambda owner: UserError(f"{what} {owner}.", fix=fix), shared)
 
     def recover(self) -> None:
         """Take up what a killed command left: its lines go into the ledger, unfinished files are removed."""
-        if self.ledger.is_file():
-            ledger.merge(self.ledger, self.work)
+        self._merge()
         # Lines that belong to no ledger say nothing about this command's images.
-        self.remove_unfinished()
         for path in (*self.work.glob(".*.tmp"), *self.work.glob("*.beat"), *self.work.glob("*.jsonl")):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Merge the workers' lines and remove everything else of this command."""
+        self._merge()
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def _merge(self) -> None:
+        if self.ledger.is_file():
+            merge_shards(self.ledger, self.work)
+        for path in self.root.glob(".*.tmp"):  # of workers that are gone
             path.unlink(missing_ok=True)
 
     def clear(self) -> None:
@@ -93,10 +96,9 @@ class OutputDir:
         ledgers = [*self.work.glob("*.jsonl"), self.ledger]
         shutil.rmtree(self.exact, ignore_errors=True)
         for path in ledgers:
-            for line in ledger_reader.read_lines(path):
-                with suppress(
-                    OSError, ValueError
-                ):  # a name from a foreign ledger may leave the folder, or be no file name
+            for line in read_lines(path):
+                # A name from a foreign ledger may leave the folder, or be no file name.
+                with suppress(OSError, ValueError):
                     (self.root / Path(line["file"]).name).unlink()
         for path in (*self.root.glob(f"{_FAILURES}*.txt"), *ledgers):
             path.unlink(missing_ok=True)
@@ -104,7 +106,7 @@ class OutputDir:
     def has_images(self) -> bool:
         """Return whether a ledger, or a worker's lines that are not in it yet, name an image."""
         files = (self.ledger, *self.work.glob("*.jsonl"))
-        return any(line["status"] == ledger_reader.DONE for path in files for line in ledger_reader.read_lines(path))
+        return any(line["status"] == DONE for path in files for line in read_lines(path))
 
     def check_settings(self, settings: dict[str, Any], header: Header) -> None:
         """Refuse to mix images made with different settings."""
@@ -136,16 +138,16 @@ class OutputDir:
         """Return which samples have an intact image: bool, by sample index."""
         # The offset of the last line about each sample: the lines themselves would fill the memory.
         last = np.full(len(plan), -1, dtype=np.int64)
-        for offset, line in ledger_reader.lines_with_offsets(self.ledger):
+        for offset, line in lines_with_offsets(self.ledger):
             if 0 <= line["index"] < len(plan.table) and 0 <= line["copy"] < plan.copies:
                 last[line["index"] * plan.copies + line["copy"]] = offset
         known = np.flatnonzero(last >= 0)
         done = np.zeros(len(plan), dtype=bool)
-        lines = ledger_reader.read_lines_at(self.ledger, last[known].tolist())
+        lines = read_lines_at(self.ledger, last[known].tolist()) if len(known) else ()
         for sample, line in zip(plan.samples(known), lines, strict=True):
-            if line["status"] == ledger_reader.DONE:  # a row that failed may have been corrected
+            if line["status"] == DONE:  # a row that failed may have been corrected
                 self._check_row(sample, line)
-                done[sample.sample_index] = ledger.is_intact(self.root / sample.file, line)
+                done[sample.sample_index] = is_intact(self.root / sample.file, line)
         return done
 
     def _check_row(self, sample: Sample, line: dict[str, Any]) -> None:
@@ -162,25 +164,14 @@ class OutputDir:
             f"Restore the row, or {_OTHER_FOLDER}",
         )
 
-    def remove_unfinished(self) -> None:
-        """Remove the temporary files of workers that are gone."""
-        for path in self.root.glob(".*.tmp"):
-            path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Merge the workers' lines and remove everything else of this command."""
-        if self.ledger.is_file():
-            ledger.merge(self.ledger, self.work)
-        shutil.rmtree(self.work, ignore_errors=True)
-
 
 def write_failures(output: OutputDir, labels: list[str]) -> int:
     """Write one file per worker with the prompts that failed on it, empty when none did; returns how many failed."""
     failed: dict[tuple[int, int], dict[str, Any]] = {}
-    for line in ledger_reader.read_lines(output.ledger):
+    for line in read_lines(output.ledger):
         sample = line["index"], line["copy"]
         failed.pop(sample, None)
-        if line["status"] == ledger_reader.FAILED:
+        if line["status"] == FAILED:
             failed[sample] = line
     # Files of workers that this command does not use may list failures that were corrected since.
     earlier = [path.stem.removeprefix(_FAILURES) for path in output.root.glob(f"{_FAILURES}*.txt")]
@@ -190,7 +181,7 @@ def write_failures(output: OutputDir, labels: list[str]) -> int:
         text = "\t".join(" ".join(str(cell).split()) for cell in cells)
         by_label.setdefault(line["gpu"], []).append(text + "\n")
     for label, lines in by_label.items():
-        atomic_write(output.failures(label), "".join(lines).encode(errors="replace"))
+        atomic_write(output.root / f"{_FAILURES}{label}.txt", "".join(lines).encode(errors="replace"))
     return len(failed)
 
 
@@ -204,8 +195,165 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
         raise disk_write_error(error, path) from None
 
 
-_FRAMES_PER_SECOND = 16  # Wan's own
-_EXIF_IMAGE_DESCRIPTION = 0x010E
+@dataclass(frozen=True, config={"strict": True})
+class Header:
+    """The first line of a ledger: what all images of the folder have in common."""
+
+    settings: dict[str, Any]  # everything that shapes an image, the model's fingerprint included
+    batch_size: PositiveInt  # images generated at once, on which the last bits of an image depend
+    made_with: dict[str, Any] = field(default_factory=dict)  # versions and device, on which the last bits depend too
+    one_at_a_time: bool = False  # the model cannot batch, whatever was asked for
+
+    @property
+    def digest(self) -> str:
+        """Short hash of the settings, in every line."""
+        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:8]
+
+    def line(self) -> str:
+        """Format the line."""
+        return _encoded({**_FORMAT, **asdict(self)}).decode()
+
+    @classmethod
+    def parse(cls, line: str) -> Header:
+        """Parse the line; ValueError where it is not a header."""
+        content = json.loads(line)
+        if not isinstance(content, dict) or {name: content.pop(name, None) for name in _FORMAT} != _FORMAT:
+            raise ValueError("not the first line of a ledger")
+        header = cls(**content)
+        if isinstance(scheduler := header.settings.get("scheduler"), str):  # older ledgers have it as it was typed
+            header.settings["scheduler"] = scheduler_name(scheduler)
+        return header
+
+    @classmethod
+    def read(cls, path: Path) -> Header | None:
+        """Read the header of a ledger; None where there is no ledger."""
+        try:
+            with path.open(encoding="utf-8") as file:
+                return cls.parse(file.readline())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError):
+            raise UserError(
+                f"{path} is not a ledger that this muralist can read.",
+                "Its first line is damaged, or another version wrote it.",
+                "Choose another --output_dir, or give --overwrite to start anew in this one.",
+            ) from None
+
+
+class Shard:
+    """One worker's lines of the current command; `digest` is that of the settings."""
+
+    def __init__(self, path: Path, digest: str) -> None:
+        self.path, self.digest = path, digest
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            raise self._deleted() from None  # a new folder here would have no lock
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+        os.write(self._file, b"\n")  # ends a line that a killed worker may have left torn
+
+    def done(
+        self, sample: Sample, file: Path, sha256: str, gpu: str, seconds: float, extra: dict[str, Any] | None = None
+    ) -> None:
+        """Append an image; `extra` fields are those that only some images have, such as another batch size."""
+        status = file.stat()
+        facts: dict[str, Any] = {"bytes": status.st_size, "sha256": sha256, "changed": status.st_mtime_ns}
+        self._append(DONE, sample, gpu, seconds, facts | (extra or {}))
+
+    def failed(self, sample: Sample, reason: str, gpu: str, seconds: float) -> None:
+        """Append a sample that failed by itself."""
+        self._append(FAILED, sample, gpu, seconds, {"error": reason})
+
+    def check_not_deleted(self) -> None:
+        """Raise an error if the file was deleted: without its line, an image would be refused by the next command."""
+        try:
+            exists = os.path.samestat(os.fstat(self._file), self.path.stat())
+        except FileNotFoundError:
+            exists = False
+        if not exists:
+            raise self._deleted()
+
+    def _deleted(self) -> OSError:
+        return OSError(errno.ENOENT, "it was deleted while images were being generated", str(self.path.parent.parent))
+
+    def _append(self, status: str, sample: Sample, gpu: str, seconds: float, facts: dict[str, Any]) -> None:
+        line = {
+            "status": status,
+            "index": sample.row,
+            "copy": sample.copy,
+            "id": sample.id,
+            "seed": sample.seed,
+            "prompt": sample.prompt,
+            "negative_prompt": sample.negative_prompt,
+            "height": sample.height,
+            "width": sample.width,
+            "file": sample.file,
+            "gpu": gpu,
+            "seconds": round(seconds, 4),
+            "settings": self.digest,
+            "key": sample.key,
+            **facts,
+        }
+        data = _encoded(line)
+        if os.write(self._file, data) < len(data):  # the rest would not fit either
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    try:
+        return (json.dumps(content, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # a lone surrogate, which JSON can only escape
+        return (json.dumps(content) + "\n").encode()
+
+
+def start_ledger(path: Path, header: Header) -> None:
+    """Write a new ledger: the batch size is on disk before the first image."""
+    atomic_write(path, header.line())
+
+
+def note_plan(path: Path, samples: int) -> None:
+    """Append how many samples are planned in all, for the board; a later command may plan more or fewer."""
+    with open_no_follow(path, "ab") as ledger:
+        ledger.write((b"" if _ends_with_newline(path) else b"\n") + _encoded({PLANNED: samples}))
+
+
+def merge_shards(path: Path, shards: Path) -> None:
+    """Move the workers' lines to the end of the ledger; interrupted and repeated, it may write lines twice."""
+    files = sorted(shards.glob("*.jsonl"))
+    if any(True for file in files for _ in read_lines(file)):
+        with open_no_follow(path, "ab") as ledger:
+            if not _ends_with_newline(path):  # an interrupted merge
+                ledger.write(b"\n")
+            for file in files:
+                ledger.writelines(_encoded(line) for line in read_lines(file))
+            ledger.flush()
+            os.fsync(ledger.fileno())
+    for file in files:
+        file.unlink()
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def is_intact(path: Path, line: dict[str, Any]) -> bool:
+    """Return whether a file is what its line says: the same size and modification time, or else the same bytes."""
+    try:
+        status = path.stat()
+        if status.st_size != line["bytes"]:
+            return False
+        if status.st_mtime_ns == line["changed"]:
+            return True
+        with path.open("rb") as file:  # copied to another disk, for example
+            return hashlib.file_digest(file, "sha256").hexdigest() == line["sha256"]
+    except OSError:
+        return False
 
 
 def file_extension(frames: int, video_format: str) -> str:

@@ -1,4 +1,4 @@
-"""The `Pipeline` interface between workers and models, and the function that loads one."""
+"""The `Pipeline` interface between workers and models, images that are still being computed, and loading a model."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib.metadata import version
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from muralist.core.compile_cache import imports_without_gc
 from muralist.core.errors import UserError
+from muralist.core.hardware import copy_to_host
 from muralist.generate.model_info import inspect_model
 from muralist.settings import GenerateSettings
 
 StepCallback = Callable[[], None]
 """Called at every denoising step: the heartbeat that distinguishes a slow worker from a hanging one."""
 MEMORY_PROBE_STEPS = 2
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class GenerationMode(Enum):
@@ -31,31 +34,86 @@ class GenerationMode(Enum):
     MEMORY_PROBE = "in two steps, to measure whether a batch size fits into memory"
 
 
-class PendingBatch(Protocol):
-    """Images that a device may still be computing."""
+class GpuClock:
+    """Measures for which fraction of the time a GPU had work, with CUDA events; on other devices it measures nothing.
+
+    `enter` and `leave` mark where the host begins and ends to fill the queue. The GPU's time between a `leave` and the
+    next `enter` is idle time. Gaps between the kernels of one filling are not seen.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self.reset()
+
+    def reset(self) -> None:
+        """Treat the next batch as the first: the work before it was not ordinary generation."""
+        self._left: Any = None
+        self._last_end: Any = None
+        self._gaps: list[tuple[Any, Any]] = []
+
+    def enter(self) -> None:
+        """Mark that work follows."""
+        if self._left is not None:
+            self._gaps.append((self._left, self._event()))
+            self._left = None
+
+    def leave(self) -> None:
+        """Mark that no work follows for now."""
+        if self._is_gpu:
+            self._left = self._event()
+
+    def batch(self) -> Callable[[], float] | None:
+        """After `leave`, return a function that waits for the batch and computes the busy fraction of its time.
+
+        Its time begins at the end of the last batch; None for the first batch.
+        """
+        start, end, gaps = self._last_end, self._left, self._gaps
+        self._last_end, self._gaps = end, []
+
+        def busy() -> float:
+            end.synchronize()
+            total = start.elapsed_time(end)
+            idle = sum(before.elapsed_time(after) for before, after in gaps)
+            return max(0.0, 1.0 - idle / total) if total > 0 else 1.0
+
+        return busy if start is not None else None
+
+    @staticmethod
+    def _event() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class PendingBatch:
+    """A batch of images that a device may still be computing, and that is copied to the host."""
+
+    def __init__(self, pixels: Tensor, finite: Tensor, busy: Callable[[], float] | None, dtype: str) -> None:
+        """Start copying pixels [B, ..., H, W, 3] in uint8, made in `dtype`; `wait` raises an error unless `finite`."""
+        self._pixels, self._finite = copy_to_host(pixels), copy_to_host(finite)
+        self._busy, self._dtype = busy, dtype
+        self._copied: Any = None
+        if pixels.device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        self.ready = self._copied is None
+        """Whether `wait` returns at once because no device is working on the images."""
+        self.gpu_busy: float | None = None
+        """After `wait`: for which fraction of the time since the last batch the GPU had work; None if unknown."""
 
     def wait(self) -> list[np.ndarray]:
         """Return the images: uint8 [H, W, 3] each, or clips [F, H, W, 3]."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether `wait` returns at once because no device is working on the images."""
-
-    @property
-    def gpu_busy(self) -> float | None:
-        """After `wait`: for which fraction of the time since the last batch the GPU had work; None if unknown."""
-
-
-class GeneratedBatch(NamedTuple):
-    """Images that are complete already."""
-
-    images: list[np.ndarray]
-    ready: bool = True
-    gpu_busy: float | None = None
-
-    def wait(self) -> list[np.ndarray]:
-        """Return the images."""
-        return self.images
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._busy is not None:
+            self.gpu_busy = self._busy()
+        if not bool(self._finite):
+            raise UserError(
+                "The model produced NaN or Inf values instead of an image.",
+                f"Some values overflowed in {self._dtype}.",
+                "Try --dtype bf16 or fp32.",
+            )
+        return list(self._pixels.numpy())
 
 
 class SampleRequest(NamedTuple):
@@ -64,6 +122,11 @@ class SampleRequest(NamedTuple):
     prompt: str
     negative_prompt: str
     seed: int
+
+
+Requests = Sequence[SampleRequest]
+Size = tuple[int, int]
+"""Height and width."""
 
 
 class Pipeline(ABC):
@@ -82,7 +145,7 @@ class Pipeline(ABC):
         """Everything that an image's last bits depend on besides the settings, the device and the library versions."""
 
     @abstractmethod
-    def prepare(self, requests: Sequence[SampleRequest]) -> None:
+    def prepare(self, requests: Requests) -> None:
         """Encode prompts or draw noise for upcoming requests, and drop the results of all others."""
 
     def is_truncated(self, prompt: str) -> bool:
@@ -91,20 +154,12 @@ class Pipeline(ABC):
 
     @abstractmethod
     def generate_async(
-        self,
-        requests: Sequence[SampleRequest],
-        size: tuple[int, int],
-        on_step: StepCallback,
-        mode: GenerationMode = GenerationMode.DEFAULT,
+        self, requests: Requests, size: Size, on_step: StepCallback, mode: GenerationMode = GenerationMode.DEFAULT
     ) -> PendingBatch:
         """Queue images of a height and width on the device; another batch may be queued before they are complete."""
 
     def generate(
-        self,
-        requests: Sequence[SampleRequest],
-        size: tuple[int, int],
-        on_step: StepCallback,
-        mode: GenerationMode = GenerationMode.DEFAULT,
+        self, requests: Requests, size: Size, on_step: StepCallback, mode: GenerationMode = GenerationMode.DEFAULT
     ) -> list[np.ndarray]:
         """Generate images of a height and width."""
         return self.generate_async(requests, size, on_step, mode).wait()
@@ -112,15 +167,6 @@ class Pipeline(ABC):
 
 class PipelineError(UserError):
     """These settings generate no image with this model, whatever the prompt."""
-
-
-def non_finite_error(dtype: str) -> UserError:
-    """For images with NaN or Inf values."""
-    return UserError(
-        "The model produced NaN or Inf values instead of an image.",
-        f"Some values overflowed in {dtype}.",
-        "Try --dtype bf16 or fp32.",
-    )
 
 
 def no_guidance_error(name: str) -> PipelineError:
@@ -132,15 +178,10 @@ def no_guidance_error(name: str) -> PipelineError:
     )
 
 
-def set_library_environment() -> None:
-    """Set the environment variables that libraries read at their first use."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ["HF_HUB_OFFLINE"] = "1"
-
-
 def make_deterministic(device: torch.device) -> None:
     """Choose no kernel by timing and let no sum depend on the number of threads; call first in a process."""
-    set_library_environment()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["HF_HUB_OFFLINE"] = "1"
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -167,9 +208,9 @@ def load_pipeline(settings: GenerateSettings, device: torch.device) -> Pipeline:
     if model.jit is not None:
         from muralist.generate.jit_pipeline import JiTPipeline
 
-        return JiTPipeline.load(settings, device)
+        return JiTPipeline.load(settings, device, model.jit)
     with imports_without_gc():
-        from muralist.generate.diffusers_pipeline import DTYPES, DiffusersPipeline
+        from muralist.generate.diffusers_pipeline import DiffusersPipeline
 
     components = {}
     if model.description:  # trained here

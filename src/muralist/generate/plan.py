@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -98,13 +98,6 @@ class Plan:
         height, width = self._row_sizes[index // self.copies].tolist()
         return height, width
 
-    def distinct_sizes(self, indices: np.ndarray) -> list[tuple[int, int]]:
-        """Return the heights and widths of some samples, each once."""
-        if self._row_sizes is None:
-            return [self.size]
-        sizes = np.unique(self._row_sizes[indices // self.copies], axis=0).tolist()
-        return [(height, width) for height, width in sizes]
-
     def grouped_by_size(self, indices: np.ndarray) -> np.ndarray:
         """Order samples as they are generated: as in the table, but one size after another."""
         if self._row_sizes is None:
@@ -117,14 +110,6 @@ class Plan:
         """Refuse a table whose rows would overwrite each other's files."""
         copies = np.arange(self.copies, dtype=np.int64) * SEED_STRIDE
         refuse_collision(self.table, self.row_seeds[:, None] + copies)
-
-    def unknown_prompts(self, is_known: Callable[[str], bool]) -> list[str]:
-        """Return the prompts that are not known, one for each row."""
-        unknown = []
-        for first in range(0, len(self.table), _ROWS_READ_AT_ONCE):
-            rows = self.table.rows(range(first, min(first + _ROWS_READ_AT_ONCE, len(self.table))))
-            unknown += [row.prompt for row in rows if not is_known(row.prompt)]
-        return unknown
 
 
 def batch_slot(row: int, copy: int, batch_size: int) -> int:

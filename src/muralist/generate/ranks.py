@@ -26,7 +26,7 @@ import numpy as np
 from muralist.core.errors import UserError
 from muralist.core.liveness import BeatAge, read_beat, write_beat
 from muralist.data import ledger_reader
-from muralist.generate.console import ProgressDisplay, ProgressLines, ProgressRecorder, WorkerProgress, open_display
+from muralist.generate.console import ProgressDisplay, ProgressLines, WorkerProgress, open_display
 from muralist.generate.output_dir import OutputDir
 from muralist.generate.plan import round_robin
 
@@ -36,7 +36,7 @@ _BEAT = 2.0
 _POLL = 1.0
 _TAKEN_AT_ONCE = 16  # samples of lost ranks: few enough that all idle ranks get some
 _OTHERS_END = 10.0
-_DECISION, _SAMPLES, _HEARD, _ARRIVED = "muralist/decision", "muralist/samples", "muralist/heard", "muralist/arrived"
+_DECISION, _HEARD, _ARRIVED = "muralist/decision", "muralist/heard", "muralist/arrived"
 _GO_ON, _GIVE_UP = b"go on", b"give up"
 _READY, _REFUSED = b"ready", b"refused"
 _AWAY = ("gone", "lost")
@@ -97,24 +97,20 @@ class RankCoordinator:
         store = self._rendezvous(_MEETING)
         store.set(f"{_ARRIVED}/{self.rank}", _READY)
         if self.rank:
-            go_on = self._get(store, _DECISION) == _GO_ON
-            if go_on:
-                self.todo = np.frombuffer(self._get(store, _SAMPLES), np.int64)
+            decision = self._get(store, _DECISION)
             store.add(_HEARD, 1)
-            if not go_on:
+            if decision == _GIVE_UP:
                 raise RankRefused
+            self.todo = np.frombuffer(decision.removeprefix(_GO_ON), np.int64)
         else:
+            decision = _GIVE_UP
             try:
-                for rank in range(1, self.size):
-                    if self._get(store, f"{_ARRIVED}/{rank}", rank) == _REFUSED:
-                        raise RankRefused
+                if any(self._get(store, f"{_ARRIVED}/{rank}", rank) == _REFUSED for rank in range(1, self.size)):
+                    raise RankRefused
                 self.todo = find_missing()
-                store.set(_SAMPLES, self.todo.tobytes())
-                store.set(_DECISION, _GO_ON)
-            except BaseException:
-                store.set(_DECISION, _GIVE_UP)
-                raise
+                decision = _GO_ON + self.todo.tobytes()
             finally:
+                store.set(_DECISION, decision)
                 self._wait_until_heard(store)
         if self.output.ledger.is_file():
             self._offsets[self.output.ledger] = self.output.ledger.stat().st_size  # earlier failures are tried again
@@ -127,17 +123,14 @@ class RankCoordinator:
         except Exception:
             if not self._met:
                 with suppress(UserError, RuntimeError):  # nobody came; the error itself is printed in any case
-                    self._report_refusal()
+                    store = self._rendezvous(_REFUSED_WAITS)
+                    store.set(f"{_ARRIVED}/{self.rank}", _REFUSED)
+                    if self.rank:
+                        store.add(_HEARD, 1)
+                    else:
+                        store.set(_DECISION, _GIVE_UP)
+                        self._wait_until_heard(store)
             raise
-
-    def _report_refusal(self) -> None:
-        store = self._rendezvous(_REFUSED_WAITS)
-        store.set(f"{_ARRIVED}/{self.rank}", _REFUSED)
-        if self.rank:
-            store.add(_HEARD, 1)
-        else:
-            store.set(_DECISION, _GIVE_UP)
-            self._wait_until_heard(store)
 
     def _wait_until_heard(self, store: Any) -> None:
         """Keep the store, which may live in this process, until the other ranks have read the decision."""
@@ -228,8 +221,7 @@ class RankCoordinator:
         """Return how far every rank's worker is, as far as their beat files tell."""
         workers = {}
         for rank, share in enumerate(round_robin(self.todo, self.size)):
-            state = self._state_of(rank)
-            progress = self.progress
+            state, progress = self._state_of(rank), self.progress
             if rank != self.rank:
                 progress = WorkerProgress(*self._others[rank].get("count", (0, 0, len(share))))
             workers[str(rank)] = progress._replace(total=progress.finished) if state in _AWAY else progress
@@ -245,13 +237,9 @@ class RankCoordinator:
         """Return a rank's state; one without a beat file counts as working from the first time it is asked for."""
         if rank == self.rank:
             return self._state
-        try:
-            beat = read_beat(self._beat_file(rank))
-        except OSError:
-            beat = {"state": "working", "taken": []}
-        if beat is not None:  # else it is being rewritten
-            self._others[rank] = beat
         beat = self._others.setdefault(rank, {"state": "working", "taken": []})
+        with suppress(OSError):
+            beat = self._others[rank] = read_beat(self._beat_file(rank)) or beat  # None while it is being rewritten
         silence = self._ages.setdefault(rank, BeatAge()).observe(beat)
         return "lost" if beat["state"] != "gone" and silence > self.timeout else str(beat["state"])
 
@@ -275,23 +263,29 @@ class RankCoordinator:
         return self.output.work / f"rank{rank}.beat"
 
 
-class RankDisplay:
+class RankDisplay(ProgressDisplay):
     """Rank 0 shows how far all ranks are; the others only print notes."""
 
     def __init__(self, ranks: RankCoordinator) -> None:
-        self.ranks = ranks
-        display: ProgressDisplay = ProgressLines() if ranks.rank else ProgressRecorder(open_display(), ranks.output)
-        self._display, self.print, self.close = display, display.print, display.close
-        self._updated = 0.0
+        super().__init__()
+        self.ranks, self._updated = ranks, 0.0
+        self._display = ProgressLines() if ranks.rank else open_display(ranks.output)
 
-    def update(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
-        """Remember how far this rank is, and show how far all are."""
+    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
         (self.ranks.progress,) = workers.values()
         if self.ranks.rank == 0 and time.monotonic() - self._updated > _POLL:
             self._updated = time.monotonic()
             everybody = self.ranks.all_progress()
             assigned = sum(progress.total for progress in everybody.values())
             self._display.update(everybody, max(0, len(self.ranks.todo) - assigned))
+
+    def print(self, text: str) -> None:
+        """Print a note of this rank."""
+        self._display.print(text)
+
+    def close(self) -> None:
+        """Stop the display."""
+        self._display.close()
 
 
 def _wait(condition: Callable[[], bool], seconds: float) -> bool:

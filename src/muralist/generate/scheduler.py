@@ -19,11 +19,9 @@ import numpy as np
 
 from muralist.core.errors import UserError
 from muralist.core.worker_pool import WorkerExited, WorkerPool
-from muralist.generate import messages
+from muralist.generate import workers
 from muralist.generate.console import ProgressDisplay, WorkerProgress
-from muralist.generate.ledger import Shard
-from muralist.generate.messages import GenerateBatch, MeasureBatchSize, StopWorker, WorkerReady
-from muralist.generate.output_dir import OutputDir
+from muralist.generate.output_dir import OutputDir, Shard
 from muralist.generate.plan import Plan, round_robin
 
 _POLL = 0.2  # seconds
@@ -53,15 +51,8 @@ class Undecided(Enum):
     WAIT = "another rank decides"
 
 
-DecideBatchSize = Callable[[WorkerReady, int | None], BatchSize | Undecided]
+DecideBatchSize = Callable[[workers.WorkerReady, int | None], BatchSize | Undecided]
 MoreSamples = Callable[[], np.ndarray | None]
-
-
-class Result(NamedTuple):
-    """The number of samples that were generated, and that failed."""
-
-    done: int
-    failed: int
 
 
 @dataclass
@@ -74,17 +65,13 @@ class _Worker:
     sent: int = 0  # samples, since it was last started
     batches: list[set[int]] = field(default_factory=list)  # samples that were sent and are not finished
     on_device: tuple[int, ...] = ()
-    ready: WorkerReady | None = None
+    ready: workers.WorkerReady | None = None
     alive: bool = True
     fatal: UserError | None = None  # it cannot work, however often it is started
     starts: int = 0
     compiling: bool = False  # until its first image
     done: int = 0
     failed: int = 0
-
-    @property
-    def open(self) -> list[int]:
-        return [index for batch in self.batches for index in sorted(batch)]
 
     @property
     def progress(self) -> WorkerProgress:
@@ -122,12 +109,12 @@ class Scheduler:
         self.suspects: deque[int] = deque()  # were on a device when its worker died: from now on alone in a batch
         self.deaths: Counter[int] = Counter()
         self.failures: Counter[str] = Counter()
-        self.batch_size: BatchSize | None = None
+        self.batch_size = BatchSize(0, 0)  # not known yet
         self.measuring: str | None = None
         self.restarts = 0
         self.notes: set[str] = set()
 
-    def run(self, labels: Sequence[str], indices: np.ndarray) -> Result:
+    def run(self, labels: Sequence[str], indices: np.ndarray) -> None:
         """Generate the samples; returns when each is done or has failed."""
         for label, share in zip(labels, round_robin(indices, len(labels)), strict=True):
             self.workers[label] = _Worker(label, deque(share.tolist()), len(share))
@@ -143,52 +130,48 @@ class Scheduler:
             progress = {worker.label: worker.progress for worker in self.workers.values()}
             self.display.update(progress, len(self.unassigned) + len(self.suspects))
         for label in labels:
-            self.pool.send(label, StopWorker())
-        workers = self.workers.values()
-        return Result(sum(worker.done for worker in workers), sum(worker.failed for worker in workers))
+            self.pool.send(label, workers.StopWorker())
 
     def _has_work(self) -> bool:
         return bool(self.unassigned or self.suspects) or any(w.share or w.batches for w in self.workers.values())
 
     def _fetch_more(self) -> bool:
-        indices = self.more_samples()
-        if indices is None:
-            return False
-        self.unassigned.extend(indices.tolist())
-        return True
+        if (indices := self.more_samples()) is not None:
+            self.unassigned.extend(indices.tolist())
+        return indices is not None
 
     def _start(self, worker: _Worker) -> None:
         worker.alive, worker.starts, worker.sent = True, worker.starts + 1, 0
         self.pool.start(worker.label)
 
-    def _handle(self, worker: _Worker, report: messages.Report) -> None:
+    def _handle(self, worker: _Worker, report: workers.Report) -> None:
         if not worker.alive:
             return  # it was given up, and others have its samples
         match report:
-            case WorkerReady():
+            case workers.WorkerReady():
                 worker.ready, worker.compiling = report, "compiled" in report.environment
-            case messages.BatchSizeMeasured(batch_size):
+            case workers.BatchSizeMeasured(batch_size):
                 assert worker.ready is not None
                 decided = self.decide_batch_size(worker.ready, batch_size)
                 assert isinstance(decided, BatchSize)
                 self.batch_size, self.measuring = decided, None
-            case messages.BatchStarted(indices):
+            case workers.BatchStarted(indices):
                 worker.on_device = indices
-            case messages.SampleDone(index):
+            case workers.SampleDone(index):
                 worker.done += 1
                 worker.compiling = False
                 self.first_image_at = self.first_image_at or time.monotonic()
                 worker.finish(index)
                 self.restarts = 0
-            case messages.SampleFailed(index, reason):
+            case workers.SampleFailed(index, reason):
                 worker.failed += 1
                 worker.finish(index)
                 self._count_failure(reason)
-            case messages.WorkerNote(text):
+            case workers.WorkerNote(text):
                 if text not in self.notes:  # most are the same for every worker
                     self.notes.add(text)
                     self.display.print(text)
-            case messages.WorkerFailed(error, all_workers):
+            case workers.WorkerFailed(error, all_workers):
                 if all_workers:
                     raise error
                 worker.fatal = error
@@ -201,7 +184,7 @@ class Scheduler:
     def _settle_batch_size(self) -> None:
         """Find out the batch size with the first worker that is ready."""
         worker = next((worker for worker in self.workers.values() if worker.ready), None)
-        if self.batch_size is not None or self.measuring is not None or worker is None or worker.ready is None:
+        if self.batch_size.current or self.measuring is not None or worker is None or worker.ready is None:
             return
         decided = self.decide_batch_size(worker.ready, None)
         if isinstance(decided, BatchSize):
@@ -215,13 +198,13 @@ class Scheduler:
             self.pool.reset_silence(worker.label)
             # Small tables are not padded to large batches; images may not depend on the number of workers.
             limit = max(1, min(_LARGEST_BATCH, len(self.plan) // _WORKERS_TO_FEED))
-            self.pool.send(worker.label, MeasureBatchSize(self.plan.sample(largest), limit))
+            self.pool.send(worker.label, workers.MeasureBatchSize(self.plan.sample(largest), limit))
 
     # Handing out samples.
 
     def _hand_out(self) -> None:
         """Hand out everybody's own share first; then it is known who has nothing left while others have."""
-        if self.batch_size is None:
+        if not self.batch_size.current:
             return
         for own in (True, False):
             left = len(self.unassigned) + sum(len(worker.share) for worker in self.workers.values())
@@ -237,21 +220,19 @@ class Scheduler:
 
         `expected`: how many of the samples that are left it would make, if all went on as fast as they were.
         """
-        assert self.batch_size is not None
         most = max(_BATCHES_AHEAD, -(-_SAMPLES_AHEAD // self.batch_size.current))
         if len(self.workers) == 1 or worker.sent < _SAMPLES_AHEAD:
             return most
         return max(1, min(most, int(expected / self.batch_size.current)))
 
     def _send(self, worker: _Worker, indices: list[int]) -> None:
-        assert self.batch_size is not None
         if not worker.batches:
             self.pool.reset_silence(worker.label)
         worker.batches.append(set(indices))
         worker.sent += len(indices)
         samples = tuple(self.plan.sample(index) for index in indices)
         exclusive = any(self.deaths[index] for index in indices)
-        self.pool.send(worker.label, GenerateBatch(samples, *self.batch_size, exclusive=exclusive))
+        self.pool.send(worker.label, workers.GenerateBatch(samples, *self.batch_size, exclusive=exclusive))
 
     def _next_batch(self, worker: _Worker, own: bool) -> list[int]:
         """Return a suspect alone, else a batch of the worker's own share, else of other workers' samples."""
@@ -268,7 +249,6 @@ class Scheduler:
 
     def _is_nearly_through(self, worker: _Worker) -> bool:
         """Return whether too few samples are left of a share to fill batches well: each needs its slot free."""
-        assert self.batch_size is not None
         has_begun = len(self.workers) > 1 and worker.sent >= _SAMPLES_AHEAD
         return has_begun and len(worker.share) < _SLOT_SEARCH * self.batch_size.current
 
@@ -285,7 +265,6 @@ class Scheduler:
 
     def _take_batch(self, source: deque[int]) -> list[int]:
         """Take the first samples of one size, each with its own slot."""
-        assert self.batch_size is not None
         batch_size = self.batch_size.current
         batch: dict[int, int] = {}
         skipped: list[int] = []
@@ -317,28 +296,24 @@ class Scheduler:
         worker.alive, worker.ready = False, None
         if self.measuring == worker.label:
             self.measuring = None
-        open_samples = worker.open
-        suspects = [index for index in dict.fromkeys(worker.on_device) if index in open_samples]
+        left = [index for batch in worker.batches for index in sorted(batch)]
+        suspects = [index for index in dict.fromkeys(worker.on_device) if index in left]
         worker.batches.clear()
         worker.on_device = ()
         worker.total = worker.done + worker.failed
-        given_up = 0
-        for index in suspects:
-            self.deaths[index] += 1
-            if self.deaths[index] >= _DEATHS_PER_SAMPLE:
-                self._give_up(worker, index)
-                given_up += 1
-            else:
-                self.suspects.append(index)
-        rows = len(open_samples) + len(worker.share) - given_up
-        others = any(other.alive for other in self.workers.values())
-        for index in open_samples:
-            if index not in suspects:
+        self.deaths.update(suspects)
+        given_up = [index for index in suspects if self.deaths[index] >= _DEATHS_PER_SAMPLE]
+        for index in given_up:
+            self._give_up(worker, index)
+        for index in dict.fromkeys([*suspects, *left]):
+            if index not in given_up:
                 # Once a suspect, always alone: in a batch it would be blamed for the next death as well.
                 (self.suspects if self.deaths[index] else self.unassigned).append(index)
+        rows = len(left) - len(given_up) + len(worker.share)
         self.unassigned.extend(worker.share)
         worker.share.clear()
-        self.display.print(f"{message} {f'The others take its {rows:,} rows.' if rows and others else ''}".strip())
+        others = any(other.alive for other in self.workers.values())
+        self.display.print(f"{message} The others take its {rows:,} rows." if rows and others else message)
 
     def _give_up(self, worker: _Worker, index: int) -> None:
         reason = f"the worker died {_DEATHS_PER_SAMPLE} times while generating it"

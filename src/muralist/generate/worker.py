@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,17 +27,25 @@ from muralist.core import compile_cache
 from muralist.core.errors import UserError
 from muralist.core.run_dir import atomic_write
 from muralist.core.worker_pool import Inbox
-from muralist.generate import messages, output_dir
-from muralist.generate.gpu_execution import is_out_of_memory
-from muralist.generate.ledger import PROMPT_TRUNCATED, PSNR, Shard
-from muralist.generate.messages import GenerateBatch, GenerationJob, MeasureBatchSize, StopWorker
-from muralist.generate.output_dir import OutputDir, explain_write_errors
-from muralist.generate.pipeline import GenerationMode, PendingBatch, Pipeline, PipelineError, SampleRequest
+from muralist.generate import output_dir, workers
+from muralist.generate.optimizations import is_out_of_memory
+from muralist.generate.output_dir import PROMPT_TRUNCATED, PSNR, OutputDir, Shard, explain_write_errors
+from muralist.generate.pipeline import (
+    GenerationMode,
+    PendingBatch,
+    Pipeline,
+    PipelineError,
+    SampleRequest,
+    environment_info,
+    load_pipeline,
+    make_deterministic,
+)
 from muralist.generate.plan import Sample, batch_slot, split_by_slot
+from muralist.generate.workers import GenerateBatch, GenerationJob, MeasureBatchSize, StopWorker
 
 log = logging.getLogger("muralist")
 
-Send = Callable[[messages.Report], None]
+Send = Callable[[workers.Report], None]
 
 _MEMORY_TO_USE = 0.92  # of a GPU's; the rest is for fragmentation over hours
 _HEARTBEAT_INTERVAL = 1.0  # seconds
@@ -56,16 +64,14 @@ def psnr(one: np.ndarray, other: np.ndarray) -> float:
 def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, send: Send) -> None:
     """Load the model and serve until told to stop; everything that ends a worker early is reported."""
     try:
-        from muralist.generate.pipeline import environment_info, load_pipeline, make_deterministic
-
         make_deterministic(device)
         cache = compile_cache.use_compile_cache()
         pipeline = load_pipeline(job.settings, device)
         environment = environment_info(device) | pipeline.execution_info()
-        send(messages.WorkerReady(pipeline.supports_batching(), environment))
-        Worker(job, label, device, pipeline, _with_compile_note(cache, send)).serve(inbox)
+        send(workers.WorkerReady(pipeline.supports_batching(), environment))
+        Worker(job, label, device, pipeline, send, cache.summary).serve(inbox)
     except UserError as error:
-        send(messages.WorkerFailed(error, all_workers=True))
+        send(workers.WorkerFailed(error, all_workers=True))
     except Exception as error:
         if is_out_of_memory(error):
             failure = UserError(
@@ -75,31 +81,11 @@ def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, sen
         else:
             log.debug("GPU %s", label, exc_info=True)
             failure = UserError(f"GPU {label}: {_describe(error)}.")
-        send(messages.WorkerFailed(failure, all_workers=False))
+        send(workers.WorkerFailed(failure, all_workers=False))
 
 
-def _with_compile_note(cache: compile_cache.CompileCache, send: Send) -> Send:
-    """Report after the first image what was compiled for it."""
-    noted = False
-
-    def send_and_note(report: messages.Report) -> None:
-        nonlocal noted
-        send(report)
-        if isinstance(report, messages.SampleDone) and not noted:
-            noted = True
-            if note := cache.summary():
-                send(messages.WorkerNote(note))
-
-    return send_and_note
-
-
-class _Image(NamedTuple):
-    """An image to save, with the fields of its line in the ledger that not every image has."""
-
-    sample: Sample
-    pixels: np.ndarray
-    seconds: float
-    extra: dict[str, Any]
+_Image = tuple[Sample, np.ndarray, float, dict[str, Any]]
+"""An image to save, the seconds it took, and the fields of its line in the ledger that not every image has."""
 
 
 class _Call(NamedTuple):
@@ -123,10 +109,6 @@ class _RunningBatch(NamedTuple):
     calls: list[_Call]
     failure: str | None
 
-    @property
-    def is_ready(self) -> bool:
-        return all(call.pending.ready for call in self.calls)
-
 
 @dataclass
 class Worker:
@@ -137,6 +119,7 @@ class Worker:
     device: torch.device
     pipeline: Pipeline
     send: Send
+    compile_summary: Callable[[], str] | None = None  # reported after the first image
     waiting: deque[GenerateBatch] = field(default_factory=deque)
     prepared: set[SampleRequest] = field(default_factory=set)
     running: _RunningBatch | None = None
@@ -146,7 +129,7 @@ class Worker:
     last_heartbeat: float = 0.0
 
     def __post_init__(self) -> None:
-        self.output = OutputDir(self.job.output_dir)
+        self.output, self.settings = OutputDir(self.job.output_dir), self.job.settings
 
     def serve(self, inbox: Inbox) -> None:
         """Generate batch after batch.
@@ -154,7 +137,7 @@ class Worker:
         A batch is handed to the device before the images of the one before it are waited for, so that the device always
         has work.
         """
-        with explain_write_errors(self.job.output_dir):
+        with explain_write_errors(self.output.root):
             shard = Shard(self.output.shard(self.label), self.job.digest)
         with closing(shard), ThreadPoolExecutor(_SAVE_THREADS) as savers:
             self.shard, self.savers = shard, savers
@@ -172,27 +155,30 @@ class Worker:
                 self._finish()
                 return None
             if isinstance(message, MeasureBatchSize):
-                self.send(messages.BatchSizeMeasured(self._largest_batch(message)))
+                self.send(workers.BatchSizeMeasured(self._largest_batch(message)))
             else:
                 self.waiting.append(message)
         return self.waiting.popleft()
 
     def _run(self, batch: GenerateBatch) -> None:
-        """Start a batch, then save the one before it."""
+        """Start a batch, then save the one before it; in fast mode, generate some samples in exact mode first."""
         self._encode_prompts([batch, *self.waiting])
-        compared = tuple(sample for sample in batch.samples if self._is_compared(sample))
+        fast = self.settings.preset == "fast"
+        compared = tuple(sample for sample in batch.samples if fast and sample.row < _COMPARED_ROWS and not sample.copy)
         if batch.exclusive or compared:
             self._complete()  # the time for comparing would count as that of the batch before
-        if compared:
-            self._generate_exact(compared, batch.batch_size)
         try:
+            if compared:
+                exact = self._start(batch._replace(samples=compared), GenerationMode.EXACT)
+                images, _ = self._wait(exact)  # if it failed, fast mode will fail too and report it
+                self.exact |= {sample: pixels for sample, pixels, *_ in images}
             started = self._start(batch)
         except PipelineError:
             self._finish()
             raise
         self._complete(following=batch.indices)
         self.running, self.on_device = started, batch.indices
-        if started.is_ready or batch.exclusive:
+        if batch.exclusive or all(call.pending.ready for call in started.calls):
             self._complete()
 
     def _complete(self, following: tuple[int, ...] = ()) -> None:
@@ -202,7 +188,7 @@ class Worker:
             images = self._collect(self.running)
             self.running, self.on_device = None, ()
             self._wait_until_saved()  # at most one batch waits for the disk
-            self.saving = [self.savers.submit(self._save, image) for image in images]
+            self.saving = [self.savers.submit(self._save, *image) for image in images]
 
     def _wait_until_saved(self) -> None:
         for future in self.saving:
@@ -215,7 +201,7 @@ class Worker:
     def _heartbeat(self) -> None:
         if time.monotonic() - self.last_heartbeat > _HEARTBEAT_INTERVAL:
             self.last_heartbeat = time.monotonic()
-            self.send(messages.Heartbeat())
+            self.send(workers.Heartbeat())
 
     def _encode_prompts(self, batches: Sequence[GenerateBatch]) -> None:
         """Encode the prompts of all waiting batches together, unless those of the next two are encoded already."""
@@ -230,49 +216,19 @@ class Worker:
                 _free_memory()
         self.prepared = set(requests)
 
-    # Fast mode: some samples are generated in exact mode too.
-
-    def _is_compared(self, sample: Sample) -> bool:
-        return self.job.settings.preset == "fast" and sample.row < _COMPARED_ROWS and sample.copy == 0
-
-    def _generate_exact(self, samples: tuple[Sample, ...], batch_size: int) -> None:
-        """Generate samples in exact mode, keep them for comparison and save them in a folder of their own."""
-        self._report_on_device(samples)
-        try:
-            for call in self._calls(samples, batch_size, GenerationMode.EXACT):
-                self.exact |= call.images()
-        except PipelineError:
-            raise
-        except Exception as error:  # fast mode will fail too, and report it
-            self._exit_if_broken(error)
-            return
-        with explain_write_errors(self.job.output_dir):
-            self.output.exact.mkdir(exist_ok=True)
-            for sample in samples:
-                try:
-                    data = output_dir.encode_image(self.exact[sample], sample, {}, self.job.settings.video_format)
-                except Exception:  # fast mode will fail too, and report it
-                    self.exact.pop(sample)
-                    continue
-                atomic_write(self.output.exact / sample.file, data)
-
     # From a batch to images.
 
-    def _start(self, batch: GenerateBatch) -> _RunningBatch:
+    def _start(self, batch: GenerateBatch, mode: GenerationMode = GenerationMode.DEFAULT) -> _RunningBatch:
         """Hand a batch to the device; an exception, which would hold on to memory, is gone when this returns."""
         started, calls, failure = time.monotonic(), [], None
-        self._report_on_device(batch.samples)
+        self.send(workers.BatchStarted((*self.on_device, *batch.indices)))
         try:
-            calls = self._calls(batch.samples, batch.batch_size)
+            calls = self._calls(batch.samples, batch.batch_size, mode)
         except PipelineError:
             raise
         except Exception as error:
-            self._exit_if_broken(error)
-            failure = _describe(error)
+            failure = self._explain(error)
         return _RunningBatch(batch, started, calls, failure)
-
-    def _report_on_device(self, samples: tuple[Sample, ...]) -> None:
-        self.send(messages.BatchStarted((*self.on_device, *(sample.sample_index for sample in samples))))
 
     def _collect(self, running: _RunningBatch) -> list[_Image]:
         """Return the images of a batch; if it fails, each sample is tried once more alone, at the same batch size."""
@@ -281,7 +237,7 @@ class Worker:
             return images
         for sample in running.batch.samples:
             started = time.monotonic()
-            again, failure = self._wait(self._start(replace(running.batch, samples=(sample,))))
+            again, failure = self._wait(self._start(running.batch._replace(samples=(sample,))))
             images += again
             if failure is not None:
                 self._record_failure(sample, failure, time.monotonic() - started)
@@ -299,15 +255,11 @@ class Worker:
                 pixels |= images
                 extra |= {sample: self._extra_fields(sample, call, running) for sample in images}
         except Exception as error:
-            self._exit_if_broken(error)
-            return [], _describe(error)
+            return [], self._explain(error)
         # A batch that waited for the one before it was not being generated yet.
         seconds = (time.monotonic() - max(running.started, self.last_end)) / len(pixels)
         self.last_end = time.monotonic()
-        for sample in pixels:
-            if (exact := self.exact.pop(sample, None)) is not None:
-                extra[sample][PSNR] = round(psnr(pixels[sample], exact), 2)
-        return [_Image(sample, image, seconds, extra[sample]) for sample, image in pixels.items()], None
+        return [(sample, image, seconds, extra[sample]) for sample, image in pixels.items()], None
 
     def _extra_fields(self, sample: Sample, call: _Call, running: _RunningBatch) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -319,9 +271,7 @@ class Worker:
             fields[PROMPT_TRUNCATED] = True
         return fields
 
-    def _calls(
-        self, samples: tuple[Sample, ...], batch_size: int, mode: GenerationMode = GenerationMode.DEFAULT
-    ) -> list[_Call]:
+    def _calls(self, samples: tuple[Sample, ...], batch_size: int, mode: GenerationMode) -> list[_Call]:
         """Start as many pipeline calls as needed: tried twice when memory is short, then in halves where allowed."""
         requests = [_request(samples[0])] * batch_size
         for sample in samples:
@@ -335,39 +285,45 @@ class Worker:
                 if not is_out_of_memory(error):
                     raise
             _free_memory()
-        if not self.job.settings.allow_batch_change or batch_size == 1:
+        if not self.settings.allow_batch_change or batch_size == 1:
             raise _out_of_memory_error(self.label, samples[0], batch_size)
         half = batch_size // 2
-        self.send(messages.WorkerNote(f"GPU {self.label} is out of memory: batch size {half} instead of {batch_size}."))
+        self.send(workers.WorkerNote(f"GPU {self.label} is out of memory: batch size {half} instead of {batch_size}."))
         return [call for part in split_by_slot(samples, half) for call in self._calls(part, half, mode)]
 
     # From images to files.
 
-    def _save(self, image: _Image) -> None:
-        sample = image.sample
-        path = self.job.output_dir / sample.file
+    def _save(self, sample: Sample, pixels: np.ndarray, seconds: float, extra: dict[str, Any]) -> None:
+        path, video_format = self.output.root / sample.file, self.settings.video_format
+        exact = self.exact.pop(sample, None)
         try:
-            data = output_dir.encode_image(image.pixels, sample, self.job.metadata, self.job.settings.video_format)
+            data = output_dir.encode_image(pixels, sample, self.job.metadata, video_format)
+            exact_data = output_dir.encode_image(exact, sample, {}, video_format) if exact is not None else b""
         except Exception as error:  # this sample cannot become a file; the next one can
-            self._record_failure(sample, _describe(error), image.seconds)
+            self._record_failure(sample, _describe(error), seconds)
             return
-        with explain_write_errors(self.job.output_dir):
+        with explain_write_errors(self.output.root):
             self.shard.check_not_deleted()
             try:
                 atomic_write(path, data)
+                if exact is not None:
+                    atomic_write(self.output.exact / sample.file, exact_data)
+                    extra[PSNR] = round(psnr(pixels, exact), 2)
                 self.shard.check_not_deleted()
-                sha256 = hashlib.sha256(data).hexdigest()
-                self.shard.done(sample, path, sha256, self.label, image.seconds, image.extra)
+                self.shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, extra)
             except FileNotFoundError:
                 path.unlink(missing_ok=True)  # without a ledger it would make the next command refuse the folder
                 self.shard.check_not_deleted()  # whose message is the better one
                 raise
-        self.send(messages.SampleDone(sample.sample_index))
+        self.send(workers.SampleDone(sample.sample_index))
+        summarize, self.compile_summary = self.compile_summary, None
+        if summarize and (note := summarize()):
+            self.send(workers.WorkerNote(note))
 
     def _record_failure(self, sample: Sample, reason: str, seconds: float) -> None:
-        with explain_write_errors(self.job.output_dir):
+        with explain_write_errors(self.output.root):
             self.shard.failed(sample, reason, self.label, seconds)
-        self.send(messages.SampleFailed(sample.sample_index, reason))
+        self.send(workers.SampleFailed(sample.sample_index, reason))
 
     # The device.
 
@@ -393,15 +349,15 @@ class Worker:
             fitting, batch_size = batch_size, batch_size * 2
         return fitting
 
-    def _exit_if_broken(self, error: Exception) -> None:
-        """End the process where the device itself is broken: after some CUDA errors every further call fails."""
-        if self.device.type != "cuda":
-            return
-        try:
-            torch.cuda.synchronize(self.device)
-        except Exception:
-            log.error("GPU %s does not work any more: %s", self.label, _describe(error))
-            os._exit(STATUS_BROKEN_DEVICE)
+    def _explain(self, error: Exception) -> str:
+        """Describe an error; end the process if the device is broken: after some CUDA errors every further call fails."""
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except Exception:
+                log.error("GPU %s does not work any more: %s", self.label, _describe(error))
+                os._exit(STATUS_BROKEN_DEVICE)
+        return _describe(error)
 
 
 def _request(sample: Sample) -> SampleRequest:

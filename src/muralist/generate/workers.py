@@ -1,4 +1,4 @@
-"""Where workers run: processes of this machine, one per GPU, or actors of a Ray cluster.
+"""Where workers run, processes of this machine or actors of a Ray cluster, and the messages they exchange.
 
 A Ray actor only answers calls: each call brings a message or none, and returns what the worker reported meanwhile. No
 queue lives on any node, so none can be lost with it; a call that fails means that the actor, or its node, is gone.
@@ -17,14 +17,103 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from muralist.core.errors import UserError
+from muralist.core.errors import UserError, first_line
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited, WorkerPool
-from muralist.generate.messages import GenerationJob, Report, Request, WorkerFailed
+from muralist.generate.plan import Sample
+from muralist.settings import GenerateSettings
 
 _LONGEST_CALL = 1.0  # seconds for which a call without a message waits for a report
 _CONNECT_TIMEOUT = 5.0
+
+
+class GenerationJob(NamedTuple):
+    """Everything a worker needs at its start."""
+
+    settings: GenerateSettings
+    output_dir: Path
+    digest: str  # of the ledger's settings
+    metadata: dict[str, Any]  # written into every image beside its own prompt and seed
+
+
+class MeasureBatchSize(NamedTuple):
+    """Find the largest batch of this sample that fits into memory."""
+
+    sample: Sample
+    limit: int
+
+
+class GenerateBatch(NamedTuple):
+    """Generate samples of one size in one call of `batch_size` images; missing ones are padded."""
+
+    samples: tuple[Sample, ...]
+    batch_size: int
+    recorded_batch_size: int  # the ledger's: images of another batch size are marked
+    exclusive: bool = False  # nothing else is on the device meanwhile: a worker died with one of these samples before
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The sample indices."""
+        return tuple(sample.sample_index for sample in self.samples)
+
+
+class StopWorker:
+    """No more batches come."""
+
+
+class WorkerReady(NamedTuple):
+    """The model is loaded."""
+
+    supports_batching: bool
+    environment: dict[str, str]  # versions and device, on which the last bits of an image depend
+
+
+class BatchSizeMeasured(NamedTuple):
+    """The largest batch that fits."""
+
+    batch_size: int
+
+
+class Heartbeat:
+    """The worker took a denoising step."""
+
+
+class BatchStarted(NamedTuple):
+    """Samples that are on the device: if the worker dies now, one of them may be the cause."""
+
+    indices: tuple[int, ...]
+
+
+class SampleDone(NamedTuple):
+    """A sample's file and its line in the ledger are on disk."""
+
+    sample_index: int
+
+
+class SampleFailed(NamedTuple):
+    """A sample failed, tried by itself; the ledger says so."""
+
+    sample_index: int
+    reason: str
+
+
+class WorkerNote(NamedTuple):
+    """A sentence for the user."""
+
+    text: str
+
+
+class WorkerFailed(NamedTuple):
+    """This worker cannot generate any more; `all_workers`: nor can any other."""
+
+    error: UserError
+    all_workers: bool
+
+
+Request = MeasureBatchSize | GenerateBatch | StopWorker
+_SampleReport = BatchStarted | SampleDone | SampleFailed
+Report = WorkerReady | BatchSizeMeasured | Heartbeat | _SampleReport | WorkerNote | WorkerFailed | WorkerExited
 
 
 def open_pool(job: GenerationJob, devices: dict[str, str]) -> WorkerPool:
@@ -42,9 +131,8 @@ def _run_process(inbox: Inbox, send: Send, job: GenerationJob, label: str, devic
     import torch
     from tqdm import tqdm
 
-    tqdm.set_lock(
-        threading.RLock()
-    )  # the default lock is shared by processes, and a killed worker would never release it
+    # The default lock is shared by processes, and a killed worker would never release it.
+    tqdm.set_lock(threading.RLock())
     from muralist.generate import worker
 
     worker.work(job, label, torch.device(device), inbox, send)
@@ -190,7 +278,7 @@ class RayActor:
             work(job, label, torch.device(device), self._inbox, self._outbox.put)
             self._outbox.put(WorkerExited("has ended"))
         except BaseException as error:
-            self._outbox.put(WorkerExited(f"ended with {type(error).__name__}: {_first_line(error)}"))
+            self._outbox.put(WorkerExited(f"ended with {type(error).__name__}: {first_line(error)}"))
 
 
 def _connect() -> Any:
@@ -203,9 +291,8 @@ def _connect() -> Any:
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS") or "auto"
         try:
-            if given := re.fullmatch(
-                r"\[?([^/\]]+?)\]?:(\d+)", address
-            ):  # an address where nothing listens fails at once
+            # An address where nothing listens fails at once.
+            if given := re.fullmatch(r"\[?([^/\]]+?)\]?:(\d+)", address):
                 socket.create_connection((given[1], int(given[2])), _CONNECT_TIMEOUT).close()
             handler = signal.getsignal(signal.SIGTERM)
             # Workers report by messages; their output stays in Ray's own logs.
@@ -215,7 +302,7 @@ def _connect() -> Any:
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
                 "There is no Ray cluster to run on.",
-                f"Looking for {address}: {_first_line(error)}",
+                f"Looking for {address}: {first_line(error)}",
                 "Start one: `ray start --head` on the first node, then `ray start --address=FIRST:6379` on the others. "
                 "Set RAY_ADDRESS when this machine is not one of its nodes.",
             ) from None
@@ -237,7 +324,3 @@ def _exit_reports(label: str, error: Exception) -> list[Report]:
         fix="Install the same muralist, with the same Python, on every node.",
     )
     return [WorkerFailed(failure, all_workers=False), exited]
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{(str(error).strip().splitlines() or [''])[0]:.200}"

@@ -124,8 +124,8 @@ def check_rows(context: CheckContext) -> Finding:
 )
 def check_output_folder(context: CheckContext) -> Finding:
     """Check that images already in the output folder were generated with these settings and this model."""
-    from muralist.generate.ledger import Header, settings_identity
-    from muralist.generate.output_dir import OutputDir
+    from muralist.generate.model_info import settings_identity
+    from muralist.generate.output_dir import Header, OutputDir
 
     assert context.generate
     folder = OutputDir(Path(context.generate.output_dir).absolute())
