@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,10 +30,11 @@ from muralist.core import rng
 from muralist.core.errors import UserError
 from muralist.core.progress import loading_progress
 from muralist.core.rng import Purpose, SampleKeys
+from muralist.core.run_dir import atomic_folder
 from muralist.data.latents import EncodedText, LatentSource
 from muralist.data.loader import Batch, flip_mask, to_unit_range
 from muralist.diffusion import ddpm, flow
-from muralist.models.integrity import fingerprint
+from muralist.models.integrity import check_base, fingerprint
 from muralist.models.lora import Lora, is_adapter
 from muralist.models.spec import HUNYUAN_DIT
 from muralist.settings import SampleSettings, TrainSettings
@@ -43,6 +45,8 @@ _PIXELS_PER_TOKEN = HUNYUAN_DIT.pixels_per_token
 _PIXELS_PER_LATENT = 8
 _ROPE_GRID = 32  # tokens along a side of 512 pixels, the size at which RoPE was trained
 _GUIDANCE = 5.0
+_ADAPTER_FOLDER = "lora"
+_NOT_EXPORTED = shutil.ignore_patterns("transformer", _ADAPTER_FOLDER, ".*")
 
 transformers_logging.disable_progress_bar()
 
@@ -408,21 +412,40 @@ class HunyuanDiTSpec:
         weights: Mapping[str, Tensor], description: Mapping[str, Any], dtype: torch.dtype
     ) -> dict[str, nn.Module]:
         """Load the components that replace those of the base pipeline in `muralist generate`."""
-        from muralist.models.export import trained_transformer
-
-        network = trained_transformer(weights, Path(description["folder"]), description.get("lora"))
+        network = _trained_transformer(weights, Path(description["folder"]), description.get("lora"))
         nn.Module.to(network, dtype)  # diffusers' own `to` logs a warning
         return {"transformer": _use_official_rope(network)}
 
     @staticmethod
     def export(weights: Mapping[str, Tensor], description: Mapping[str, Any], folder: Path) -> str:
-        """Write a pipeline in diffusers layout."""
-        from muralist.models.export import ADAPTER_FOLDER, write_pipeline
+        """Write the trained transformer with the other components of the model it was trained from.
 
-        lora = description.get("lora")
-        write_pipeline(folder, weights, Path(description["folder"]), lora)
-        adapter = f"; the LoRA alone, for PEFT, in {ADAPTER_FOLDER}/" if lora else ""
-        return f"for {HUNYUAN_DIT.pipeline_class}.from_pretrained{adapter}"
+        LoRA is merged into the transformer, and also written alone in PEFT's format.
+        """
+        base, lora = Path(description["folder"]), description.get("lora")
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder.absolute()} exists.", fix="Name a folder that does not exist yet.")
+        check_base(base, lora)
+        with atomic_folder(folder) as temporary:
+            shutil.copytree(base, temporary, ignore=_NOT_EXPORTED, dirs_exist_ok=True)
+            adapter = temporary / _ADAPTER_FOLDER
+            if lora:
+                adapter.mkdir()
+            _trained_transformer(weights, base, lora, adapter).save_pretrained(temporary / "transformer")
+        alone = f"; the LoRA alone, for PEFT, in {_ADAPTER_FOLDER}/" if lora else ""
+        return f"for {HUNYUAN_DIT.pipeline_class}.from_pretrained{alone}"
+
+
+def _trained_transformer(
+    weights: Mapping[str, Tensor], base: Path, lora: Mapping[str, Any] | None, adapter: Path | None = None
+) -> Any:
+    """Build the transformer with trained weights in float32; LoRA is merged, and also written to `adapter`."""
+    if lora:
+        network = HunyuanDiT2DModel.from_pretrained(base, subfolder="transformer", local_files_only=True).float()
+        return Lora(lora["rank"], tuple(lora["targets"])).merge(network, weights, adapter)
+    network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
+    network.load_state_dict(weights)
+    return network
 
 
 def encoder_fingerprints(folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The reader of weights for all commands: runs, checkpoints, exports, LoRA folders, .safetensors and .pth files.
+"""Reading weights for all commands: runs, checkpoints, exports, LoRA folders, .safetensors and .pth files.
 
 No code in a file is ever run: safetensors hold tensors only, and a .pth is unpickled with torch's restricted reader,
 with argparse.Namespace as the only addition, because official checkpoints store their flags in one.
@@ -24,6 +24,7 @@ from muralist.core.errors import UserError, first_line
 from muralist.core.progress import Advance, loading_progress
 from muralist.models.lora import ADAPTER_FILE, convert_adapter
 from muralist.models.spec import find_family_by_key
+from muralist.settings import ExportSettings
 
 WeightSet = Literal["model", "ema1", "ema2"]
 
@@ -33,6 +34,15 @@ MAX_PIXELS = 1 << 16  # along one side, so that a wrong size in a file cannot ex
 _OFFICIAL_NAMES = {"model": "model", "ema1": "model_ema1", "ema2": "model_ema2"}
 _OFFICIAL_PREFIX = "net."
 _PAGE_BYTES, _CHUNK_BYTES = 4096, 1 << 24
+
+
+def export(settings: ExportSettings) -> str:
+    """Write weights as a folder in diffusers layout, and describe it."""
+    source = Path(settings.source)
+    weights, description = read_weights(source, settings.weights), read_description(source)
+    spec = find_family_by_key(description.get("family", "jit")).spec_class()
+    written = spec.export(weights, description, Path(settings.destination))
+    return f"{settings.destination}: {settings.weights} weights of {source}, {written}"
 
 
 def read_weights(path: str | Path, which: WeightSet = "ema1") -> dict[str, Tensor]:
