@@ -126,8 +126,14 @@ class JiTSpec:
             return self._build()
 
     def _build(self) -> jit.JiT:
-        drops = self.attn_dropout, self.proj_dropout
-        network = jit.build(self.name, self.img_size, self.num_classes, *drops, self.gradient_checkpointing)
+        network = jit.build(
+            self.name,
+            self.img_size,
+            self.num_classes,
+            attn_drop=self.attn_dropout,
+            proj_drop=self.proj_dropout,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
         if self.precision == "fp8":
             network.use_fp8()
         return network
