@@ -82,14 +82,14 @@ def measure(tokens: int, inputs: int, outputs: int, device: torch.device) -> dic
 
 def quantization_rates(tokens: int, widths: list[int], device: torch.device) -> dict[str, float]:
     """Return the TB/s of the quantization kernel: bf16 read and FP8 written."""
-    from muralist.kernels import custom_ops
+    from muralist.kernels import fp8_quantize
 
     rates = {}
     for width in widths:
         rows = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
-        rates[str(width)] = round(3 * rows.numel() / seconds_of(partial(custom_ops.quantize_rowwise, rows)) / 1e12, 2)
+        rates[str(width)] = round(3 * rows.numel() / seconds_of(partial(fp8_quantize.quantize_rowwise, rows)) / 1e12, 2)
         different = (
-            (custom_ops.quantize_rowwise(rows)[0].float() != quantize_rowwise(rows).values.float()).float().mean()
+            (fp8_quantize.quantize_rowwise(rows)[0].float() != quantize_rowwise(rows).values.float()).float().mean()
         )
         assert different < 1e-3, f"{different:.2%} of the values differ from PyTorch's rounding"
     return rates

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from muralist.generate import diffusers_patches
 from muralist.kernels import adaln_rmsnorm as adaln_kernels
-from muralist.kernels import custom_ops, fp8, fp8_quantize, qk_norm_rope
+from muralist.kernels import attention as attention_kernels
+from muralist.kernels import fp8, fp8_quantize, gemm_epilogue, qk_norm_rope
 from muralist.kernels import swiglu as swiglu_kernels
 from muralist.kernels.fp8 import FP8
 
@@ -60,7 +61,7 @@ def adaln_rmsnorm(batch: int, tokens: int, width: int, dtype: torch.dtype, devic
     def ours(
         x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, bias: Tensor
     ) -> Sequence[Tensor]:
-        return custom_ops.adaln_rmsnorm(x, branch + bias.detach().to(branch.dtype), bias, gate, weight, shift, scale)
+        return adaln_kernels.adaln_rmsnorm(x, branch + bias.detach().to(branch.dtype), bias, gate, weight, shift, scale)
 
     def plain(
         x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, bias: Tensor
@@ -76,7 +77,7 @@ def qk_norm_rope_check(batch: int, tokens: int, count: int, head_dim: int, dtype
     """QK norm and RoPE."""
 
     def ours(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
-        return custom_ops.qk_norm_rope(qkv + bias.detach().to(qkv.dtype), bias, *others, count)
+        return qk_norm_rope.qk_norm_rope(qkv + bias.detach().to(qkv.dtype), bias, *others, count)
 
     def plain(*inputs: Tensor) -> Sequence[Tensor]:
         return reference_qkv(*inputs, count)
@@ -93,10 +94,10 @@ def attention(batch: int, tokens: int, count: int, dtype: torch.dtype, device: s
     """
 
     def ours(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
-        return (custom_ops.attention(qkv + bias.detach().to(qkv.dtype), bias, *others, count),)
+        return (attention_kernels.attention(qkv + bias.detach().to(qkv.dtype), bias, *others, count),)
 
     def of_pytorch(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
-        heads = custom_ops.qk_norm_rope(qkv + bias.detach().to(qkv.dtype), bias, *others, count)
+        heads = qk_norm_rope.qk_norm_rope(qkv + bias.detach().to(qkv.dtype), bias, *others, count)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return (F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2),)
 
@@ -161,7 +162,7 @@ def swiglu(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str)
     h, bias = torch.randn(*shape, 2 * hidden, dtype=dtype, device=device), torch.randn(2 * hidden, device=device)
 
     def ours(h: Tensor, bias: Tensor) -> Sequence[Tensor]:
-        return (custom_ops.swiglu(h + bias.detach().to(h.dtype), bias),)
+        return (swiglu_kernels.swiglu(h + bias.detach().to(h.dtype), bias),)
 
     def plain(h: Tensor, bias: Tensor) -> Sequence[Tensor]:
         gate, value = (h + bias).chunk(2, dim=-1)
@@ -176,7 +177,7 @@ def linear_qkv_attention(batch: int, tokens: int, count: int, dtype: torch.dtype
     x = torch.randn(batch, tokens, width, dtype=dtype, device=device)
     weight = torch.randn(3 * width, width, dtype=dtype, device=device) / width**0.5
     _, bias, *others = qkv_inputs(batch, tokens, count, 64, dtype, device)
-    made = custom_ops.linear_qkv_attention(x, weight, bias, *others, count)
+    made = attention_kernels.linear_qkv_attention(x, weight, bias, *others, count)
     high = [tensor.double() for tensor in (x, weight, bias, *others)]
     q, k, v = reference_qkv(high[0] @ high[1].T, *high[2:], count)
     return difference(made, ((q @ k.transpose(-2, -1) / 8).softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
@@ -188,7 +189,7 @@ def linear_swiglu(shape: tuple[int, ...], width: int, hidden: int, dtype: torch.
     weight = torch.randn(2 * hidden, width, dtype=dtype, device=device) / width**0.5
     bias = torch.randn(2 * hidden, device=device)
     gate, value = F.linear(x.double(), weight.double(), bias.double()).chunk(2, dim=-1)
-    return difference(custom_ops.linear_swiglu(x, weight, bias), F.silu(gate) * value)
+    return difference(gemm_epilogue.linear_swiglu(x, weight, bias), F.silu(gate) * value)
 
 
 def other_slot(batch: int, tokens: int, count: int, dtype: torch.dtype, device: str) -> float:
@@ -199,8 +200,8 @@ def other_slot(batch: int, tokens: int, count: int, dtype: torch.dtype, device: 
     _, bias, *others = qkv_inputs(batch, tokens, count, 64, dtype, device)
     even, even_bias = weight[: 2 * width], bias[: 2 * width]
     layers: list[Callable[[Tensor], Tensor]] = [
-        lambda x: custom_ops.linear_qkv_attention(x, weight, bias, *others, count),
-        lambda x: custom_ops.linear_swiglu(x, even, even_bias),
+        lambda x: attention_kernels.linear_qkv_attention(x, weight, bias, *others, count),
+        lambda x: gemm_epilogue.linear_swiglu(x, even, even_bias),
     ]
     same = all(torch.equal(layer(x.roll(1, 0)), layer(x).roll(1, 0)) for layer in layers)
     return 0.0 if same else float("inf")

@@ -61,13 +61,13 @@ def test_fused_epilogues_accept_symbolic_batch_sizes() -> None:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from muralist.kernels import custom_ops
+    from muralist.kernels import attention, gemm_epilogue
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     x = mode.from_tensor(torch.empty(6, 50, 64), static_shapes=False)
     with mode:
-        made = custom_ops.linear_swiglu(x, torch.empty(256, 64), torch.empty(256))
-        also = custom_ops.linear_qkv_attention(
+        made = gemm_epilogue.linear_swiglu(x, torch.empty(256, 64), torch.empty(256))
+        also = attention.linear_qkv_attention(
             x, torch.empty(192, 64), torch.empty(192), *torch.empty(2, 64), *torch.empty(2, 50, 32), 1
         )
     assert isinstance(made.shape[0], torch.SymInt) and isinstance(also.shape[0], torch.SymInt)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muralist.kernels.launch import TmaDescriptor, launch
+from muralist.kernels.launch import TmaDescriptor, launch, triton_op
 from muralist.kernels.qk_norm_rope import EPSILON
 
 
@@ -95,6 +95,12 @@ def swiglu(x: Tensor, weight: Tensor, bias: Tensor, config: GemmConfig = SWIGLU_
         WIDTH=flat.shape[1], BLOCK_N=columns,
     )  # fmt: skip
     return out.unflatten(0, x.shape[:-1])
+
+
+@triton_op("muralist::linear_swiglu")
+def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Compute a linear layer and SwiGLU of its output, without gradients."""
+    return swiglu(x, weight, bias)
 
 
 def qkv_norm_rope(
