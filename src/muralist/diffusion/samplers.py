@@ -43,8 +43,6 @@ class SamplerSettings:
         low, high = self.interval
         if self.solver not in ("heun", "euler"):
             raise UserError(f"Unknown solver {self.solver}.", fix="Use heun or euler.")
-        if self.steps < 1:
-            raise UserError(f"{self.steps} sampling steps are not enough.", fix="Use at least 1.")
         if not 0 <= low < high <= 1:
             raise UserError(
                 f"The guidance interval {low} to {high} is empty or outside 0 to 1.", fix="Use, for example, 0.1 to 1."
@@ -111,17 +109,13 @@ def _advance_by_mean(z: Tensor, v: Tensor, v_next: Tensor, h: Tensor) -> Tensor:
     return z + h * (0.5 * (v + v_next))
 
 
+@cache
 def _maybe_compile(function: Arithmetic, compiled: bool) -> Arithmetic:
     """Compile elementwise arithmetic into one pass over the images, which at 256 px exceed a GPU's cache.
 
     Every batch size compiles a few graphs: a caller with several sizes must raise Dynamo's limit.
     """
-    return _compiled(function) if compiled else function
-
-
-@cache
-def _compiled(function: Arithmetic) -> Arithmetic:
-    return torch.compile(function, dynamic=False)  # type: ignore[return-value]
+    return torch.compile(function, dynamic=False) if compiled else function  # type: ignore[return-value]
 
 
 def _euler_step(velocity: Velocity, z: Tensor, t: float, t_next: float, compiled: bool) -> Tensor:
