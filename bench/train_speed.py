@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from bench.measure_training import RESULTS, hardware, versions
 from bench.profile_kernels import time_by_kind
-from bench.turns import alone
 from torch._inductor import config as inductor
 
 from muralist.core.run_dir import atomic_write_json
@@ -154,10 +153,9 @@ def measure(case: str, name: str, options: argparse.Namespace, device: torch.dev
         losses = [float(step())]
         first = time.perf_counter() - started
         losses += [float(step()) for _ in range(4)]
-        with alone():
-            rate = matmul_rate(device, torch.bfloat16)
-            seconds, again = time_steps(step, options.steps, device)
-            profile = time_by_kind(step, 5) if options.profile and device.type == "cuda" and name != "other" else ()
+        rate = matmul_rate(device, torch.bfloat16)
+        seconds, again = time_steps(step, options.steps, device)
+        profile = time_by_kind(step, 5) if options.profile and device.type == "cuda" and name != "other" else ()
         best = min(seconds, again)
         row = {
             "case": case,

@@ -45,7 +45,7 @@ class BackwardConfig(NamedTuple):
     num_stages: int
 
 
-# The fastest of bench/attention_speed.py at 256 and at 288 tokens.
+# The fastest of bench/kernel_speed.py at 256 and at 288 tokens.
 FORWARD_CONFIG = ForwardConfig(block_q=64, tiles=8, num_warps=4, num_stages=3)
 BACKWARD_CONFIG = BackwardConfig(block_k=128, block_q=32, num_warps=4, num_stages=3)
 

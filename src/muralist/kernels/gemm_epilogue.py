@@ -78,7 +78,7 @@ def _gemm_qk_norm_rope(
         out_desc.store([row, column], acc.to(out_desc.dtype))
 
 
-# Measured by bench/gemm_epilogue_speed.py. Two programs share an SM: one's epilogue overlaps the other's main loop.
+# Measured by bench/kernel_speed.py. Two programs share an SM: one's epilogue overlaps the other's main loop.
 SWIGLU_CONFIG = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs_per_sm=0)
 QKV_CONFIG = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, programs_per_sm=1)
 
