@@ -20,9 +20,29 @@ from muralist.kernels import attention as attention_kernels
 from muralist.kernels import fp8, fp8_quantize, gemm_epilogue, qk_norm_rope
 from muralist.kernels import swiglu as swiglu_kernels
 from muralist.kernels.fp8 import FP8
+from muralist.models.jit import JiT
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 AS_GOOD_AS = 1.1  # times what PyTorch's own attention is off
+
+
+def network_gradients(width: int, heads: int, fp8: bool = False, autocast: bool = False) -> list[Tensor]:
+    """Output and gradients of a small JiT on the GPU, without a layer at zero."""
+    network = JiT(
+        32, 4, hidden_size=width, depth=4, num_heads=heads, num_classes=10, in_context_len=5, in_context_start=2
+    )
+    network.init_weights(0)
+    if fp8:
+        network.use_fp8()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in network.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    network.cuda()
+    images = torch.randn(6, 3, 32, 32, generator=generator).cuda()
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        output = network(images, torch.linspace(0, 1, 6).cuda(), torch.arange(6).cuda())
+    output.float().square().mean().backward()
+    return [output.detach(), *(parameter.grad for parameter in network.parameters() if parameter.grad is not None)]
 
 
 def difference(ours: Tensor, reference: Tensor) -> float:

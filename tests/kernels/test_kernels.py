@@ -90,25 +90,11 @@ def test_compiled_network_with_kernels_on_a_gpu() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_network_with_kernels_trains_like_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
     from muralist.kernels import ops
-    from muralist.models.jit import JiT
+    from tests.kernels.kernel_checks import network_gradients
 
-    def gradients() -> list[torch.Tensor]:
-        network = JiT(
-            32, 4, hidden_size=192, depth=4, num_heads=3, num_classes=10, in_context_len=5, in_context_start=2
-        )
-        network.init_weights(0)
-        generator = torch.Generator().manual_seed(1)
-        for parameter in network.parameters():  # also those that start at zero
-            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
-        network.cuda()
-        images = torch.randn(6, 3, 32, 32, generator=generator).cuda()
-        output = network(images, torch.linspace(0, 1, 6).cuda(), torch.arange(6).cuda())
-        output.square().mean().backward()
-        return [output, *(parameter.grad for parameter in network.parameters() if parameter.grad is not None)]
-
-    fused = gradients()
+    fused = network_gradients(192, heads=3)
     monkeypatch.setattr(ops, "use_kernels", lambda x: False)
-    plain = gradients()
+    plain = network_gradients(192, heads=3)
     assert len(fused) == len(plain) > 60
     for ours, reference in zip(fused, plain, strict=True):
         assert (ours - reference).norm() <= 1e-4 * reference.norm() + 1e-9

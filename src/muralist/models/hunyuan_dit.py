@@ -481,7 +481,7 @@ def _use_official_rope(network: Any) -> Any:
 
     @functools.wraps(forward)
     def run(*inputs: Any, **named: Any) -> Any:
-        bound = signature.bind(*inputs, **named)
+        bound = signature.bind(*inputs, **named)  # callers may pass every argument by position
         latents = bound.arguments["hidden_states"]
         size = (latents.shape[-2] * _PIXELS_PER_LATENT, latents.shape[-1] * _PIXELS_PER_LATENT)
         bound.arguments["image_rotary_emb"] = rope_table(network.config.attention_head_dim, size, latents.device)

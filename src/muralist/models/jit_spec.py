@@ -302,8 +302,15 @@ def infer_jit_config(state: Mapping[str, Tensor], in_context_start: int | None =
         ) from None
     depth = sum(name.endswith(".attn.qkv.weight") for name in state)
     context = state["in_context_posemb"].shape[1] if "in_context_posemb" in state else 0
-    if in_context_start is None:
-        in_context_start = _known_in_context_start(hidden, depth) if context else 0
+    if in_context_start is None and context:
+        known = {(one.hidden_size, one.depth): one.in_context_start for one in configs.JIT_CONFIGS.values()}
+        if (hidden, depth) not in known:
+            raise UserError(
+                f"in_context_start is unknown for {hidden} channels and {depth} blocks.",
+                "It does not show in the weights, and no named configuration has these sizes.",
+                f"Load from a folder whose {CONFIG_FILE} holds in_context_start.",
+            )
+        in_context_start = known[hidden, depth]
     config = {
         "input_size": math.isqrt(tokens) * patch,
         "patch_size": patch,
@@ -317,21 +324,10 @@ def infer_jit_config(state: Mapping[str, Tensor], in_context_start: int | None =
         "num_classes": rows - 1,
         "bottleneck_dim": bottleneck,
         "in_context_len": context,
-        "in_context_start": in_context_start,
+        "in_context_start": in_context_start or 0,
     }
     _check_fit(config, state)
     return config
-
-
-def _known_in_context_start(hidden: int, depth: int) -> int:
-    for config in configs.JIT_CONFIGS.values():
-        if (config.hidden_size, config.depth) == (hidden, depth):
-            return config.in_context_start
-    raise UserError(
-        f"in_context_start is unknown for {hidden} channels and {depth} blocks.",
-        "It does not show in the weights, and no named configuration has these sizes.",
-        f"Load from a folder whose {CONFIG_FILE} holds in_context_start.",
-    )
 
 
 def jit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def weights_file(path: Path, which: WeightSet) -> Path:
     """Find the file of a set of weights in a folder."""
     if not path.is_dir():
         return path
-    if checkpoint := _latest(path):
+    if (checkpoint := latest_checkpoint(path)) != path:
         return checkpoint / f"{which}.safetensors"
     names = (f"{which}.safetensors", WEIGHTS_FILE, OFFICIAL_FILE, ADAPTER_FILE)
     found = [path / name for name in names if (path / name).is_file()]
@@ -87,13 +87,9 @@ def has_single_weight_set(path: Path) -> bool:
 
 def latest_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint of a run; any other path is returned as it is."""
-    return _latest(path) or path
-
-
-def _latest(run: Path) -> Path | None:
-    file = run / "checkpoints" / "latest"
+    file = path / "checkpoints" / "latest"
     if not file.is_file():
-        return None
+        return path
     try:
         name = file.read_text().strip()
     except (OSError, ValueError):
