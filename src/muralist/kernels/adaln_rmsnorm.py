@@ -160,9 +160,10 @@ def _contiguous_rows(x: Tensor) -> Tensor:
 
 
 @triton_op("muralist::adaln_rmsnorm")
-def _adaln_rmsnorm(
+def adaln_rmsnorm(
     x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the residual, y and the inverse RMS of each row; the bias is already in the branch."""
     residual, y, inv_rms = forward(x, branch, gate, weight, shift, scale)
     return residual, y, inv_rms
 
@@ -193,13 +194,5 @@ def _gradients(ctx: Any, dresidual: Tensor, dy: Tensor, *_: Any) -> tuple[Tensor
     return dx, dbranch, dbias, dgate, dweight.to(weight.dtype), dshift, dscale
 
 
-_adaln_rmsnorm.register_autograd(_gradients, setup_context=_setup)
+adaln_rmsnorm.register_autograd(_gradients, setup_context=_setup)
 adaln_rmsnorm_fp8.register_autograd(_gradients, setup_context=_setup)
-
-
-def adaln_rmsnorm(
-    x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return x + gate * branch, and the same normalized and modulated."""
-    residual, y, _ = _adaln_rmsnorm(x, branch, bias, gate, weight, shift, scale)
-    return residual, y

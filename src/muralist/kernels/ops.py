@@ -92,7 +92,8 @@ def adaln_rmsnorm(
         if isinstance(consumer, Linear) and consumer.uses_fp8:
             residual, y, _, values, rows = kernel.adaln_rmsnorm_fp8(x, branch, bias, gate, weight, shift, scale)
             return residual, Fp8Activation(y, values, rows)
-        return kernel.adaln_rmsnorm(x, branch, bias, gate, weight, shift, scale)
+        residual, y, _ = kernel.adaln_rmsnorm(x, branch, bias, gate, weight, shift, scale)
+        return residual, y
     residual = gated_residual(x, branch, bias, gate)
     return residual, modulate(residual, weight, shift, scale)
 
