@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,12 +117,10 @@ def test_export_comes_back_bit_equal(net, config, tmp_path):
 
 def test_export_keeps_bfloat16_and_takes_transposed_tensors(net, config, tmp_path):
     state = {name: value.bfloat16() for name, value in net.state_dict().items()}
-    square = state["t_embedder.mlp.2.weight"]
-    state["t_embedder.mlp.2.weight"] = square.t().contiguous().t()
+    state["t_embedder.mlp.2.weight"] = state["t_embedder.mlp.2.weight"].t().contiguous().t()
     jit_spec.write_jit_folder(tmp_path / "export", state, config)
     read = jit_spec.read_jit_folder(tmp_path / "export")[1]
-    assert equal(read, state)
-    assert read["t_embedder.mlp.2.weight"].dtype == torch.bfloat16
+    assert equal(read, state) and {value.dtype for value in read.values()} == {torch.bfloat16}
 
 
 def test_export_replaces_an_export_and_nothing_else(net, config, tmp_path):
@@ -147,9 +146,9 @@ def test_failed_export_leaves_the_old_one(net, config, tmp_path, monkeypatch, ow
     jit_spec.write_jit_folder(tmp_path / "export", net.state_dict(), config)
     original = getattr(owner, step)
 
-    def full(*arguments: object, **_: object) -> object:
-        if step == "replace" and not Path(arguments[0]).name.endswith(".tmp"):
-            return original(*arguments)  # puts the old export back
+    def full(*arguments: Any, **_: object) -> object:
+        if step == "replace" and not (arguments[0].suffix == ".tmp" and arguments[0].is_dir()):
+            return original(*arguments)  # of files, and of the old export back to its place
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
