@@ -61,30 +61,6 @@ def guidance_at(t: float, settings: SamplerSettings) -> float:
     return settings.guidance if t < high and (low == 0 or t > low) else 1.0
 
 
-def _guided_velocity(
-    network: Network,
-    prediction: flow.Prediction,
-    labels: Tensor,
-    null_label: int,
-    settings: SamplerSettings,
-    compiled: bool,
-) -> Velocity:
-    """Return the guided velocity v_u + s (v_c - v_u) of a network that predicts x, v or eps."""
-    null_labels = torch.full_like(labels, null_label)
-    # The network is never called at t = 1, so only eps-prediction, at t = 0, would divide by zero.
-    t_eps = settings.t_eps if settings.official_last_step or prediction == "eps" else 0.0
-    guide = _maybe_compile(_guide, compiled)
-
-    def velocity(z: Tensor, t: float) -> Tensor:
-        times = torch.full((len(z),), t, dtype=torch.float32, device=z.device)
-        conditional = network(z, times, labels)
-        scale = guidance_at(t, settings)
-        unconditional = None if scale == 1.0 else network(z, times, null_labels)
-        return guide(prediction, conditional, unconditional, scale, z, times, t_eps)
-
-    return velocity
-
-
 def _guide(
     prediction: flow.Prediction,
     conditional: Tensor,
@@ -94,6 +70,7 @@ def _guide(
     times: Tensor,
     t_eps: float,
 ) -> Tensor:
+    """Return the guided velocity v_u + s (v_c - v_u) of a network that predicts x, v or eps."""
     v = flow.to_v(prediction, conditional.float(), z, times, t_eps)
     if unconditional is None:
         return v
@@ -150,7 +127,18 @@ def sample(
 
     `compiled` compiles the arithmetic around the network; the network is called as given.
     """
-    velocity = _guided_velocity(network, prediction, labels, null_label, settings, compiled)
+    null_labels = torch.full_like(labels, null_label)
+    # The network is never called at t = 1, so only eps-prediction, at t = 0, would divide by zero.
+    t_eps = settings.t_eps if settings.official_last_step or prediction == "eps" else 0.0
+
+    def velocity(z: Tensor, t: float) -> Tensor:
+        times = torch.full((len(z),), t, dtype=torch.float32, device=z.device)
+        conditional = network(z, times, labels)
+        scale = guidance_at(t, settings)
+        unconditional = None if scale == 1.0 else network(z, times, null_labels)
+        guide = _maybe_compile(_guide, compiled)
+        return guide(prediction, conditional, unconditional, scale, z, times, t_eps)
+
     step = _heun_step if settings.solver == "heun" else _euler_step
     times = time_grid(settings.steps)
     z = noise
