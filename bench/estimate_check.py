@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure_training import RESULTS, hardware
+from bench.measure_training import RESULTS, hardware
 
 from muralist.cli import main
 from muralist.core.run_dir import atomic_write_json

@@ -1,31 +1,25 @@
-"""Images per second of FID's features, where the time goes, and the same for pytorch-fid.
+"""Images per second of FID's features, of each stage alone, and of pytorch-fid.
 
 python bench/fid_speed.py NAME --weights W [--reference_package FOLDER] [--cifar cifar10_subset_u8.npz] [--count 8000]
-                               [--compiled]
 
 FOLDER holds the package pytorch_fid (the `src` of its repository); it needs torchvision and SciPy. With --cifar, the
-FIDs of shared/data/fid_reference.json are computed in each precision too. The result is written after every step; the
-compiled network, which takes a minute, comes last.
+FIDs of the file fid_reference.json beside it are computed in each precision too. The result is written after every step.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import inspect
 import json
 import multiprocessing
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from PIL import Image
@@ -98,7 +92,6 @@ def parts(paths: list[Path]) -> dict[str, Any]:
     found: dict[str, Any] = {
         f"decoding in {available_cpus()} processes": round(len(wanted) / seconds, 1),
         "us of the receiving process per image": round(busy / len(wanted) * 1e6, 1),
-        "us of a decoding process per image": decoder_times(paths),
     }
     first = list(pixels)
     with torch.inference_mode():
@@ -126,82 +119,7 @@ def _receive(decoders: Any, batches: list[Any]) -> Any:
     return pixels
 
 
-def decoder_times(paths: list[Path]) -> dict[str, float]:
-    """Measure the steps of a decoding process, in this process."""
-    from muralist.data.decode import decode_pixels
-    from muralist.evaluate.decoders import SharedMemory
-
-    memory, some = SharedMemory(), paths[:200]
-    seconds: dict[str, float] = defaultdict(float)
-    for path in some:
-        marks = [time.perf_counter()]
-        data = path.read_bytes()
-        marks.append(time.perf_counter())
-        hashlib.sha256(data).digest()
-        marks.append(time.perf_counter())
-        pixels = decode_pixels(data)
-        marks.append(time.perf_counter())
-        memory.write(pixels, 0)
-        marks.append(time.perf_counter())
-        for name, start, end in zip(("read", "hash", "decode", "write"), marks, marks[1:], strict=False):
-            seconds[name] += end - start
-    memory.close()
-    return {name: round(value / len(some) * 1e6, 1) for name, value in seconds.items()}
-
-
-def time_shares(paths: list[Path], weights: Path, folder: Path, precision: str) -> dict[str, float]:
-    """Measure how the process that feeds the GPU spends its time, once everything is loaded."""
-    import torch
-
-    from muralist.evaluate import decoders, extraction
-    from muralist.evaluate.encoders import InceptionEncoder
-    from muralist.evaluate.extraction import FeatureCache, hash_files
-
-    seconds: dict[str, float] = defaultdict(float)
-
-    def timed(owner: Any, name: str, row: str) -> Any:
-        before = getattr(owner, name)
-
-        def around(*arguments: Any) -> Any:
-            begun = time.perf_counter()
-            try:
-                return before(*arguments)
-            finally:
-                seconds[row] += time.perf_counter() - begun
-
-        return patch.object(owner, name, around)
-
-    @contextmanager
-    def writer(cache: FeatureCache) -> Iterator[Any]:
-        with plain(cache) as write:
-            holder = type("Holder", (), {"write": staticmethod(write)})
-            with timed(holder, "write", "caching features"):
-                yield lambda *arguments: holder.write(*arguments)
-
-    plain = FeatureCache.writer
-    items = hash_files(paths)
-    size = extraction.BATCH["cuda"]
-    left = iter([items[start : start + size] for start in range(0, len(items), size)])
-    encoder = InceptionEncoder.from_file(weights, PRECISIONS[precision])
-    with ExitStack() as stack:
-        stack.enter_context(timed(decoders.DecoderPool, "decode", "requesting images"))
-        stack.enter_context(timed(decoders.DecoderPool, "_rows", "waiting for decoders"))
-        stack.enter_context(timed(extraction, "_compute_padded", "copying to pinned memory, launching kernels"))
-        stack.enter_context(timed(extraction._DeviceRows, "to_numpy", "waiting for the GPU"))
-        stack.enter_context(patch.object(FeatureCache, "writer", writer))
-        done, begun = 0, 0.0
-        cache = FeatureCache(folder, encoder, "time shares")
-        for finished in extraction.extract(encoder, cache, lambda waits: next(left, None), torch.device("cuda:0")):
-            done += finished.items
-            if not begun and done >= _WARM * len(items):
-                seconds.clear()
-                begun = time.perf_counter()
-            last = time.perf_counter()
-    shares = {name: round(value / (last - begun), 4) for name, value in seconds.items()}
-    return shares | {"all of these": round(sum(seconds.values()) / (last - begun), 4)}
-
-
-def networks(weights: Path, compiled: bool) -> dict[str, Any]:
+def networks(weights: Path) -> dict[str, Any]:
     """Measure the network alone, and its difference from float32 with separate batch norms."""
     import torch
 
@@ -235,11 +153,6 @@ def networks(weights: Path, compiled: bool) -> dict[str, Any]:
 
         network = inception.fold_batch_norms(load_inception(weights)).to(device)
         network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if compiled:
-            measure_network(
-                "TF32, compiled", torch.compile(network, options={"triton.cudagraphs": device.type == "cuda"}), True
-            )
-            return found
         measure_network(f"TF32, {UNFUSED}", network, True)
         inception.set_fused(network, device.type == "cuda")
         for precision, tf32 in PRECISIONS.items():
@@ -333,8 +246,6 @@ def on_cifar(npz: Path, weights: Path, folder: Path) -> dict[str, Any]:
 
 def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], keep: Callable[[], None]) -> None:
     """Measure one image size in every precision."""
-    import torch
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "images").mkdir()
@@ -360,8 +271,6 @@ def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], ke
             if arguments.reference_package:
                 rate = result["pytorch-fid"]["images/s, warm"]
                 found["times pytorch-fid"] = round(found["images/s, warm"] / rate, 2)
-            if precision != "float32" and torch.cuda.is_available():
-                found["shares of the time"] = time_shares(paths, arguments.weights, folder / "parts", precision)
             result[f"muralist, {precision}"] = found
             keep()
         if arguments.reference_package:
@@ -383,9 +292,6 @@ def main() -> None:
     parser.add_argument("--reference_package", type=Path)
     parser.add_argument("--cifar", type=Path)
     parser.add_argument("--count", type=int, default=8000)
-    parser.add_argument(
-        "--compiled", action="store_true", help="time the network compiled as well, which takes a minute"
-    )
     arguments = parser.parse_args()
     results: dict[str, Any] = {}
     content = {
@@ -399,7 +305,7 @@ def main() -> None:
     def keep() -> None:
         atomic_write_json(RESULTS / f"fid_speed_{arguments.name}.json", content)
 
-    results["network alone"] = networks(arguments.weights, compiled=False)
+    results["network alone"] = networks(arguments.weights)
     keep()
     for side in SIDES:
         measure(side, arguments, results.setdefault(f"{side} px", {}), keep)
@@ -409,9 +315,6 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             results["FID on CIFAR-10"] = on_cifar(arguments.cifar, arguments.weights, Path(folder))
         print(json.dumps(results["FID on CIFAR-10"], indent=1), flush=True)
-        keep()
-    if arguments.compiled:
-        results["network alone"] |= networks(arguments.weights, compiled=True)
         keep()
 
 

@@ -40,8 +40,10 @@ FULL_VAE: dict[str, Any] = {
     "sample_size": 1024,
     "scaling_factor": 0.13025,
 }
-
-
+_BERT = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_TINY_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+_T5 = {"d_model": 2048, "d_kv": 64, "d_ff": 5120, "num_layers": 24, "num_heads": 32}
+_TINY_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
 _TINY = _TRANSFORMER | {
     "num_layers": 4,
     "num_attention_heads": 2,
@@ -84,52 +86,18 @@ def operations(height: int, width: int) -> dict[str, int]:
 def build_full_hunyuan(folder: Path, tiny: bool = False) -> Path:
     """Write the folder in diffusers layout, half precision as published: about 7 GB."""
     pipeline: Any = assemble_small_hunyuan()  # its tokenizers and noise schedule serve here too
-    tokens, pieces = len(pipeline.tokenizer), len(pipeline.tokenizer_2)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if tiny:
+    bert: Any = BertConfig(vocab_size=len(pipeline.tokenizer), **(_TINY_BERT if tiny else _BERT))
+    t5: Any = T5Config(
+        vocab_size=len(pipeline.tokenizer_2), feed_forward_proj="gated-gelu", **(_TINY_T5 if tiny else _T5)
+    )
+    with torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu"):
         parts: dict[str, Any] = {
-            "transformer": HunyuanDiT2DModel(**_TINY),
-            "vae": AutoencoderKL(**TINY_VAE),
-            "text_encoder": BertModel(
-                BertConfig(
-                    vocab_size=tokens, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
-                )
-            ),
-            "text_encoder_2": T5EncoderModel(
-                T5Config(vocab_size=pieces, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
-            ),
+            "transformer": HunyuanDiT2DModel(**(_TINY if tiny else _TRANSFORMER)),
+            "vae": AutoencoderKL(**(TINY_VAE if tiny else FULL_VAE)),
+            "text_encoder": BertModel(bert),
+            "text_encoder_2": T5EncoderModel(t5),
         }
-        return _written(pipeline, parts, torch.float32, folder)
-    with device:
-        parts = {
-            "transformer": HunyuanDiT2DModel(**_TRANSFORMER),
-            "vae": AutoencoderKL(**FULL_VAE),
-            "text_encoder": BertModel(
-                BertConfig(
-                    vocab_size=tokens,
-                    hidden_size=1024,
-                    num_hidden_layers=24,
-                    num_attention_heads=16,
-                    intermediate_size=4096,
-                )
-            ),
-            "text_encoder_2": T5EncoderModel(
-                T5Config(
-                    vocab_size=pieces,
-                    d_model=2048,
-                    d_kv=64,
-                    d_ff=5120,
-                    num_layers=24,
-                    num_heads=32,
-                    feed_forward_proj="gated-gelu",
-                )
-            ),
-        }
-    return _written(pipeline, parts, torch.float16, folder)
-
-
-def _written(pipeline: Any, parts: dict[str, Any], dtype: torch.dtype, folder: Path) -> Path:
     for name, part in parts.items():
-        setattr(pipeline, name, part.eval().to("cpu", dtype))
+        setattr(pipeline, name, part.eval().to("cpu", torch.float32 if tiny else torch.float16))
     pipeline.save_pretrained(folder)
     return folder

@@ -30,9 +30,8 @@ from PIL import Image
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.kernel_classes import profiled
 from bench.measure_training import RESULTS, hardware, versions
-from bench.turns import alone
+from bench.profile_kernels import profiled
 
 from bench import full_hunyuan, full_sdxl, full_wan
 from muralist.core.run_dir import atomic_write_json
@@ -47,7 +46,6 @@ from muralist.settings import GenerateSettings
 from muralist.train.metrics import matmul_rate
 
 STEPS, GUIDANCE = 20, 7.5
-WHOLE_ROWS = 4096  # elements
 PLAIN_OPERATIONS = "TFLOP per image, plain"
 PROMPT = "a quiet street with {} parked cars and {} trees in the rain"
 PLAIN, EAGER, COMPILED, OURS, FAST = (
@@ -147,7 +145,6 @@ class Case:
         self.dtype = "fp32" if bench.tiny else "bf16"
         self.path = bench.folder / name
         self.images: dict[str, list[np.ndarray]] = {}
-        self.folder: Path | None = None  # output folder of exact mode
         self.results: dict[str, Any] = {}
         bench.content["models"][name] = self.results
         self._record_setup()
@@ -170,12 +167,10 @@ class Case:
             Stage(1 if self.name == "wan" else 6, FAST, 70, lambda: self._command("fast")),
             Stage(2, "accuracy", 30, self._accuracy),
             Stage(3, COMPILED, 50, lambda: self._batches(compiled, profile=True)),
-            Stage(5, "the same bytes in other batches", 50, self._same_bytes),
             *(
                 Stage(6, name, 60, functools.partial(self._batches, optimizations))  # each is compiled again
                 for name, optimizations in variants.items()
             ),
-            Stage(7, "batch, compiled, persistent reductions", 60, lambda: self._persistent_reductions(compiled)),
         ]
 
     def _record_setup(self) -> None:
@@ -233,7 +228,7 @@ class Case:
         pipe = self._load(self.dtype)
         times: list[float] = []
         self.images[PLAIN] = []
-        with alone(), _default_settings():
+        with _default_settings():
             rate = matmul_rate(self.bench.device, torch.bfloat16) / 1e12
             self._one(pipe, self._requests(1, 100)[0])
             for request in self._requests(4):
@@ -267,29 +262,23 @@ class Case:
             "seconds to load": round(loaded - started, 1),
             "seconds of the first batch": round(time.perf_counter() - loaded, 1),
         }
-        with alone():
-            warm = time.perf_counter()
-            pending = [
-                pipeline.generate_async(self._requests(self.batch, self.batch * i), self.size, _no_callback)
-                for i in range(2)
-            ]
-            images = [image for batch in pending for image in batch.wait()]
-            result["images/s"] = round(len(images) / (time.perf_counter() - warm), 4)
-            result["gpu_busy of the second"] = pending[1].gpu_busy
-            if profile:
-                requests = self._requests(self.batch)
-                pipeline.prepare(requests)
-                total = profiled(lambda: pipeline.generate(requests, self.size, _no_callback), self.bench.device)
-                result["profile of a batch without text"] = total
-                result["profile of its decoding"] = self._decoding(pipeline)
+        warm = time.perf_counter()
+        pending = [
+            pipeline.generate_async(self._requests(self.batch, self.batch * i), self.size, _no_callback)
+            for i in range(2)
+        ]
+        images = [image for batch in pending for image in batch.wait()]
+        result["images/s"] = round(len(images) / (time.perf_counter() - warm), 4)
+        result["gpu_busy of the second"] = pending[1].gpu_busy
+        if profile:
+            requests = self._requests(self.batch)
+            pipeline.prepare(requests)
+            total = profiled(lambda: pipeline.generate(requests, self.size, _no_callback), self.bench.device)
+            result["profile of a batch without text"] = total
+            result["profile of its decoding"] = self._decoding(pipeline)
         if self.bench.device.type == "cuda":
             result["peak memory, GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
         return result
-
-    def _persistent_reductions(self, optimizations: Optimizations) -> dict[str, Any]:
-        use_persistent_reductions()  # runs last: it changes the rest of this process
-        torch._dynamo.reset()  # so that earlier compilations are not reused
-        return self._batches(optimizations)
 
     def _decoding(self, pipeline: DiffusersPipeline) -> dict[str, Any]:
         vae: Any = pipeline._pipe.vae
@@ -332,13 +321,11 @@ class Case:
         warm, batches = (2, 11) if preset == "exact" else (4, 15)
         folder = Path(tempfile.mkdtemp(dir=self.bench.folder))
         first = self._run(preset, 1, Path(tempfile.mkdtemp(dir=self.bench.folder)))  # compiles
-        with alone():
-            seconds, lines, written = self._run(preset, batches, folder)
+        seconds, lines, written = self._run(preset, batches, folder)
         after = written[warm * self.batch : -self.batch]
         busy = [line["gpu_busy"] for line in lines if "gpu_busy" in line]
         distances = [line["psnr_to_exact"] for line in lines if "psnr_to_exact" in line]
         if preset == "exact":
-            self.folder = folder
             files = sorted((folder / "images").glob("*.png"))[:4]
             self.images[OURS] = [np.asarray(Image.open(file)) for file in files]
         result: dict[str, Any] = {
@@ -356,21 +343,6 @@ class Case:
             result["PSNR to exact mode, dB"] = {"mean": round(float(np.mean(distances)), 2), "worst": min(distances)}
         return result
 
-    def _same_bytes(self) -> dict[str, Any]:
-        """Delete every second image and generate it again, in other batches."""
-        if self.folder is None:
-            raise RuntimeError("exact mode has not run")
-        before = {file.name: file.read_bytes() for file in sorted((self.folder / "images").glob("*.png"))}
-        for file in list(before)[1::2]:
-            (self.folder / "images" / file).unlink()
-        again = self._run("exact", len(before) // self.batch, self.folder)
-        after = {file.name: file.read_bytes() for file in (self.folder / "images").glob("*.png")}
-        return {
-            "images": len(before),
-            "generated again": len(again.lines),
-            "different": sum(before[name] != after.get(name) for name in before),
-        }
-
     def _accuracy(self) -> dict[str, Any]:
         """Compare the plain loop and ours with the same model in float32."""
         pipe = self._load("fp32")
@@ -384,27 +356,6 @@ class Case:
         if len(means) == 2:
             found["ours less plain, dB (at least -1)"] = round(means[1] - means[0], 2)
         return found
-
-
-def use_persistent_reductions() -> None:
-    """Let Inductor keep longer rows in registers, so that a LayerNorm over 1,408 channels reads them once."""
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.virtualized import V
-
-    class WholeRows(InductorChoices):
-        """Persistent reductions for rows of up to 4,096 elements."""
-
-        @staticmethod
-        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
-                return True
-            inner = features.get_reduction_hint() == ReductionHint.INNER and not cooperative_reduction
-            return inner and V.graph.sizevars.statically_known_leq(features.reduction_numel, WHOLE_ROWS)
-
-    V.set_choices_handler(WholeRows())
-    # So that the compile cache does not return code without this.
-    torch.compiler.config.cache_key_tag = f"{torch.compiler.config.cache_key_tag}, rows of {WHOLE_ROWS}"
 
 
 def _no_callback() -> None:
@@ -464,7 +415,7 @@ def main(arguments: Sequence[str]) -> None:
             "models": {},
         }
         cases = [Case(bench, name) for name in given.models]
-        for priority in range(8):
+        for priority in range(7):
             for case in cases:
                 for stage in (stage for stage in case.stages() if stage.priority == priority):
                     print(f"{time.monotonic() - started:.0f} s: {case.name}, {stage.name}", flush=True)

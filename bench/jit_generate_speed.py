@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from bench.measure_training import RESULTS, hardware, versions
 from bench.train_speed import finish, load_module, parse_case
-from bench.turns import alone
 
 from muralist.core.run_dir import atomic_write_json
 from muralist.generate.jit_pipeline import JiTPipeline
@@ -81,14 +80,13 @@ def measure(name: str, sampler: Callable[[], Any], batch: int, device: torch.dev
     sampler()
     finish(device)
     first = time.perf_counter() - started
-    with alone():
-        rate = matmul_rate(device, torch.bfloat16)
-        for call in range(WARM + BATCHES):
-            if call == WARM:
-                started = time.perf_counter()
-            sampler()
-        seconds = (time.perf_counter() - started) / BATCHES
-        finish(device)
+    rate = matmul_rate(device, torch.bfloat16)
+    for call in range(WARM + BATCHES):
+        if call == WARM:
+            started = time.perf_counter()
+        sampler()
+    seconds = (time.perf_counter() - started) / BATCHES
+    finish(device)
     return {
         "variant": name,
         "images/s": round(batch / seconds, 2),

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from bench.measure_training import RESULTS, hardware, versions
 from bench.profile_kernels import time_by_kind
-from bench.turns import alone
 from torch._inductor import config as inductor
 
 from muralist.core.run_dir import atomic_write_json
@@ -81,13 +80,13 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, option
 def variant(name: str) -> Iterator[None]:
     """Apply a variant such as fused, plain, fused+combo or plain+flash; cudnn and flash replace our attention."""
     kernels, *more = name.split("+")
-    before = ops._have_kernels, ops._have_hopper_kernels
+    before = ops._capability
     backends = torch.backends.cuda
     states = backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.cudnn_sdp_enabled()
-    if kernels == "plain":
-        ops._have_kernels = lambda: False  # type: ignore[assignment]
+    if kernels == "plain" or "cudnn" in more or "flash" in more:
+        capability = (0, 0) if kernels == "plain" else (8, 0)  # without our kernels, or without those for Hopper
+        ops._capability = lambda: capability  # type: ignore[assignment]
     if "cudnn" in more or "flash" in more:
-        ops._have_hopper_kernels = lambda: False  # type: ignore[assignment]
         backends.enable_flash_sdp("flash" in more)
         backends.enable_cudnn_sdp("cudnn" in more)
         backends.enable_mem_efficient_sdp(False)
@@ -96,7 +95,7 @@ def variant(name: str) -> Iterator[None]:
         with inductor.patch({"combo_kernels": True, "combo_kernels_autotune": 0} if "combo" in more else {}):
             yield
     finally:
-        ops._have_kernels, ops._have_hopper_kernels = before
+        ops._capability = before
         for enable, state in zip(
             (backends.enable_flash_sdp, backends.enable_mem_efficient_sdp, backends.enable_cudnn_sdp),
             states,
@@ -154,10 +153,9 @@ def measure(case: str, name: str, options: argparse.Namespace, device: torch.dev
         losses = [float(step())]
         first = time.perf_counter() - started
         losses += [float(step()) for _ in range(4)]
-        with alone():
-            rate = matmul_rate(device, torch.bfloat16)
-            seconds, again = time_steps(step, options.steps, device)
-            profile = time_by_kind(step, 5) if options.profile and device.type == "cuda" and name != "other" else ()
+        rate = matmul_rate(device, torch.bfloat16)
+        seconds, again = time_steps(step, options.steps, device)
+        profile = time_by_kind(step, 5) if options.profile and device.type == "cuda" and name != "other" else ()
         best = min(seconds, again)
         row = {
             "case": case,

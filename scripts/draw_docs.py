@@ -178,7 +178,7 @@ CHECKPOINT = Diagram(
         Box(3, 1, "resume", "train/resume.py", ("on any number of", "ranks, same bits")),
         Box(4, 2, "damaged", "train/checkpoint.py", ("logged; the previous", "checkpoint is used"), "care"),
         Box(2, 1, "prune", "train/checkpoint.py", ("old ones, once a newer", "one is complete"), "care"),
-        Box(1, 1, "export", "models/export.py", ("safetensors for", "other programs"), "file"),
+        Box(1, 1, "export", "models/weights.py", ("safetensors for", "other programs"), "file"),
     ),
     (
         Arrow("state", "copy"),

@@ -129,7 +129,7 @@ def _generate(settings: GenerateSettings) -> int:
 
 
 def _export(settings: ExportSettings) -> int:
-    from muralist.models.export import export
+    from muralist.models.weights import export
     from muralist.train.checkpoint import require_intact
 
     require_intact(Path(settings.source))

@@ -14,8 +14,8 @@ from muralist.core.images import to_uint8_array
 from muralist.core.rng import Purpose
 from muralist.demo.command import STEPS
 from muralist.diffusion import samplers
-from muralist.models.export import infer_jit_config, jit_arguments
 from muralist.models.jit import JiT
+from muralist.models.jit_spec import infer_jit_config, jit_arguments
 from muralist.models.weights import read_weights
 from tests.support.runs import finish, metrics, start, train
 from tests.support.scene_classifier import scenes, train_classifier

@@ -20,8 +20,8 @@ from muralist.core.errors import UserError
 from muralist.evaluate.inception import load_inception
 from muralist.generate.model_info import check_adapters, inspect_model
 from muralist.models import weights
-from muralist.models.export import infer_jit_config, read_jit_folder, write_jit_folder
 from muralist.models.jit import JiT
+from muralist.models.jit_spec import infer_jit_config, read_jit_folder, write_jit_folder
 from muralist.settings import GenerateSettings
 from muralist.train import checkpoint
 from tests.fuzz.damage import BAD_JSON, damaged, damaged_json, examples, json_bytes, nonsense, refused_or, untouched

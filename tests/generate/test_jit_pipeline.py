@@ -16,9 +16,9 @@ from muralist.core.images import to_uint8_array
 from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
 from muralist.generate.model_info import inspect_model
 from muralist.generate.pipeline import Pipeline, SampleRequest, load_pipeline
-from muralist.models.export import export
 from muralist.models.jit_spec import JiTSpec
 from muralist.models.lora import Lora
+from muralist.models.weights import export
 from muralist.settings import ExportSettings, GenerateSettings, SampleSettings
 from tests.support.hunyuan import small_family
 from tests.support.jit_models import SIDE, checkpoint, family, network_of

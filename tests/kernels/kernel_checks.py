@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +16,33 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from muralist.generate import diffusers_patches
 from muralist.kernels import adaln_rmsnorm as adaln_kernels
-from muralist.kernels import custom_ops, fp8, fp8_quantize, qk_norm_rope
+from muralist.kernels import attention as attention_kernels
+from muralist.kernels import fp8, fp8_quantize, gemm_epilogue, qk_norm_rope
 from muralist.kernels import swiglu as swiglu_kernels
 from muralist.kernels.fp8 import FP8
+from muralist.models.jit import JiT
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 AS_GOOD_AS = 1.1  # times what PyTorch's own attention is off
+
+
+def network_gradients(width: int, heads: int, fp8: bool = False, autocast: bool = False) -> list[Tensor]:
+    """Output and gradients of a small JiT on the GPU, without a layer at zero."""
+    network = JiT(
+        32, 4, hidden_size=width, depth=4, num_heads=heads, num_classes=10, in_context_len=5, in_context_start=2
+    )
+    network.init_weights(0)
+    if fp8:
+        network.use_fp8()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in network.parameters():
+        parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+    network.cuda()
+    images = torch.randn(6, 3, 32, 32, generator=generator).cuda()
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        output = network(images, torch.linspace(0, 1, 6).cuda(), torch.arange(6).cuda())
+    output.float().square().mean().backward()
+    return [output.detach(), *(parameter.grad for parameter in network.parameters() if parameter.grad is not None)]
 
 
 def difference(ours: Tensor, reference: Tensor) -> float:
@@ -60,7 +82,8 @@ def adaln_rmsnorm(batch: int, tokens: int, width: int, dtype: torch.dtype, devic
     def ours(
         x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, bias: Tensor
     ) -> Sequence[Tensor]:
-        return custom_ops.adaln_rmsnorm(x, branch + bias.detach().to(branch.dtype), bias, gate, weight, shift, scale)
+        branch = branch + bias.detach().to(branch.dtype)
+        return adaln_kernels.adaln_rmsnorm(x, branch, bias, gate, weight, shift, scale)[:2]
 
     def plain(
         x: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, bias: Tensor
@@ -76,7 +99,7 @@ def qk_norm_rope_check(batch: int, tokens: int, count: int, head_dim: int, dtype
     """QK norm and RoPE."""
 
     def ours(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
-        return custom_ops.qk_norm_rope(qkv + bias.detach().to(qkv.dtype), bias, *others, count)
+        return qk_norm_rope.qk_norm_rope(qkv + bias.detach().to(qkv.dtype), bias, *others, count)
 
     def plain(*inputs: Tensor) -> Sequence[Tensor]:
         return reference_qkv(*inputs, count)
@@ -93,10 +116,10 @@ def attention(batch: int, tokens: int, count: int, dtype: torch.dtype, device: s
     """
 
     def ours(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
-        return (custom_ops.attention(qkv + bias.detach().to(qkv.dtype), bias, *others, count),)
+        return (attention_kernels.attention(qkv + bias.detach().to(qkv.dtype), bias, *others, count),)
 
     def of_pytorch(qkv: Tensor, bias: Tensor, *others: Tensor) -> Sequence[Tensor]:
-        heads = custom_ops.qk_norm_rope(qkv + bias.detach().to(qkv.dtype), bias, *others, count)
+        heads = qk_norm_rope.qk_norm_rope(qkv + bias.detach().to(qkv.dtype), bias, *others, count)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             return (F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2),)
 
@@ -161,7 +184,7 @@ def swiglu(shape: tuple[int, ...], hidden: int, dtype: torch.dtype, device: str)
     h, bias = torch.randn(*shape, 2 * hidden, dtype=dtype, device=device), torch.randn(2 * hidden, device=device)
 
     def ours(h: Tensor, bias: Tensor) -> Sequence[Tensor]:
-        return (custom_ops.swiglu(h + bias.detach().to(h.dtype), bias),)
+        return (swiglu_kernels.swiglu(h + bias.detach().to(h.dtype), bias),)
 
     def plain(h: Tensor, bias: Tensor) -> Sequence[Tensor]:
         gate, value = (h + bias).chunk(2, dim=-1)
@@ -176,7 +199,7 @@ def linear_qkv_attention(batch: int, tokens: int, count: int, dtype: torch.dtype
     x = torch.randn(batch, tokens, width, dtype=dtype, device=device)
     weight = torch.randn(3 * width, width, dtype=dtype, device=device) / width**0.5
     _, bias, *others = qkv_inputs(batch, tokens, count, 64, dtype, device)
-    made = custom_ops.linear_qkv_attention(x, weight, bias, *others, count)
+    made = attention_kernels.linear_qkv_attention(x, weight, bias, *others, count)
     high = [tensor.double() for tensor in (x, weight, bias, *others)]
     q, k, v = reference_qkv(high[0] @ high[1].T, *high[2:], count)
     return difference(made, ((q @ k.transpose(-2, -1) / 8).softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
@@ -188,7 +211,7 @@ def linear_swiglu(shape: tuple[int, ...], width: int, hidden: int, dtype: torch.
     weight = torch.randn(2 * hidden, width, dtype=dtype, device=device) / width**0.5
     bias = torch.randn(2 * hidden, device=device)
     gate, value = F.linear(x.double(), weight.double(), bias.double()).chunk(2, dim=-1)
-    return difference(custom_ops.linear_swiglu(x, weight, bias), F.silu(gate) * value)
+    return difference(gemm_epilogue.linear_swiglu(x, weight, bias), F.silu(gate) * value)
 
 
 def other_slot(batch: int, tokens: int, count: int, dtype: torch.dtype, device: str) -> float:
@@ -199,8 +222,8 @@ def other_slot(batch: int, tokens: int, count: int, dtype: torch.dtype, device: 
     _, bias, *others = qkv_inputs(batch, tokens, count, 64, dtype, device)
     even, even_bias = weight[: 2 * width], bias[: 2 * width]
     layers: list[Callable[[Tensor], Tensor]] = [
-        lambda x: custom_ops.linear_qkv_attention(x, weight, bias, *others, count),
-        lambda x: custom_ops.linear_swiglu(x, even, even_bias),
+        lambda x: attention_kernels.linear_qkv_attention(x, weight, bias, *others, count),
+        lambda x: gemm_epilogue.linear_swiglu(x, even, even_bias),
     ]
     same = all(torch.equal(layer(x.roll(1, 0)), layer(x).roll(1, 0)) for layer in layers)
     return 0.0 if same else float("inf")
@@ -237,70 +260,49 @@ def fp8_outputs(rows: int, width: int, dtype: torch.dtype, device: str) -> float
     return different
 
 
+# In the interpreter, which is slow and has no bf16, small shapes in float32; on a GPU all, in float32 and bf16.
+SMALL = [
+    (adaln_rmsnorm, 2, 17, 48), (adaln_rmsnorm, 1, 33, 40), (qk_norm_rope_check, 2, 9, 3, 8),
+    (qk_norm_rope_check, 1, 35, 5, 20), (wan_qk_norm_rope, 2, 9, 3, 8), (wan_qk_norm_rope, 1, 5, 2, 20),
+    (swiglu, (3, 15), 7), (fp8_outputs, 9, 48),
+]  # fmt: skip
+LARGE = [
+    (adaln_rmsnorm, 8, 288, 768), (adaln_rmsnorm, 3, 257, 1280), (adaln_rmsnorm, 2, 70, 1664),
+    (qk_norm_rope_check, 4, 288, 12, 64), (qk_norm_rope_check, 3, 261, 16, 80), (qk_norm_rope_check, 2, 70, 16, 104),
+    (wan_qk_norm_rope, 2, 390, 12, 128), (wan_qk_norm_rope, 1, 70, 40, 128), (swiglu, (4, 288), 2048),
+    (swiglu, (3, 261), 2730), (fp8_outputs, 513, 768), (fp8_outputs, 300, 2048),
+]  # fmt: skip
+# Kernels for half precision: in float32, a GPU uses PyTorch's.
+SMALL_HALF = [
+    (attention, 2, 5, 1), (attention, 1, 37, 3), (attention, 1, 64, 1), (attention, 2, 100, 2), (attention, 1, 288, 1),
+    (linear_qkv_attention, 2, 37, 1), (linear_qkv_attention, 3, 50, 6), (other_slot, 3, 50, 1),
+    (linear_swiglu, (3, 15), 64, 40), (linear_swiglu, (1, 300), 72, 200),
+]  # fmt: skip
+LARGE_HALF = [
+    (attention, 8, 256, 12), (attention, 60, 288, 12), (attention, 3, 319, 16), (linear_qkv_attention, 60, 288, 12),
+    (other_slot, 7, 288, 12), (linear_qkv_attention, 5, 319, 16), (linear_swiglu, (60, 288), 768, 2048),
+    (linear_swiglu, (5, 319), 1024, 2752),
+]  # fmt: skip
+
+
 def main() -> None:
     """Print every check; fail where one is over its bound."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    device = "cpu" if interpreted else "cuda"
-    failures = 0
-    fp8_here = interpreted or torch.cuda.get_device_capability() >= (8, 9)
     if interpreted:
         for module in (adaln_kernels, swiglu_kernels, fp8_quantize):
             module.FP8 = torch.float32  # type: ignore[attr-defined]
-    # The interpreter keeps no bf16 arithmetic of its own, and is slow: small shapes there.
-    for dtype in (torch.float32,) if interpreted else (torch.float32, torch.bfloat16):
-        small = [
-            ("adaln_rmsnorm 2x17x48", adaln_rmsnorm(2, 17, 48, dtype, device)),
-            ("adaln_rmsnorm 1x33x40", adaln_rmsnorm(1, 33, 40, dtype, device)),
-            ("qk_norm_rope 2x9x3x8", qk_norm_rope_check(2, 9, 3, 8, dtype, device)),
-            ("qk_norm_rope 1x35x5x20", qk_norm_rope_check(1, 35, 5, 20, dtype, device)),
-            ("wan qk_norm_rope 2x9x3x8", wan_qk_norm_rope(2, 9, 3, 8, dtype, device)),
-            ("wan qk_norm_rope 1x5x2x20", wan_qk_norm_rope(1, 5, 2, 20, dtype, device)),
-            ("swiglu 3x15x7", swiglu((3, 15), 7, dtype, device)),
-            *([("fp8 9x48", fp8_outputs(9, 48, dtype, device))] if fp8_here else []),
-        ]
-        large = [] if interpreted else [
-            ("adaln_rmsnorm 8x288x768", adaln_rmsnorm(8, 288, 768, dtype, device)),
-            ("adaln_rmsnorm 3x257x1280", adaln_rmsnorm(3, 257, 1280, dtype, device)),
-            ("adaln_rmsnorm 2x70x1664", adaln_rmsnorm(2, 70, 1664, dtype, device)),
-            ("qk_norm_rope 4x288x12x64", qk_norm_rope_check(4, 288, 12, 64, dtype, device)),
-            ("qk_norm_rope 3x261x16x80", qk_norm_rope_check(3, 261, 16, 80, dtype, device)),
-            ("qk_norm_rope 2x70x16x104", qk_norm_rope_check(2, 70, 16, 104, dtype, device)),
-            ("wan qk_norm_rope 2x390x12x128", wan_qk_norm_rope(2, 390, 12, 128, dtype, device)),
-            ("wan qk_norm_rope 1x70x40x128", wan_qk_norm_rope(1, 70, 40, 128, dtype, device)),
-            ("swiglu 4x288x2048", swiglu((4, 288), 2048, dtype, device)),
-            ("swiglu 3x261x2730", swiglu((3, 261), 2730, dtype, device)),
-            *([("fp8 513x768", fp8_outputs(513, 768, dtype, device))] if fp8_here else []),
-            *([("fp8 300x2048", fp8_outputs(300, 2048, dtype, device))] if fp8_here else []),
-        ]  # fmt: skip
-        short = [] if dtype == torch.float32 and not interpreted else [  # in float32 it is PyTorch's
-            ("attention 2x5x1", attention(2, 5, 1, dtype, device)),
-            ("attention 1x37x3", attention(1, 37, 3, dtype, device)),
-            ("attention 1x64x1", attention(1, 64, 1, dtype, device)),
-            ("attention 2x100x2", attention(2, 100, 2, dtype, device)),
-            ("attention 1x288x1", attention(1, 288, 1, dtype, device)),
-        ]  # fmt: skip
-        fused = [] if not short else [
-            ("linear_qkv_attention 2x37x1", linear_qkv_attention(2, 37, 1, dtype, device)),
-            ("linear_qkv_attention 3x50x6", linear_qkv_attention(3, 50, 6, dtype, device)),
-            ("other slot 3x50x1", other_slot(3, 50, 1, dtype, device)),
-            ("linear_swiglu 3x15x64x40", linear_swiglu((3, 15), 64, 40, dtype, device)),
-            ("linear_swiglu 1x300x72x200", linear_swiglu((1, 300), 72, 200, dtype, device)),
-        ]  # fmt: skip
-        many = [] if interpreted or not short else [
-            ("attention 8x256x12", attention(8, 256, 12, dtype, device)),
-            ("attention 60x288x12", attention(60, 288, 12, dtype, device)),
-            ("attention 3x319x16", attention(3, 319, 16, dtype, device)),
-        ]  # fmt: skip
-        fused += [] if interpreted or not short else [
-            ("linear_qkv_attention 60x288x12", linear_qkv_attention(60, 288, 12, dtype, device)),
-            ("other slot 7x288x12", other_slot(7, 288, 12, dtype, device)),
-            ("linear_qkv_attention 5x319x16", linear_qkv_attention(5, 319, 16, dtype, device)),
-            ("linear_swiglu 60x288x768x2048", linear_swiglu((60, 288), 768, 2048, dtype, device)),
-            ("linear_swiglu 5x319x1024x2752", linear_swiglu((5, 319), 1024, 2752, dtype, device)),
-        ]  # fmt: skip
-        found = [(name, value, BOUNDS[dtype]) for name, value in small + large + fused]
-        found += [(name, *value_and_bound) for name, value_and_bound in short + many]
-        for name, value, bound in found:
+        runs: dict[torch.dtype, list[Any]] = {torch.float32: SMALL + SMALL_HALF}
+    else:
+        runs = {torch.float32: SMALL + LARGE, torch.bfloat16: SMALL + LARGE + SMALL_HALF + LARGE_HALF}
+    has_fp8 = interpreted or torch.cuda.get_device_capability() >= (8, 9)
+    failures = 0
+    for dtype, checks in runs.items():
+        for check, *sizes in checks:
+            if check is fp8_outputs and not has_fp8:
+                continue
+            found = check(*sizes, dtype, "cpu" if interpreted else "cuda")
+            value, bound = found if isinstance(found, tuple) else (found, BOUNDS[dtype])
+            name = f"{check.__name__} {sizes}"
             failures += not value <= bound
             print(f"{'ok' if value <= bound else 'WRONG'} {name} {dtype} {value:.2e}, at most {bound:.1e}", flush=True)
     if failures:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -166,29 +168,15 @@ def test_thirty_steps_learn_like_bf16_and_equal_with_gradient_checkpointing() ->
 @pytest.mark.skipif(not torch.cuda.is_available() or not has_fp8(torch.device("cuda")), reason="needs FP8 matmuls")
 @pytest.mark.parametrize("width", [192, 128])  # of which the first has 512 hidden channels, the second 341
 def test_kernels_and_plain_pytorch_agree_on_a_gpu(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gradients(fp8: bool) -> list[Tensor]:
-        network = JiT(
-            32, 4, hidden_size=width, depth=4, num_heads=4, num_classes=10, in_context_len=5, in_context_start=2
-        )
-        network.init_weights(0)
-        if fp8:
-            network.use_fp8()
-        generator = torch.Generator().manual_seed(1)
-        for parameter in network.parameters():  # also those that start at zero
-            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
-        network.cuda()
-        images = torch.randn(6, 3, 32, 32, generator=generator).cuda()
-        with torch.autocast("cuda", torch.bfloat16):
-            output = network(images, torch.linspace(0, 1, 6).cuda(), torch.arange(6).cuda())
-        output.float().square().mean().backward()
-        return [output, *(parameter.grad for parameter in network.parameters() if parameter.grad is not None)]
+    from tests.kernels.kernel_checks import network_gradients
 
+    gradients = partial(network_gradients, width, heads=4, autocast=True)
     fused, again, exact = gradients(fp8=True), gradients(fp8=True), gradients(fp8=False)
-    monkeypatch.setattr(ops, "fused", lambda x: False)
+    monkeypatch.setattr(ops, "use_kernels", lambda x: False)
     plain = gradients(fp8=True)
     assert len(fused) == len(plain) == len(exact) > 60
     for ours, same, reference, in_16_bits in zip(fused, again, plain, exact, strict=True):
         assert torch.equal(ours, same)
-        assert relative(ours.detach(), reference.detach().double()) < 0.1
-        assert relative(ours.detach(), in_16_bits.detach().double()) < 0.2
-    assert relative(fused[0].detach(), exact[0].detach().double()) > 1e-4  # FP8 was used
+        assert relative(ours, reference.double()) < 0.1
+        assert relative(ours, in_16_bits.double()) < 0.2
+    assert relative(fused[0], exact[0].double()) > 1e-4  # FP8 was used

@@ -48,12 +48,12 @@ def test_attention_kernel_is_for_few_tokens_in_half_precision(monkeypatch: pytes
     def ours(tokens: int, head_dim: int, dtype: torch.dtype) -> bool:
         return ops._has_attention_kernel(torch.empty(1, tokens, 64, dtype=dtype, device="meta"), head_dim)
 
-    monkeypatch.setattr(ops, "_have_hopper_kernels", lambda: True)
+    monkeypatch.setattr(ops, "_capability", lambda: (9, 0))
     assert ours(5, 64, torch.bfloat16) and ours(288, 64, torch.float16) and ours(320, 64, torch.bfloat16)
     assert not ours(321, 64, torch.bfloat16)
     assert not ours(288, 80, torch.bfloat16)
     assert not ours(288, 64, torch.float32)
-    monkeypatch.setattr(ops, "_have_hopper_kernels", lambda: False)
+    monkeypatch.setattr(ops, "_capability", lambda: (8, 0))
     assert not ours(288, 64, torch.bfloat16)
 
 
@@ -61,13 +61,13 @@ def test_fused_epilogues_accept_symbolic_batch_sizes() -> None:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    from muralist.kernels import custom_ops
+    from muralist.kernels import attention, gemm_epilogue
 
     mode = FakeTensorMode(shape_env=ShapeEnv())
     x = mode.from_tensor(torch.empty(6, 50, 64), static_shapes=False)
     with mode:
-        made = custom_ops.linear_swiglu(x, torch.empty(256, 64), torch.empty(256))
-        also = custom_ops.linear_qkv_attention(
+        made = gemm_epilogue.linear_swiglu(x, torch.empty(256, 64), torch.empty(256))
+        also = attention.linear_qkv_attention(
             x, torch.empty(192, 64), torch.empty(192), *torch.empty(2, 64), *torch.empty(2, 50, 32), 1
         )
     assert isinstance(made.shape[0], torch.SymInt) and isinstance(also.shape[0], torch.SymInt)
@@ -90,25 +90,11 @@ def test_compiled_network_with_kernels_on_a_gpu() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_network_with_kernels_trains_like_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
     from muralist.kernels import ops
-    from muralist.models.jit import JiT
+    from tests.kernels.kernel_checks import network_gradients
 
-    def gradients() -> list[torch.Tensor]:
-        network = JiT(
-            32, 4, hidden_size=192, depth=4, num_heads=3, num_classes=10, in_context_len=5, in_context_start=2
-        )
-        network.init_weights(0)
-        generator = torch.Generator().manual_seed(1)
-        for parameter in network.parameters():  # also those that start at zero
-            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
-        network.cuda()
-        images = torch.randn(6, 3, 32, 32, generator=generator).cuda()
-        output = network(images, torch.linspace(0, 1, 6).cuda(), torch.arange(6).cuda())
-        output.square().mean().backward()
-        return [output, *(parameter.grad for parameter in network.parameters() if parameter.grad is not None)]
-
-    fused = gradients()
+    fused = network_gradients(192, heads=3)
     monkeypatch.setattr(ops, "use_kernels", lambda x: False)
-    plain = gradients()
+    plain = network_gradients(192, heads=3)
     assert len(fused) == len(plain) > 60
     for ours, reference in zip(fused, plain, strict=True):
         assert (ours - reference).norm() <= 1e-4 * reference.norm() + 1e-9

@@ -35,6 +35,7 @@ PUBLISHED = [
 @pytest.mark.parametrize(("name", "size", "classes", "parameters", "gflop"), PUBLISHED)
 def test_published_figures(name, size, classes, parameters, gflop):
     variant, patch = parse_jit_name(name)
+    assert f"JiT-{variant}/{patch}" == name
     assert parameter_count(variant, patch, classes) == parameters
     assert tokens_per_image(patch, size) == 256
     if gflop is not None:
@@ -81,21 +82,8 @@ def test_wrong_names_say_what_was_meant(name, hint):
     assert hint in caught.value.fix
 
 
-def test_names():
-    assert parse_jit_name("JiT-B/4") == ("B", 4)
-    assert parse_jit_name("JiT-G/32") == ("G", 32)
-
-
-@pytest.mark.parametrize(
-    ("patch", "size", "fix"),
-    [
-        (16, 100, "Use an image size of 96 or 112 with this patch size or a patch size of 2, 4."),
-        (32, 8, "Use an image size of 32 with this patch size or a patch size of 2, 4, 8."),
-        (7, 101, "Use an image size of 98 or 105 with this patch size."),
-    ],
-)
-def test_image_sizes_that_do_not_fit(patch, size, fix):
-    with pytest.raises(UserError) as caught:
+@pytest.mark.parametrize(("patch", "size"), [(16, 100), (32, 8)])
+def test_image_sizes_that_do_not_fit(patch, size):
+    message = f"{size} pixels cannot be divided into patches of {patch}. .* a multiple of {patch}, .* divides {size}"
+    with pytest.raises(UserError, match=message):
         check_image_size(patch, size)
-    assert caught.value.what == f"Images of {size} pixels cannot be divided into patches of {patch}."
-    assert caught.value.fix == fix

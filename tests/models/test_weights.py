@@ -1,4 +1,4 @@
-"""Reading weights of every kind bit for bit, and refusing files that are damaged or run code."""
+"""Reading and exporting weights of every kind bit for bit, and refusing files that are damaged or run code."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import argparse
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from muralist.cli import main
 from muralist.core import run_dir
 from muralist.core.errors import UserError
+from muralist.diffusion import samplers
 from muralist.generate.jit_pipeline import read_jit_spec
-from muralist.models import export, jit, weights
+from muralist.models import jit, jit_spec, weights
 from muralist.models.jit import JiT
+from tests.support.disks import small_disk
+from tests.support.runs import last_checkpoint, only_run, train
 
 SIZES = {"hidden_size": 24, "depth": 2, "num_heads": 2, "num_classes": 3, "bottleneck_dim": 5, "in_context_len": 2}
 State = dict[str, Tensor]
@@ -33,7 +39,7 @@ def net() -> JiT:
 
 @pytest.fixture(scope="module")
 def config(net) -> dict:
-    return export.infer_jit_config(net.state_dict(), in_context_start=1)
+    return jit_spec.infer_jit_config(net.state_dict(), in_context_start=1)
 
 
 def scaled(net: nn.Module, factor: float) -> State:
@@ -70,12 +76,8 @@ def test_official_checkpoint(net, official_file, which, factor):
         assert not any(isinstance(value, nn.Parameter) for value in state.values())
 
 
-def test_default_is_the_first_ema(net, official_file):
-    assert equal(weights.read_weights(official_file), scaled(net, 2))
-
-
 def test_official_weights_outlive_their_file(net, official_file):
-    state = weights.read_weights(official_file)
+    state = weights.read_weights(official_file)  # the first EMA
     official_file.write_bytes(b"\0" * official_file.stat().st_size)
     assert equal(state, scaled(net, 2))
 
@@ -98,16 +100,16 @@ def test_checkpoint_folder_and_run(net, tmp_path, which, factor):
 def test_export_comes_back_bit_equal(net, config, tmp_path):
     folder = tmp_path / "new" / "export"
     more = {"label_names": ["car", "tree", "Straße"], "objective": {"prediction": "x", "noise_scale": 0.25}}
-    export.write_jit_folder(folder, net.state_dict(), config | more)
+    jit_spec.write_jit_folder(folder, net.state_dict(), config | more)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
     assert [path.name for path in folder.parent.iterdir()] == ["export"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
-    read, state = export.read_jit_folder(folder)
+    read, state = jit_spec.read_jit_folder(folder)
     assert {name: read[name] for name in more} == more
     assert read["_class_name"] == "JiTTransformer2DModel"
     assert equal(state, net.state_dict())
     assert equal(weights.read_weights(folder, "ema2"), net.state_dict())
-    loaded = JiT(**export.jit_arguments(read))
+    loaded = JiT(**jit_spec.jit_arguments(read))
     loaded.load_state_dict(state, strict=True)
     x, t, y = torch.ones(1, 3, 12, 12), torch.ones(1), torch.tensor([2])
     assert torch.equal(loaded(x, t, y), net(x, t, y))
@@ -115,59 +117,44 @@ def test_export_comes_back_bit_equal(net, config, tmp_path):
 
 def test_export_keeps_bfloat16_and_takes_transposed_tensors(net, config, tmp_path):
     state = {name: value.bfloat16() for name, value in net.state_dict().items()}
-    square = state["t_embedder.mlp.2.weight"]
-    state["t_embedder.mlp.2.weight"] = square.t().contiguous().t()
-    export.write_jit_folder(tmp_path / "export", state, config)
-    read = export.read_jit_folder(tmp_path / "export")[1]
-    assert equal(read, state)
-    assert read["t_embedder.mlp.2.weight"].dtype == torch.bfloat16
+    state["t_embedder.mlp.2.weight"] = state["t_embedder.mlp.2.weight"].t().contiguous().t()
+    jit_spec.write_jit_folder(tmp_path / "export", state, config)
+    read = jit_spec.read_jit_folder(tmp_path / "export")[1]
+    assert equal(read, state) and {value.dtype for value in read.values()} == {torch.bfloat16}
 
 
 def test_export_replaces_an_export_and_nothing_else(net, config, tmp_path):
     folder = tmp_path / "export"
     folder.mkdir()
     for factor in (1, 2):
-        export.write_jit_folder(folder, scaled(net, factor), config)
+        jit_spec.write_jit_folder(folder, scaled(net, factor), config)
     assert equal(weights.read_weights(folder), scaled(net, 2))
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
     precious = tmp_path / "photos"
     precious.mkdir()
     (precious / "holiday.png").write_bytes(b"sun")
     with pytest.raises(UserError, match="photos exists and is not an export"):
-        export.write_jit_folder(precious, net.state_dict(), config)
+        jit_spec.write_jit_folder(precious, net.state_dict(), config)
     assert (precious / "holiday.png").read_bytes() == b"sun"
 
 
 @pytest.mark.parametrize(
-    ("module", "step"), [(export, "save_file"), (export, "atomic_write_json"), (run_dir, "fsync_dir")]
+    ("owner", "step"),
+    [(jit_spec, "save_file"), (jit_spec, "atomic_write_json"), (run_dir, "fsync_dir"), (Path, "replace")],
 )
-def test_failed_export_leaves_the_old_one(net, config, tmp_path, monkeypatch, module, step):
-    export.write_jit_folder(tmp_path / "export", net.state_dict(), config)
+def test_failed_export_leaves_the_old_one(net, config, tmp_path, monkeypatch, owner, step):
+    jit_spec.write_jit_folder(tmp_path / "export", net.state_dict(), config)
+    original = getattr(owner, step)
 
-    def full(*_: object, **__: object) -> None:
+    def full(*arguments: Any, **_: object) -> object:
+        if step == "replace" and not (arguments[0].suffix == ".tmp" and arguments[0].is_dir()):
+            return original(*arguments)  # of files, and of the old export back to its place
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, step, full)
+        patch.setattr(owner, step, full)
         with pytest.raises(UserError, match="No space left"):
-            export.write_jit_folder(tmp_path / "export", scaled(net, 2), config)
-    assert equal(weights.read_weights(tmp_path / "export"), net.state_dict())
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
-
-
-def test_failed_rename_puts_the_old_export_back(net, config, tmp_path, monkeypatch):
-    export.write_jit_folder(tmp_path / "export", net.state_dict(), config)
-    rename = Path.replace
-
-    def refuse(self: Path, target: Path) -> Path:
-        if self.suffix == ".tmp" and self.is_dir():
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return rename(self, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", refuse)
-        with pytest.raises(UserError, match="Cannot write"):
-            export.write_jit_folder(tmp_path / "export", scaled(net, 2), config)
+            jit_spec.write_jit_folder(tmp_path / "export", scaled(net, 2), config)
     assert equal(weights.read_weights(tmp_path / "export"), net.state_dict())
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
@@ -180,7 +167,7 @@ def test_failed_rename_puts_the_old_export_back(net, config, tmp_path, monkeypat
         (lambda folder: (folder / "config.json").write_text("[]"), "does not describe a JiT"),
         (lambda folder: (folder / "config.json").write_text('{"_class_name": "UNet"}'), "does not describe a JiT"),
         (lambda folder: change_config(folder, depth=3), r"blocks\.2\."),
-        (lambda folder: change_config(folder, depth=None), "lacks depth"),
+        (lambda folder: change_config(folder, depth=None), "No network has the sizes in .*depth is None"),
         (lambda folder: change_config(folder, depth="many"), "No network has the sizes in .*depth is 'many'"),
         (lambda folder: change_config(folder, num_heads=0), "No network has these sizes"),
         (lambda folder: (folder / weights.WEIGHTS_FILE).unlink(), weights.WEIGHTS_FILE),
@@ -188,10 +175,10 @@ def test_failed_rename_puts_the_old_export_back(net, config, tmp_path, monkeypat
     ],
 )
 def test_damaged_exports_are_refused(net, config, tmp_path, damage: Callable[[Path], None], message):
-    export.write_jit_folder(tmp_path / "export", net.state_dict(), config)
+    jit_spec.write_jit_folder(tmp_path / "export", net.state_dict(), config)
     damage(tmp_path / "export")
     with pytest.raises(UserError, match=message):
-        export.read_jit_folder(tmp_path / "export")
+        jit_spec.read_jit_folder(tmp_path / "export")
 
 
 def change_config(folder: Path, **changes: object) -> None:
@@ -202,7 +189,7 @@ def change_config(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize("classes", ["null", "1.5", "true", '"3"', "[3]", "-1"])
 def test_config_with_invalid_sizes_is_refused_before_weights_are_read(classes: str, config, tmp_path):
     """As `generate` reads it; found by `make fuzz`."""
-    written = json.dumps({"_class_name": export.JIT_CLASS_NAME, **config, "num_classes": "here"})
+    written = json.dumps({"_class_name": jit_spec.JIT_CLASS_NAME, **config, "num_classes": "here"})
     (tmp_path / "config.json").write_text(written.replace('"here"', classes))
     with pytest.raises(UserError, match=r"No network has the sizes in .*num_classes is"):
         read_jit_spec(tmp_path, {}, "ema1")
@@ -210,7 +197,7 @@ def test_config_with_invalid_sizes_is_refused_before_weights_are_read(classes: s
 
 def test_export_of_weights_that_do_not_fit_is_refused(net, config, tmp_path):
     with pytest.raises(UserError, match="pos_embed"):
-        export.write_jit_folder(tmp_path / "export", net.state_dict(), config | {"input_size": 16})
+        jit_spec.write_jit_folder(tmp_path / "export", net.state_dict(), config | {"input_size": 16})
     assert not any(tmp_path.iterdir())
 
 
@@ -302,7 +289,7 @@ def test_folder_without_weights_is_named(tmp_path):
 def test_config_is_inferred_from_shapes(name, size, classes):
     with torch.device("meta"):
         source = jit.build(name, size, classes)
-        inferred = JiT(**export.infer_jit_config(source.state_dict()))
+        inferred = JiT(**jit_spec.infer_jit_config(source.state_dict()))
     shapes = [{n: v.shape for n, v in network.state_dict().items()} for network in (source, inferred)]
     assert shapes[0] == shapes[1]
     assert (inferred.in_context_start, inferred.grid, inferred.head_dim, inferred.num_classes) == (
@@ -315,17 +302,138 @@ def test_config_is_inferred_from_shapes(name, size, classes):
 
 def test_unknown_sizes_need_in_context_start(net):
     with pytest.raises(UserError, match="24 channels and 2 blocks"):
-        export.infer_jit_config(net.state_dict())
-    assert export.infer_jit_config(net.state_dict(), in_context_start=1)["in_context_start"] == 1
+        jit_spec.infer_jit_config(net.state_dict())
+    assert jit_spec.infer_jit_config(net.state_dict(), in_context_start=1)["in_context_start"] == 1
     plain = JiT(12, 4, **SIZES | {"in_context_len": 0})
-    inferred = export.infer_jit_config(plain.state_dict())
+    inferred = jit_spec.infer_jit_config(plain.state_dict())
     assert (inferred["in_context_len"], inferred["in_context_start"]) == (0, 0)
 
 
 def test_weights_of_another_network_are_refused(net):
     with pytest.raises(UserError, match="not the weights of a JiT network"):
-        export.infer_jit_config({"conv.weight": torch.ones(1)})
+        jit_spec.infer_jit_config({"conv.weight": torch.ones(1)})
     broken = net.state_dict()
     del broken["blocks.1.mlp.w3.bias"]
     with pytest.raises(UserError, match=r"blocks\.1\.mlp\.w3\.bias"):
-        export.infer_jit_config(broken, in_context_start=1)
+        jit_spec.infer_jit_config(broken, in_context_start=1)
+
+
+def image(network: nn.Module, null_label: int) -> Tensor:
+    noise = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    settings = samplers.SamplerSettings(steps=3, guidance=2.0)
+    return samplers.sample(network.eval(), noise, torch.tensor([0, 1]), null_label, settings)
+
+
+def exported(folder: Path) -> tuple[dict, State, JiT]:
+    config, state = jit_spec.read_jit_folder(folder)
+    network = JiT(**jit_spec.jit_arguments(config))
+    network.load_state_dict(state, strict=True)
+    return config, state, network
+
+
+@pytest.fixture(scope="module")
+def run(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    results = tmp_path_factory.mktemp("results")
+    train("--data_path", photo_folder, "--enable_condition", "--max_steps", "3", "--results_dir", results,
+          "--samples_per_gpu", "0", "--prediction", "v")  # fmt: skip
+    return only_run(results)
+
+
+@pytest.mark.parametrize("which", ["model", "ema1", "ema2"])
+def test_exported_run_has_equal_weights_and_generates_the_same_image(run: Path, tmp_path: Path, which: str) -> None:
+    assert main(["export", str(run), str(tmp_path / "out"), "--weights", which]) == 0
+    expected = load_file(last_checkpoint(run) / f"{which}.safetensors")
+    config, state, network = exported(tmp_path / "out")
+    assert equal(state, expected)
+    assert config["label_names"] == ["meadow", "sunrise"]
+    assert config["objective"]["prediction"] == "v"
+    assert (config["input_size"], config["patch_size"], config["num_classes"]) == (16, 8, 2)
+    original = jit.build("JiT-T/8", 16, 2)
+    original.load_state_dict(expected)
+    assert torch.equal(image(network, 2), image(original, 2))
+    assert image(network, 2).std() > 0
+
+
+def test_official_checkpoint_exports_equal_weights_and_generates_the_same_image(tmp_path: Path) -> None:
+    network = jit.build("JiT-T/8", 16, 5)
+    network.init_weights(1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.01 * torch.sin(torch.arange(parameter.numel())).view_as(parameter))
+    torch.save(official_checkpoint(network), tmp_path / "checkpoint-last.pth")
+    assert main(["export", str(tmp_path / "checkpoint-last.pth"), str(tmp_path / "plain"), "--weights", "model"]) == 0
+    config, read, loaded = exported(tmp_path / "plain")
+    assert equal(read, network.state_dict())
+    assert "label_names" not in config
+    assert config["num_classes"] == 5
+    assert torch.equal(image(loaded, 5), image(network, 5))
+    assert image(loaded, 5).std() > 0
+
+    assert main(["export", str(tmp_path), str(tmp_path / "average")]) == 0  # the folder that holds it, ema1
+    assert equal(exported(tmp_path / "average")[1], scaled(network, 2))
+
+
+def test_a_checkpoint_is_exported_and_fine_tuned(
+    run: Path, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(last_checkpoint(run)), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'out'}: ema1 weights of {last_checkpoint(run)}, 16 px")
+    expected = load_file(last_checkpoint(run) / "ema1.safetensors")
+    assert equal(exported(tmp_path / "out")[1], expected)
+    train("--data_path", photo_folder, "--enable_condition", "--max_steps", "1", "--learning_rate", "1e-30",
+          "--init_from", tmp_path / "out", "--results_dir", tmp_path / "results", "--samples_per_gpu", "0")  # fmt: skip
+    weights = load_file(last_checkpoint(only_run(tmp_path / "results")) / "model.safetensors")
+    for name, value in weights.items():
+        assert torch.equal(value, expected[name]) or name.startswith("y_embedder"), name
+
+
+def test_user_errors_have_no_traceback(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    (tmp_path / "broken").mkdir()
+    for name in ("manifest.json", "ema1.safetensors"):
+        (tmp_path / "broken" / name).write_bytes((last_checkpoint(run) / name).read_bytes())
+    (tmp_path / "broken" / "manifest.json").write_text(json.dumps({"step": 3}))
+    cases = {
+        ("nowhere", "out"): "There are no weights at nowhere",
+        (str(run), str(tmp_path / "mine")): "exists and is not an export",
+        (str(run),): "Missing argument DESTINATION",
+        (str(run), "out", "--weights", "ema3"): "expected model, ema1 or ema2",
+        (str(tmp_path / "broken"), str(tmp_path / "out")): "manifest.json is damaged",
+    }
+    for arguments, sentence in cases.items():
+        assert main(["export", *arguments]) == 1
+        said = capsys.readouterr()
+        assert sentence in said.err
+        assert "Traceback" not in said.err
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_disk_is_a_user_error_and_leaves_nothing(tmp_path: Path) -> None:
+    network = jit.build("JiT-T/8", 16, 2)
+    network.init_weights(0)
+    state = network.state_dict()
+    with small_disk(tmp_path / "disk") as disk:  # a megabyte, for weights of eight
+        with pytest.raises(UserError, match="No space left on the disk"):
+            jit_spec.write_jit_folder(disk / "export", state, jit_spec.infer_jit_config(state))
+        assert not list(disk.iterdir())
+
+
+@pytest.mark.parametrize("given", ["run", "checkpoint", "file"])
+def test_a_damaged_checkpoint_is_not_exported(
+    run: Path, tmp_path: Path, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    checkpoint = last_checkpoint(tmp_path / "run")
+    source = {"run": tmp_path / "run", "checkpoint": checkpoint, "file": checkpoint / "ema1.safetensors"}[given]
+    weights = checkpoint / "ema1.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1  # of the last weight: the file is as readable as before
+    weights.write_bytes(data)
+    assert main(["export", str(source), str(tmp_path / "out")]) == 1
+    assert "is damaged: ema1.safetensors does not match its hash" in capsys.readouterr().err
+    (checkpoint / "manifest.json").unlink()
+    assert main(["export", str(source), str(tmp_path / "out")]) == 1
+    assert "is not a complete checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

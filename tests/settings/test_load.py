@@ -172,7 +172,7 @@ def test_empty_files_and_sections(yaml_file: Any) -> None:
         (["--epochs"], ["--epochs", "needs a value"]),
         (["--epochs", "--use_amp"], ["--epochs", "needs a value"]),
         (["--epochs="], ["--epochs", "''"]),
-        (["--sample_prompts"], ["--sample_prompts", "at least one value"]),
+        (["--sample_prompts"], ["--sample_prompts", "needs a value"]),
         (["--config"], ["--config", "needs a value"]),
         (["stray"], ["'stray'", "--name value"]),
         (["--use_amp", "maybe"], ["'maybe'"]),
@@ -240,8 +240,6 @@ def test_a_missing_config_names_the_nearest_file(tmp_path: Path) -> None:
     folder = tmp_path / "base_config.yaml.d"  # like its neighbor's name, which is not meant
     folder.mkdir()
     assert refusal("--config", folder).why == ""
-    (folder / "a.yaml").write_text("")
-    assert refusal("--config", folder).why == f"Give one of its files: {folder / 'a.yaml'}."
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00epochs")
     assert "not UTF-8" in refusal("--config", tmp_path / "binary.yaml").what
 
@@ -345,7 +343,7 @@ def test_names_have_no_clock_and_survive_other_processes() -> None:
     name = run_name(read, None)
     assert name.startswith("JiT-S-8-32-cond-")
     code = (
-        "from muralist.settings.load import *; from muralist.settings import *\n"
+        "from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings; from muralist.settings.load import load, run_name\n"
         "print(run_name(load(TrainSettings, ['--enable-condition', '--data.path=d/', '--img_size=32', "
         "'--model.name', 'JiT-S/8'], TRAIN_FLAT_NAMES), None))"
     )

@@ -43,8 +43,6 @@ class SamplerSettings:
         low, high = self.interval
         if self.solver not in ("heun", "euler"):
             raise UserError(f"Unknown solver {self.solver}.", fix="Use heun or euler.")
-        if self.steps < 1:
-            raise UserError(f"{self.steps} sampling steps are not enough.", fix="Use at least 1.")
         if not 0 <= low < high <= 1:
             raise UserError(
                 f"The guidance interval {low} to {high} is empty or outside 0 to 1.", fix="Use, for example, 0.1 to 1."
@@ -63,30 +61,6 @@ def guidance_at(t: float, settings: SamplerSettings) -> float:
     return settings.guidance if t < high and (low == 0 or t > low) else 1.0
 
 
-def _guided_velocity(
-    network: Network,
-    prediction: flow.Prediction,
-    labels: Tensor,
-    null_label: int,
-    settings: SamplerSettings,
-    compiled: bool,
-) -> Velocity:
-    """Return the guided velocity v_u + s (v_c - v_u) of a network that predicts x, v or eps."""
-    null_labels = torch.full_like(labels, null_label)
-    # The network is never called at t = 1, so only eps-prediction, at t = 0, would divide by zero.
-    t_eps = settings.t_eps if settings.official_last_step or prediction == "eps" else 0.0
-    guide = _maybe_compile(_guide, compiled)
-
-    def velocity(z: Tensor, t: float) -> Tensor:
-        times = torch.full((len(z),), t, dtype=torch.float32, device=z.device)
-        conditional = network(z, times, labels)
-        scale = guidance_at(t, settings)
-        unconditional = None if scale == 1.0 else network(z, times, null_labels)
-        return guide(prediction, conditional, unconditional, scale, z, times, t_eps)
-
-    return velocity
-
-
 def _guide(
     prediction: flow.Prediction,
     conditional: Tensor,
@@ -96,6 +70,7 @@ def _guide(
     times: Tensor,
     t_eps: float,
 ) -> Tensor:
+    """Return the guided velocity v_u + s (v_c - v_u) of a network that predicts x, v or eps."""
     v = flow.to_v(prediction, conditional.float(), z, times, t_eps)
     if unconditional is None:
         return v
@@ -111,17 +86,13 @@ def _advance_by_mean(z: Tensor, v: Tensor, v_next: Tensor, h: Tensor) -> Tensor:
     return z + h * (0.5 * (v + v_next))
 
 
+@cache
 def _maybe_compile(function: Arithmetic, compiled: bool) -> Arithmetic:
     """Compile elementwise arithmetic into one pass over the images, which at 256 px exceed a GPU's cache.
 
     Every batch size compiles a few graphs: a caller with several sizes must raise Dynamo's limit.
     """
-    return _compiled(function) if compiled else function
-
-
-@cache
-def _compiled(function: Arithmetic) -> Arithmetic:
-    return torch.compile(function, dynamic=False)  # type: ignore[return-value]
+    return torch.compile(function, dynamic=False) if compiled else function  # type: ignore[return-value]
 
 
 def _euler_step(velocity: Velocity, z: Tensor, t: float, t_next: float, compiled: bool) -> Tensor:
@@ -156,7 +127,18 @@ def sample(
 
     `compiled` compiles the arithmetic around the network; the network is called as given.
     """
-    velocity = _guided_velocity(network, prediction, labels, null_label, settings, compiled)
+    null_labels = torch.full_like(labels, null_label)
+    # The network is never called at t = 1, so only eps-prediction, at t = 0, would divide by zero.
+    t_eps = settings.t_eps if settings.official_last_step or prediction == "eps" else 0.0
+
+    def velocity(z: Tensor, t: float) -> Tensor:
+        times = torch.full((len(z),), t, dtype=torch.float32, device=z.device)
+        conditional = network(z, times, labels)
+        scale = guidance_at(t, settings)
+        unconditional = None if scale == 1.0 else network(z, times, null_labels)
+        guide = _maybe_compile(_guide, compiled)
+        return guide(prediction, conditional, unconditional, scale, z, times, t_eps)
+
     step = _heun_step if settings.solver == "heun" else _euler_step
     times = time_grid(settings.steps)
     z = noise

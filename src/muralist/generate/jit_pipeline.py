@@ -26,9 +26,16 @@ from muralist.generate.pipeline import (
     Size,
     StepCallback,
 )
-from muralist.models.export import CONFIG_FILE, infer_jit_config, jit_arguments, read_config, read_jit_folder
 from muralist.models.jit import JiT
-from muralist.models.jit_spec import JiTSpec, Objective
+from muralist.models.jit_spec import (
+    CONFIG_FILE,
+    JiTSpec,
+    Objective,
+    infer_jit_config,
+    jit_arguments,
+    read_config,
+    read_jit_folder,
+)
 from muralist.models.weights import WeightSet, read_weights
 from muralist.settings import GenerateSettings, ObjectiveSettings, SampleSettings
 

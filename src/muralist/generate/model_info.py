@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from muralist.core.errors import UserError
 from muralist.core.run_dir import check_exists, exists
 from muralist.models.configs import JIT_GUIDANCE
-from muralist.models.integrity import check_integrity, fingerprint
+from muralist.models.integrity import check_base, check_integrity, fingerprint
 from muralist.models.spec import ModelFamily, find_family_by_key
 from muralist.settings import GenerateSettings
 
@@ -145,7 +145,6 @@ def _check_library(folder: Path, part: str, library: Any) -> None:
 
 
 def _fine_tuned(path: Path, family: ModelFamily, description: dict[str, Any], settings: GenerateSettings) -> ModelInfo:
-    from muralist.models.export import check_base
     from muralist.models.weights import weights_file
 
     base = Path(description["folder"])
@@ -254,7 +253,7 @@ def _possible_frames(folder: Path, settings: GenerateSettings) -> int:
 
 
 def _is_jit_folder(path: Path) -> bool:
-    from muralist.models.export import CONFIG_FILE, JIT_CLASS_NAME
+    from muralist.models.jit_spec import CONFIG_FILE, JIT_CLASS_NAME
     from muralist.models.weights import OFFICIAL_FILE
 
     return (path / OFFICIAL_FILE).is_file() or _read_json(path / CONFIG_FILE).get("_class_name") == JIT_CLASS_NAME

@@ -11,6 +11,8 @@ pass also writes y in FP8.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from muralist.kernels.fp8 import FP8
 from muralist.kernels.fp8_quantize import scale_from_max, to_fp8
-from muralist.kernels.launch import launch
+from muralist.kernels.launch import launch, triton_op
 
 EPSILON = 1e-6
 # Rows and warps per program, tuned on an H200.
@@ -132,7 +134,8 @@ def forward(
     return residual, y, inv_rms, *fp8_outputs
 
 
-def backward(
+@triton_op("muralist::adaln_rmsnorm_backward")
+def _backward(
     residual: Tensor, branch: Tensor, gate: Tensor, weight: Tensor, scale: Tensor, inv_rms: Tensor,
     dy: Tensor, dresidual: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -154,3 +157,42 @@ def backward(
 def _contiguous_rows(x: Tensor) -> Tensor:
     """Make the rows of a sample contiguous; samples may have any stride."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+@triton_op("muralist::adaln_rmsnorm")
+def adaln_rmsnorm(
+    x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the residual, y and the inverse RMS of each row; the bias is already in the branch."""
+    residual, y, inv_rms = forward(x, branch, gate, weight, shift, scale)
+    return residual, y, inv_rms
+
+
+@triton_op("muralist::adaln_rmsnorm_fp8")
+def adaln_rmsnorm_fp8(
+    x: Tensor, branch: Tensor, bias: Tensor | None, gate: Tensor, weight: Tensor, shift: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the residual, y, the inverse RMS of each row, and y in FP8 with its row-wise scales."""
+    residual, y, inv_rms, values, row_scale = forward(x, branch, gate, weight, shift, scale, quantize=True)
+    return residual, y, inv_rms, values, row_scale
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, branch, bias, gate, weight, _, scale = inputs
+    residual, _, inv_rms, *_ = output
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(residual, branch, gate, weight, scale, inv_rms)
+
+
+def _gradients(ctx: Any, dresidual: Tensor, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    _, _, gate, weight, _, _ = ctx.saved_tensors
+    dx, dbranch, sums = _backward(*ctx.saved_tensors, dy, dresidual)
+    dgate, dshift, dscale = sums[:3].sum(2).to(gate.dtype).unbind(0)  # outputs of one layer, so of one dtype
+    dweight, dbias = sums[3:].sum((1, 2)).unbind(0)
+    dbias = None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype)
+    return dx, dbranch, dbias, dgate, dweight.to(weight.dtype), dshift, dscale
+
+
+adaln_rmsnorm.register_autograd(_gradients, setup_context=_setup)
+adaln_rmsnorm_fp8.register_autograd(_gradients, setup_context=_setup)

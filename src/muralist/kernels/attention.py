@@ -11,14 +11,15 @@ its own. There are no atomics, so results are deterministic.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from muralist.kernels.launch import launch
+from muralist.kernels import gemm_epilogue, qk_norm_rope
+from muralist.kernels.launch import launch, triton_op
 
 _MIN_BLOCK = 16  # the smallest side that tl.dot takes
 _WGMMA_ROWS = 64  # rows of one Hopper WGMMA instruction
@@ -44,7 +45,7 @@ class BackwardConfig(NamedTuple):
     num_stages: int
 
 
-# The fastest of bench/attention_speed.py at 256 and at 288 tokens.
+# The fastest of bench/kernel_speed.py at 256 and at 288 tokens.
 FORWARD_CONFIG = ForwardConfig(block_q=64, tiles=8, num_warps=4, num_stages=3)
 BACKWARD_CONFIG = BackwardConfig(block_k=128, block_q=32, num_warps=4, num_stages=3)
 
@@ -264,3 +265,54 @@ def _floor_power_of_2(count: int) -> int:
 
 def _block_for(count: int) -> int:
     return max(_MIN_BLOCK, triton.next_power_of_2(count))
+
+
+@triton_op("muralist::attention")
+def _attention(
+    qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, k, _ = qk_norm_rope.forward(qkv, q_weight, k_weight, cos, sin, heads, with_values=False)
+    return *forward(q, k, qkv), q, k
+
+
+@triton_op("muralist::attention_backward")
+def _attention_gradients(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int,
+    out: Tensor, lse: Tensor, q: Tensor, k: Tensor, dout: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dqkv, dbias_v = backward(q, k, qkv, out, lse, dout)
+    dqkv, dweight, dbias_qk = qk_norm_rope.backward(qkv, q_weight, k_weight, cos, sin, heads, dq, dk, None, dqkv)
+    return dqkv, dweight, dbias_qk, dbias_v
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    qkv, bias, *tensors, ctx.heads = inputs
+    ctx.bias_dtype = bias.dtype
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(qkv, *tensors, *output)
+
+
+def _gradients(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    qkv, q_weight, k_weight, cos, sin, *outputs = ctx.saved_tensors
+    dqkv, dweight, *dbias = _attention_gradients(qkv, q_weight, k_weight, cos, sin, ctx.heads, *outputs, dout)
+    return qk_norm_rope.qkv_gradients(ctx, dqkv, dweight, torch.cat([sums.sum(0) for sums in dbias]))
+
+
+_attention.register_autograd(_gradients, setup_context=_setup)
+
+
+def attention(
+    qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> Tensor:
+    """Compute attention with QK norm and RoPE from the output of the qkv layer, [B, tokens, heads * head_dim]."""
+    return _attention(qkv, bias, q_weight, k_weight, cos, sin, heads)[0].flatten(2)
+
+
+@triton_op("muralist::linear_qkv_attention")
+def linear_qkv_attention(
+    x: Tensor, weight: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> Tensor:
+    """Compute the qkv layer and its attention, without gradients."""
+    qkv = gemm_epilogue.qkv_norm_rope(x, weight, bias, q_weight, k_weight, cos, sin, weight.shape[0] // 3 // heads)
+    q, k, _ = qkv.unflatten(-1, (3, heads, -1)).unbind(2)
+    return forward(q, k, qkv)[0].flatten(2)

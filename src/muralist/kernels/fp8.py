@@ -135,10 +135,10 @@ class _Fp8LinearSwiGLU(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, values: Tensor, scale: Tensor, weight: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from muralist.kernels import custom_ops
+        from muralist.kernels.swiglu import swiglu_fp8
 
         h = _matmul(QuantizedRows(values, scale), weight, bias, chunks=2)
-        out, out_values, out_scale = custom_ops.swiglu_fp8(h)
+        out, out_values, out_scale = swiglu_fp8(h)
         ctx.save_for_backward(x, h, weight)
         ctx.bias_dtype = bias.dtype
         ctx.mark_non_differentiable(out_values, out_scale)
@@ -146,10 +146,10 @@ class _Fp8LinearSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        from muralist.kernels import custom_ops
+        from muralist.kernels.swiglu import swiglu_fp8_backward
 
         x, h, weight = ctx.saved_tensors
-        dh, dbias_sums, values, scale = custom_ops.swiglu_fp8_backward(h, dout)
+        dh, dbias_sums, values, scale = swiglu_fp8_backward(h, dout)
         dx, dweight = _gradients(dh, QuantizedRows(values, scale), x, weight, chunks=2)
         dbias = _unpad_chunks(dbias_sums.sum(0)[:, None], weight[:, :1], chunks=2)[:, 0].to(ctx.bias_dtype)
         return dx, None, None, dweight, dbias
@@ -205,6 +205,6 @@ def _original(x: Tensor | Fp8Activation) -> Tensor:
 def _quantize(rows: Tensor, use_kernels: bool) -> QuantizedRows:
     if not use_kernels:
         return quantize_rowwise(rows)
-    from muralist.kernels import custom_ops
+    from muralist.kernels import fp8_quantize
 
-    return QuantizedRows(*custom_ops.quantize_rowwise(rows))
+    return QuantizedRows(*fp8_quantize.quantize_rowwise(rows))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from muralist.kernels import fp8
 from muralist.kernels.fp8 import FP8
-from muralist.kernels.launch import launch
+from muralist.kernels.launch import launch, triton_op
 
 _TILE = 4096  # values per program: several short rows or one long row
 _WARPS = 4
@@ -41,6 +41,7 @@ def _quantize_rowwise(rows_ptr, values_ptr, scale_ptr, rows, width, ROWS: tl.con
     tl.store(scale_ptr + row, scale, mask=row < rows)
 
 
+@triton_op("muralist::quantize_rowwise")
 def quantize_rowwise(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows [R, K] in FP8 and the scale [R, 1] of each."""
     rows = rows.contiguous()
@@ -48,17 +49,7 @@ def quantize_rowwise(rows: Tensor) -> tuple[Tensor, Tensor]:
     values = rows.new_empty(rows.shape, dtype=FP8)
     scale = rows.new_empty((num_rows, 1), dtype=torch.float32)
     block = triton.next_power_of_2(width)
-    rows_per_program = max(1, _TILE // block)
-    launch(
-        _quantize_rowwise,
-        (triton.cdiv(num_rows, rows_per_program),),
-        rows,
-        values,
-        scale,
-        num_rows,
-        width,
-        ROWS=rows_per_program,
-        BLOCK=block,
-        num_warps=_WARPS,
-    )
+    options = {"ROWS": max(1, _TILE // block), "BLOCK": block, "num_warps": _WARPS}
+    grid = (triton.cdiv(num_rows, options["ROWS"]),)
+    launch(_quantize_rowwise, grid, rows, values, scale, num_rows, width, **options)
     return values, scale

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from muralist.kernels.launch import TmaDescriptor, launch
+from muralist.kernels.launch import TmaDescriptor, launch, triton_op
 from muralist.kernels.qk_norm_rope import EPSILON
 
 
@@ -78,7 +78,7 @@ def _gemm_qk_norm_rope(
         out_desc.store([row, column], acc.to(out_desc.dtype))
 
 
-# Measured by bench/gemm_epilogue_speed.py. Two programs share an SM: one's epilogue overlaps the other's main loop.
+# Measured by bench/kernel_speed.py. Two programs share an SM: one's epilogue overlaps the other's main loop.
 SWIGLU_CONFIG = GemmConfig(block_m=128, block_n=128, block_k=64, num_warps=4, num_stages=3, programs_per_sm=0)
 QKV_CONFIG = GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3, programs_per_sm=1)
 
@@ -95,6 +95,12 @@ def swiglu(x: Tensor, weight: Tensor, bias: Tensor, config: GemmConfig = SWIGLU_
         WIDTH=flat.shape[1], BLOCK_N=columns,
     )  # fmt: skip
     return out.unflatten(0, x.shape[:-1])
+
+
+@triton_op("muralist::linear_swiglu")
+def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Compute a linear layer and SwiGLU of its output, without gradients."""
+    return swiglu(x, weight, bias)
 
 
 def qkv_norm_rope(

@@ -1,7 +1,7 @@
 """The operations of a JiT block: the definition in plain PyTorch, and on a GPU the fused kernels that replace it.
 
 A linear layer before a fused op adds its bias without a gradient; the op returns the bias gradient
-(kernels/custom_ops.py).
+(kernels/launch.py).
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ def adaln_rmsnorm(
 ) -> tuple[Tensor, Tensor | Fp8Activation]:  # fmt: skip
     """Return the residual stream with a gated branch added, and the same modulated, in FP8 if its consumer uses FP8."""
     if use_kernels(x):
-        from muralist.kernels import custom_ops
+        from muralist.kernels import adaln_rmsnorm as kernel
 
         if isinstance(consumer, Linear) and consumer.uses_fp8:
-            residual, y, _, values, rows = custom_ops.adaln_rmsnorm_fp8(x, branch, bias, gate, weight, shift, scale)
+            residual, y, _, values, rows = kernel.adaln_rmsnorm_fp8(x, branch, bias, gate, weight, shift, scale)
             return residual, Fp8Activation(y, values, rows)
-        return custom_ops.adaln_rmsnorm(x, branch, bias, gate, weight, shift, scale)
+        residual, y, _ = kernel.adaln_rmsnorm(x, branch, bias, gate, weight, shift, scale)
+        return residual, y
     residual = gated_residual(x, branch, bias, gate)
     return residual, modulate(residual, weight, shift, scale)
 
@@ -102,9 +103,9 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the qkv layer with QK norm and RoPE: Q, K and V, [B, heads, tokens, head_dim] each."""
     if use_kernels(x):
-        from muralist.kernels import custom_ops
+        from muralist.kernels import qk_norm_rope as kernel
 
-        return custom_ops.qk_norm_rope(_without_bias_gradient(qkv, x), qkv.bias, q_weight, k_weight, *rope, heads)
+        return kernel.qk_norm_rope(_without_bias_gradient(qkv, x), qkv.bias, q_weight, k_weight, *rope, heads)
     q, k, v = qkv(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
     q = apply_rope(rms_norm(q, q_weight), rope).to(v.dtype)
     k = apply_rope(rms_norm(k, k_weight), rope).to(v.dtype)
@@ -117,15 +118,16 @@ def attention(
     """Compute the qkv layer and self-attention with QK norm and RoPE, [B, tokens, heads * head_dim]."""
     head_dim = qkv.in_features // heads
     if use_kernels(x):
-        from muralist.kernels import custom_ops
+        from muralist.kernels import attention as kernel
+        from muralist.kernels import qk_norm_rope as qk_kernel
 
         if isinstance(x, Tensor) and _can_fuse_epilogue(x) and _has_attention_kernel(x, head_dim):
             weight = qkv.weight.to(x.dtype)
-            return custom_ops.linear_qkv_attention(x, weight, qkv.bias, q_weight, k_weight, *rope, heads)
+            return kernel.linear_qkv_attention(x, weight, qkv.bias, q_weight, k_weight, *rope, heads)
         y = _without_bias_gradient(qkv, x)
         if _has_attention_kernel(y, head_dim):
-            return custom_ops.attention(y, qkv.bias, q_weight, k_weight, *rope, heads)
-        q, k, v = custom_ops.qk_norm_rope(y, qkv.bias, q_weight, k_weight, *rope, heads)
+            return kernel.attention(y, qkv.bias, q_weight, k_weight, *rope, heads)
+        q, k, v = qk_kernel.qk_norm_rope(y, qkv.bias, q_weight, k_weight, *rope, heads)
     else:
         q, k, v = qk_norm_rope(qkv, x, q_weight, k_weight, rope, heads)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -136,7 +138,8 @@ def swiglu(w12: Linear, x: Tensor | Fp8Activation) -> Tensor | Fp8Activation:
     if use_kernels(x):
         if w12.uses_fp8:
             return fp8.fp8_linear_swiglu(x, w12.weight, w12.bias)
-        from muralist.kernels import custom_ops
+        from muralist.kernels import gemm_epilogue
+        from muralist.kernels import swiglu as kernel
 
         assert isinstance(x, Tensor)
         # Not in float32, where padding gains nothing and the padded weight would be saved for the backward pass.
@@ -144,8 +147,8 @@ def swiglu(w12: Linear, x: Tensor | Fp8Activation) -> Tensor | Fp8Activation:
         bias = pad_chunks(w12.bias[:, None], 2, 1, alignment)[:, 0]
         weight = pad_chunks(w12.weight, 2, w12.in_features, alignment)
         if _can_fuse_epilogue(x):
-            return custom_ops.linear_swiglu(x, weight.to(x.dtype), bias)
-        return custom_ops.swiglu(F.linear(x, weight, bias.detach()), bias)
+            return gemm_epilogue.linear_swiglu(x, weight.to(x.dtype), bias)
+        return kernel.swiglu(F.linear(x, weight, bias.detach()), bias)
     gate, value = w12(x).chunk(2, dim=-1)
     return F.silu(gate) * value
 
@@ -159,38 +162,29 @@ def apply_rope(x: Tensor, rope: RopeTable) -> Tensor:
 
 def use_kernels(x: Tensor | Fp8Activation) -> bool:
     """Return whether the Triton kernels run: on NVIDIA GPUs since Ampere, with a working compiler."""
-    return (x.original if isinstance(x, Fp8Activation) else x).is_cuda and _have_kernels()
+    return (x.original if isinstance(x, Fp8Activation) else x).is_cuda and _capability() >= _MIN_CAPABILITY
 
 
 @torch.compiler.assume_constant_result
-def _have_kernels() -> bool:
-    return _find_kernels()
+def _capability() -> tuple[int, int]:
+    return _find_capability()
 
 
 @cache
-def _find_kernels() -> bool:
-    return can_compile() and torch.cuda.get_device_capability() >= _MIN_CAPABILITY
+def _find_capability() -> tuple[int, int]:
+    """Return the compute capability of the GPU, or (0, 0) without a working compiler."""
+    return torch.cuda.get_device_capability() if can_compile() else (0, 0)
 
 
 def _has_attention_kernel(tokens: Tensor, head_dim: int) -> bool:
     fits = tokens.shape[1] <= _MAX_ATTENTION_TOKENS and head_dim in _ATTENTION_HEAD_DIMS
-    return fits and tokens.dtype in _HALF and _have_hopper_kernels()
+    return fits and tokens.dtype in _HALF and _capability()[0] == _HOPPER
 
 
 def _can_fuse_epilogue(x: Tensor) -> bool:
     """Return whether a GEMM and its epilogue run as one kernel; with gradients, the intermediate is needed."""
     aligned = x.shape[-1] % _ALIGNMENT == 0
-    return aligned and not torch.is_grad_enabled() and x.dtype in _HALF and _have_hopper_kernels()
-
-
-@torch.compiler.assume_constant_result
-def _have_hopper_kernels() -> bool:
-    return _is_hopper()
-
-
-@cache
-def _is_hopper() -> bool:
-    return torch.cuda.get_device_capability()[0] == _HOPPER
+    return aligned and not torch.is_grad_enabled() and x.dtype in _HALF and _capability()[0] == _HOPPER
 
 
 def _without_bias_gradient(layer: Linear, x: Tensor | Fp8Activation) -> Tensor:

@@ -8,15 +8,17 @@ kernel reads V in place: both passes then skip V and its gradient.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from muralist.kernels.launch import launch
+from muralist.kernels.launch import launch, triton_op
 
 EPSILON = 1e-6
-_NUM_WARPS = {"forward": 2, "backward": 4}
+_NUM_WARPS = {"forward": 2, "backward": 4, "wan": 4}
 _CHUNK_SIZES = (32, 16)  # tokens per program in the backward pass: the first that gives enough programs
 _MIN_PROGRAMS = 4000
 
@@ -168,7 +170,49 @@ def _block_sizes(heads: int, head_dim: int) -> dict[str, int]:
     return {"HEADS": triton.next_power_of_2(heads), "HALF": triton.next_power_of_2(head_dim // 2)}
 
 
-_WAN_NUM_WARPS = 4
+@triton_op("muralist::qk_norm_rope")
+def _qk_norm_rope(
+    qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return forward(qkv, q_weight, k_weight, cos, sin, heads)
+
+
+@triton_op("muralist::qk_norm_rope_backward")
+def _qk_norm_rope_gradients(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int,
+    dq: Tensor, dk: Tensor, dv: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return backward(qkv, q_weight, k_weight, cos, sin, heads, dq, dk, dv)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    qkv, bias, *tensors, ctx.heads = inputs
+    ctx.bias_dtype = bias.dtype
+    ctx.save_for_backward(qkv, *tensors)
+
+
+def _gradients(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+    dqkv, dweight, dbias = _qk_norm_rope_gradients(*ctx.saved_tensors, ctx.heads, dq, dk, dv)
+    return qkv_gradients(ctx, dqkv, dweight, dbias.sum(0))
+
+
+def qkv_gradients(ctx: Any, dqkv: Tensor, dweight: Tensor, dbias: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all inputs, from partial sums of those of the norms' weights."""
+    _, q_weight, k_weight, *_ = ctx.saved_tensors
+    dq_weight, dk_weight = dweight.sum(0).unbind(0)
+    dbias = dbias.to(ctx.bias_dtype)
+    return dqkv, dbias, dq_weight.to(q_weight.dtype), dk_weight.to(k_weight.dtype), None, None, None
+
+
+_qk_norm_rope.register_autograd(_gradients, setup_context=_setup)
+
+
+def qk_norm_rope(
+    qkv: Tensor, bias: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Q and K with QK norm and RoPE, and V, [B, heads, tokens, head_dim] each."""
+    q, k, v = _qk_norm_rope(qkv, bias, q_weight, k_weight, cos, sin, heads)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 @triton.jit
@@ -206,7 +250,6 @@ def qk_norm_rope_wan(
     q_out, k_out = (x.new_empty((batch, tokens, heads, head_dim)) for x in (q, k))
     _qk_norm_rope_wan[(batch * tokens, 2)](
         q, k, q_weight, k_weight, cos, sin, q_out, k_out, tokens, heads, head_dim // 2,
-        EPS=epsilon, HEADS=triton.next_power_of_2(heads), HALF=triton.next_power_of_2(head_dim // 2),
-        num_warps=_WAN_NUM_WARPS,
+        EPS=epsilon, num_warps=_NUM_WARPS["wan"], **_block_sizes(heads, head_dim),
     )  # fmt: skip
     return q_out, k_out

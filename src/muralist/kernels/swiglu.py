@@ -6,6 +6,8 @@ over programs. With `quantize`, both passes also write their output in FP8; a pr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from muralist.kernels.fp8 import FP8
 from muralist.kernels.fp8_quantize import scale_from_max, to_fp8
-from muralist.kernels.launch import launch
+from muralist.kernels.launch import launch, triton_op
 
 _BLOCK = 1024
 _ROWS = 32  # per program in the backward pass
@@ -78,21 +80,10 @@ def forward(h: Tensor, quantize: bool = False) -> tuple[Tensor, ...]:
     hidden = h.shape[-1] // 2
     out = h.new_empty((*h.shape[:-1], hidden))
     rows = out.numel() // hidden
-    fp8_outputs = (
-        _empty_fp8_like(out, rows) if quantize else ()
-    )  # otherwise h stands in, which the kernel does not write
-    block, warps = _block_size(hidden, quantize)
-    launch(
-        _swiglu_forward,
-        (rows, triton.cdiv(hidden, block)),
-        h,
-        out,
-        *(fp8_outputs or (h, h)),
-        hidden,
-        BLOCK=block,
-        QUANTIZE=quantize,
-        num_warps=warps,
-    )
+    fp8_outputs = _empty_fp8_like(out, rows) if quantize else ()  # else h stands in, which the kernel does not write
+    options = _launch_options(hidden, quantize)
+    grid = (rows, triton.cdiv(hidden, options["BLOCK"]))
+    launch(_swiglu_forward, grid, h, out, *(fp8_outputs or (h, h)), hidden, **options)
     return out, *fp8_outputs
 
 
@@ -105,22 +96,9 @@ def backward(h: Tensor, dout: Tensor, quantize: bool = False) -> tuple[Tensor, .
     fp8_outputs = _empty_fp8_like(dh, rows) if quantize else ()
     chunks = triton.cdiv(rows, _ROWS)
     sums = h.new_empty((chunks, 2 * hidden), dtype=torch.float32)
-    block, warps = _block_size(hidden, quantize)
-    launch(
-        _swiglu_backward,
-        (chunks, triton.cdiv(hidden, block)),
-        h,
-        dout,
-        dh,
-        sums,
-        *(fp8_outputs or (h, h)),
-        rows,
-        hidden,
-        ROWS=_ROWS,
-        BLOCK=block,
-        QUANTIZE=quantize,
-        num_warps=warps,
-    )
+    options = _launch_options(hidden, quantize)
+    grid = (chunks, triton.cdiv(hidden, options["BLOCK"]))
+    launch(_swiglu_backward, grid, h, dout, dh, sums, *(fp8_outputs or (h, h)), rows, hidden, ROWS=_ROWS, **options)
     return dh, sums, *fp8_outputs
 
 
@@ -128,9 +106,48 @@ def _empty_fp8_like(tensor: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return tensor.new_empty(tensor.shape, dtype=FP8), tensor.new_empty((rows, 1), dtype=torch.float32)
 
 
-def _block_size(hidden: int, full_rows: bool) -> tuple[int, int]:
-    """Return columns and warps per program."""
+def _launch_options(hidden: int, quantize: bool) -> dict[str, int]:
     block = triton.next_power_of_2(hidden)
-    return (
-        (block, min(16, max(_NUM_WARPS, block // _COLUMNS_PER_WARP))) if full_rows else (min(_BLOCK, block), _NUM_WARPS)
-    )
+    if not quantize:
+        return {"BLOCK": min(_BLOCK, block), "QUANTIZE": False, "num_warps": _NUM_WARPS}
+    return {"BLOCK": block, "QUANTIZE": True, "num_warps": min(16, max(_NUM_WARPS, block // _COLUMNS_PER_WARP))}
+
+
+@triton_op("muralist::swiglu")
+def swiglu(h: Tensor, bias: Tensor) -> Tensor:
+    """Compute silu of the first half of the channels times the second."""
+    return forward(h)[0]
+
+
+@triton_op("muralist::swiglu_backward")
+def _swiglu_gradients(h: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+    dh, sums = backward(h, dout)
+    return dh, sums
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    h, bias = inputs
+    ctx.bias_dtype = bias.dtype
+    ctx.save_for_backward(h)
+
+
+def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+    dh, sums = _swiglu_gradients(*ctx.saved_tensors, dout)
+    return dh, sums.sum(0).to(ctx.bias_dtype)
+
+
+swiglu.register_autograd(_gradients, setup_context=_setup)
+
+
+@triton_op("muralist::swiglu_fp8")
+def swiglu_fp8(h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute SwiGLU, and the same in FP8 with its row-wise scales."""
+    out, values, scale = forward(h, quantize=True)
+    return out, values, scale
+
+
+@triton_op("muralist::swiglu_fp8_backward")
+def swiglu_fp8_backward(h: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return dh, partial sums of the bias gradient, and dh in FP8 with its row-wise scales."""
+    dh, sums, values, scale = backward(h, dout, quantize=True)
+    return dh, sums, values, scale

@@ -11,7 +11,6 @@ from muralist.core.errors import UserError, closest_match
 IMAGE_CHANNELS = 3
 TIME_FREQUENCIES = 256
 MLP_RATIO = 4.0
-COMMON_PATCHES = (2, 4, 8, 16, 32, 64)
 JIT_GUIDANCE = 2.9
 """The paper's scale of classifier-free guidance."""
 
@@ -71,7 +70,7 @@ def parse_jit_name(name: str) -> tuple[str, int]:
 
 def unknown_model(name: str, patterns: Sequence[str]) -> UserError:
     """Return the error for a model name of no family, with the nearest JiT name as a suggestion."""
-    known = [f"JiT-{letter}/{patch}" for letter in JIT_CONFIGS for patch in COMMON_PATCHES]
+    known = [f"JiT-{letter}/{patch}" for letter in JIT_CONFIGS for patch in (2, 4, 8, 16, 32, 64)]
     # Upper case first: for "jit-b/4" every letter would otherwise be equally near.
     guess = closest_match(name.upper().replace("JIT", "JiT"), known)
     return UserError(
@@ -85,13 +84,9 @@ def check_image_size(patch: int, img_size: int) -> None:
     """Refuse an image size that the patches do not divide."""
     if img_size >= patch and img_size % patch == 0:
         return
-    patches = [str(p) for p in COMMON_PATCHES if p <= img_size and img_size % p == 0]
-    below = img_size // patch * patch
-    sizes = f"{below} or {below + patch}" if below else str(patch)
-    smaller = f" or a patch size of {', '.join(patches)}" if patches else ""
     raise UserError(
         f"Images of {img_size} pixels cannot be divided into patches of {patch}.",
-        fix=f"Use an image size of {sizes} with this patch size{smaller}.",
+        fix=f"Use an image size that is a multiple of {patch}, or a patch size that divides {img_size}.",
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,12 +30,13 @@ from muralist.core import rng
 from muralist.core.errors import UserError
 from muralist.core.progress import loading_progress
 from muralist.core.rng import Purpose, SampleKeys
+from muralist.core.run_dir import atomic_folder
 from muralist.data.latents import EncodedText, LatentSource
 from muralist.data.loader import Batch, flip_mask, to_unit_range
 from muralist.diffusion import ddpm, flow
-from muralist.models.integrity import fingerprint
+from muralist.models.integrity import check_base, fingerprint
 from muralist.models.lora import Lora, is_adapter
-from muralist.models.spec import HUNYUAN_DIT
+from muralist.models.spec import HUNYUAN_DIT, resolve
 from muralist.settings import SampleSettings, TrainSettings
 
 ENCODER_COMPONENTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
@@ -43,6 +45,8 @@ _PIXELS_PER_TOKEN = HUNYUAN_DIT.pixels_per_token
 _PIXELS_PER_LATENT = 8
 _ROPE_GRID = 32  # tokens along a side of 512 pixels, the size at which RoPE was trained
 _GUIDANCE = 5.0
+_ADAPTER_FOLDER = "lora"
+_NOT_EXPORTED = shutil.ignore_patterns("transformer", _ADAPTER_FOLDER, ".*")
 
 transformers_logging.disable_progress_bar()
 
@@ -57,15 +61,6 @@ class HunyuanDiTInputs(NamedTuple):
     t5_mask: Tensor  # [B, 256]
 
 
-class TextEmbeddings(NamedTuple):
-    """Both text embeddings of captions with their masks."""
-
-    bert: Tensor
-    bert_mask: Tensor
-    t5: Tensor
-    t5_mask: Tensor
-
-
 @dataclass
 class FrozenEncoders:
     """VAE, text encoders and tokenizers, which are not trained."""
@@ -75,7 +70,7 @@ class FrozenEncoders:
     bert_tokenizer: Any
     t5: Any
     t5_tokenizer: Any
-    prompt_cache: dict[str, TextEmbeddings] = field(default_factory=dict)
+    prompt_cache: dict[str, EncodedText] = field(default_factory=dict)
     """Embeddings of sample prompts, which are the same at every checkpoint."""
 
     @classmethod
@@ -101,7 +96,7 @@ class FrozenEncoders:
             nn.Module.to(encoder, text_device or device, dtype)
 
     @torch.no_grad()
-    def encode_text(self, captions: Sequence[str]) -> TextEmbeddings:
+    def encode_text(self, captions: Sequence[str]) -> EncodedText:
         """Encode captions with both text encoders, as HunyuanDiTPipeline does."""
         outputs: list[Tensor] = []
         encoders = ((self.bert_tokenizer, self.bert, BERT_TOKENS), (self.t5_tokenizer, self.t5, T5_TOKENS))
@@ -112,15 +107,15 @@ class FrozenEncoders:
             device = next(encoder.parameters()).device
             mask = tokens.attention_mask.to(device)
             outputs += [encoder(tokens.input_ids.to(device), attention_mask=mask)[0].float(), mask]
-        return TextEmbeddings(*outputs)
+        return EncodedText(*outputs)
 
-    def encode_prompts(self, prompts: Sequence[str], device: torch.device) -> TextEmbeddings:
+    def encode_prompts(self, prompts: Sequence[str], device: torch.device) -> EncodedText:
         """Encode each prompt alone and only once: on a CPU, a large text encoder takes seconds."""
         for prompt in prompts:
             if prompt not in self.prompt_cache:
                 self.prompt_cache[prompt] = self.encode_text([prompt])
         texts = [self.prompt_cache[prompt] for prompt in prompts]
-        return TextEmbeddings(*(torch.cat(tensors).to(device) for tensors in zip(*texts, strict=True)))
+        return EncodedText(*(torch.cat(tensors).to(device) for tensors in zip(*texts, strict=True)))
 
     @torch.no_grad()
     def vae_posterior(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,7 +227,7 @@ class HunyuanDiTSpec:
             images = to_unit_range(batch.images_u8, keys if self.random_flip else None)
             text, (mean, std) = self.encoders.encode_text(batch.captions), self.encoders.vae_posterior(images)
         else:
-            text, (mean, std) = _text_embeddings(batch.encoded.text), self._flip(batch.encoded.latents, keys)
+            text, (mean, std) = _widen(batch.encoded.text), self._flip(batch.encoded.latents, keys)
         # The shape is the batch's own: with --multireso, batches differ in size.
         noise, empty = keys.normal(Purpose.LATENT, tuple(mean.shape[1:])), self._empty_caption
         probabilities = torch.tensor([self.uncond_p, self.uncond_p_t5], device=noise.device)
@@ -254,11 +249,11 @@ class HunyuanDiTSpec:
         return selected[:, 0], selected[:, 1]
 
     @cached_property
-    def _empty_caption(self) -> TextEmbeddings:
+    def _empty_caption(self) -> EncodedText:
         if self.latents is None:
             return self.encoders.encode_text([""])
         device = next(self.encoders.vae.parameters()).device
-        return TextEmbeddings(*(tensor.to(device) for tensor in _text_embeddings(self.latents.read_empty_caption())))
+        return EncodedText(*(tensor.to(device) for tensor in _widen(self.latents.read_empty_caption())))
 
     def loss(self, network: nn.Module, encoded: HunyuanDiTInputs, keys: SampleKeys) -> Tensor:
         """Compute the mean squared error of the predicted velocity, for each sample."""
@@ -266,14 +261,14 @@ class HunyuanDiTSpec:
         t = ddpm.sample_timestep(keys)
         e = flow.sample_noise(keys, tuple(x.shape[1:]))
         a = self._alphas_cumprod[t]
-        output = self._predict(network, ddpm.add_noise(x, e, a), t.float(), TextEmbeddings(*encoded[1:]))
+        output = self._predict(network, ddpm.add_noise(x, e, a), t.float(), EncodedText(*encoded[1:]))
         return (output.float() - ddpm.velocity(x, e, a)).square().mean(dim=(1, 2, 3))
 
     @cached_property
     def _alphas_cumprod(self) -> Tensor:
         return ddpm.alphas_cumprod(self.scheduler_config["beta_start"], self.scheduler_config["beta_end"])
 
-    def _predict(self, network: nn.Module, latents: Tensor, t: Tensor, text: TextEmbeddings) -> Tensor:
+    def _predict(self, network: nn.Module, latents: Tensor, t: Tensor, text: EncodedText) -> Tensor:
         conditions: dict[str, Tensor | None] = {"image_meta_size": None, "style": None}
         height, width = _PIXELS_PER_LATENT * latents.shape[-2], _PIXELS_PER_LATENT * latents.shape[-1]
         if self.config["use_style_cond_and_image_meta_size"]:  # version 1.1 and before
@@ -294,8 +289,8 @@ class HunyuanDiTSpec:
         return output.chunk(2, dim=1)[0]  # the other half is a learned variance that no sampler uses
 
     def default_prompts(self) -> list[str]:
-        """Return the default prompts of the family."""
-        return HUNYUAN_DIT.default_prompts()
+        """Return the eight driving scenes of the embedded data set."""
+        return list(resolve("muralist.demo.driving_world:PROMPTS"))
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
         """Accept any text."""
@@ -355,7 +350,7 @@ class HunyuanDiTSpec:
     def _forward_flops(self) -> int:
         config = self.config
         with torch.device("meta"), FlopCounterMode(display=False) as counter:
-            text = TextEmbeddings(
+            text = EncodedText(
                 torch.zeros(1, BERT_TOKENS, config["cross_attention_dim"]),
                 torch.ones(1, BERT_TOKENS),
                 torch.zeros(1, T5_TOKENS, config["cross_attention_dim_t5"]),
@@ -377,52 +372,66 @@ class HunyuanDiTSpec:
 
     def describe(self) -> dict[str, Any]:
         """Name the folder, and everything that shapes the training."""
+        *encoders, transformer = self._fingerprints.values()
+        lora = self.lora and {"rank": self.lora.rank, "targets": list(self.lora.targets), "base": transformer}
         return {
             "family": HUNYUAN_DIT.key,
             "model": HUNYUAN_DIT.name,
             "img_size": self.size[0] if self.size[0] == self.size[1] else list(self.size),
             "label_names": [],
             "folder": str(self.folder),
-            "frozen_parts": self._encoders_fingerprint,
+            "frozen_parts": " ".join(encoders),
             "beta_end": self.scheduler_config["beta_end"],
             "uncond_p": self.uncond_p,
             "uncond_p_t5": self.uncond_p_t5,
-            "lora": self._lora_description,
+            "lora": lora,
         }
 
     @cached_property
-    def _encoders_fingerprint(self) -> str:
-        """Identify the frozen components: with another VAE or text encoder a run would be another run."""
-        return " ".join(encoder_fingerprints(self.folder).values()) if self.folder else ""
-
-    @cached_property
-    def _lora_description(self) -> dict[str, Any] | None:
-        if self.lora is None or self.folder is None:
-            return None
-        # Checkpoints do not hold the base transformer, so a reader must check that it is the same.
-        base = fingerprint(self.folder / "transformer")
-        return {"rank": self.lora.rank, "targets": list(self.lora.targets), "base": base}
+    def _fingerprints(self) -> dict[str, str]:
+        """Identify the frozen components and the transformer that LoRA does not store."""
+        assert self.folder is not None
+        return encoder_fingerprints(self.folder) | {"transformer": fingerprint(self.folder / "transformer")}
 
     @staticmethod
     def trained_components(
         weights: Mapping[str, Tensor], description: Mapping[str, Any], dtype: torch.dtype
     ) -> dict[str, nn.Module]:
         """Load the components that replace those of the base pipeline in `muralist generate`."""
-        from muralist.models.export import trained_transformer
-
-        network = trained_transformer(weights, Path(description["folder"]), description.get("lora"))
+        network = _trained_transformer(weights, Path(description["folder"]), description.get("lora"))
         nn.Module.to(network, dtype)  # diffusers' own `to` logs a warning
         return {"transformer": _use_official_rope(network)}
 
     @staticmethod
     def export(weights: Mapping[str, Tensor], description: Mapping[str, Any], folder: Path) -> str:
-        """Write a pipeline in diffusers layout."""
-        from muralist.models.export import ADAPTER_FOLDER, write_pipeline
+        """Write the trained transformer with the other components of the model it was trained from.
 
-        lora = description.get("lora")
-        write_pipeline(folder, weights, Path(description["folder"]), lora)
-        adapter = f"; the LoRA alone, for PEFT, in {ADAPTER_FOLDER}/" if lora else ""
-        return f"for {HUNYUAN_DIT.pipeline_class}.from_pretrained{adapter}"
+        LoRA is merged into the transformer, and also written alone in PEFT's format.
+        """
+        base, lora = Path(description["folder"]), description.get("lora")
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder.absolute()} exists.", fix="Name a folder that does not exist yet.")
+        check_base(base, lora)
+        with atomic_folder(folder) as temporary:
+            shutil.copytree(base, temporary, ignore=_NOT_EXPORTED, dirs_exist_ok=True)
+            adapter = temporary / _ADAPTER_FOLDER
+            if lora:
+                adapter.mkdir()
+            _trained_transformer(weights, base, lora, adapter).save_pretrained(temporary / "transformer")
+        alone = f"; the LoRA alone, for PEFT, in {_ADAPTER_FOLDER}/" if lora else ""
+        return f"for {HUNYUAN_DIT.pipeline_class}.from_pretrained{alone}"
+
+
+def _trained_transformer(
+    weights: Mapping[str, Tensor], base: Path, lora: Mapping[str, Any] | None, adapter: Path | None = None
+) -> Any:
+    """Build the transformer with trained weights in float32; LoRA is merged, and also written to `adapter`."""
+    if lora:
+        network = HunyuanDiT2DModel.from_pretrained(base, subfolder="transformer", local_files_only=True).float()
+        return Lora(lora["rank"], tuple(lora["targets"])).merge(network, weights, adapter)
+    network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
+    network.load_state_dict(weights)
+    return network
 
 
 def encoder_fingerprints(folder: Path) -> dict[str, str]:
@@ -449,9 +458,9 @@ def check_encoder_fingerprints(source: LatentSource, folder: Path, random_flip: 
         )
 
 
-def _text_embeddings(encoded: EncodedText) -> TextEmbeddings:
+def _widen(stored: EncodedText) -> EncodedText:
     """Convert stored embeddings to the dtypes of encode_text()."""
-    return TextEmbeddings(encoded.bert.float(), encoded.bert_mask.long(), encoded.t5.float(), encoded.t5_mask.long())
+    return EncodedText(stored.bert.float(), stored.bert_mask.long(), stored.t5.float(), stored.t5_mask.long())
 
 
 def _checkpointed(forward: Any) -> Any:
@@ -472,7 +481,7 @@ def _use_official_rope(network: Any) -> Any:
 
     @functools.wraps(forward)
     def run(*inputs: Any, **named: Any) -> Any:
-        bound = signature.bind(*inputs, **named)
+        bound = signature.bind(*inputs, **named)  # callers may pass every argument by position
         latents = bound.arguments["hidden_states"]
         size = (latents.shape[-2] * _PIXELS_PER_LATENT, latents.shape[-1] * _PIXELS_PER_LATENT)
         bound.arguments["image_rotary_emb"] = rope_table(network.config.attention_head_dim, size, latents.device)

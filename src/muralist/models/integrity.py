@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,22 @@ def _read_json(file: Path) -> dict[str, Any]:
         return content if isinstance(content, dict) else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}.", fix=_FIX) from None
+
+
+def check_base(base: Path, lora: Mapping[str, Any] | None) -> None:
+    """Refuse to go on without the model that a run fine-tuned; `lora` is the checkpoint's description."""
+    if not (base / "transformer" / "config.json").is_file():
+        raise UserError(
+            f"The model that this run fine-tuned is no longer at {base}.",
+            "Its VAE, text encoders and tokenizers are needed.",
+            "Put it back.",
+        )
+    if lora and fingerprint(base / "transformer") != lora["base"]:
+        raise UserError(
+            f"The transformer in {base} is not the one that LoRA was trained on.",
+            "Merged, they would generate other images than in training.",
+            "Put back the original model.",
+        )
 
 
 def fingerprint(path: Path) -> str:

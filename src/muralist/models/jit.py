@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ from muralist.kernels.ops import (
     modulate,
     output_projection,
     qk_norm_rope,
-    rms_norm,
     swiglu,
 )
 from muralist.models.configs import (
@@ -77,26 +76,10 @@ class ResidualStream(NamedTuple):
         return adaln_rmsnorm(self.tokens, self.branch, self.bias, self.gate, weight, shift, scale, consumer)
 
 
-def build(
-    name: str,
-    img_size: int,
-    num_classes: int,
-    attn_drop: float = 0.0,
-    proj_drop: float = 0.0,
-    gradient_checkpointing: bool = False,
-) -> JiT:
-    """Build the named network, such as JiT-B/16, on the current default device."""
+def build(name: str, img_size: int, num_classes: int, **options: Any) -> JiT:
+    """Build the named network, such as JiT-B/16, on the current default device; `options` are those of JiT."""
     letter, patch = parse_jit_name(name)
-    check_image_size(patch, img_size)
-    return JiT(
-        img_size,
-        patch,
-        num_classes=num_classes,
-        attn_drop=attn_drop,
-        proj_drop=proj_drop,
-        gradient_checkpointing=gradient_checkpointing,
-        **asdict(JIT_CONFIGS[letter]),
-    )
+    return JiT(img_size, patch, num_classes=num_classes, **asdict(JIT_CONFIGS[letter]), **options)
 
 
 def sincos_position_embedding(grid: int, width: int, device: torch.device | str | None = None) -> Tensor:
@@ -123,18 +106,6 @@ def _dropout(x: Tensor, probability: float, keys: SampleKeys | None, site: int) 
         return x
     keep = keys.uniform(Purpose.DROPOUT + site, tuple(x.shape[1:])) >= probability
     return x * (keep.to(x.dtype) / (1 - probability))
-
-
-class RMSNorm(nn.Module):
-    """RMSNorm with a learned scale, computed in float32."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension."""
-        return rms_norm(x, self.weight)
 
 
 class PatchConv(nn.Conv2d):
@@ -193,8 +164,8 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, attn_drop: float, proj_drop: float, site: int) -> None:
         super().__init__()
         self.heads, self.attn_drop, self.proj_drop, self.site = heads, attn_drop, proj_drop, site
-        self.q_norm = RMSNorm(width // heads)
-        self.k_norm = RMSNorm(width // heads)
+        self.q_norm = nn.RMSNorm(width // heads)  # the norms only hold their weights: fused ops compute them
+        self.k_norm = nn.RMSNorm(width // heads)
         self.qkv = Linear(width, 3 * width)
         self.proj = Linear(width, width)
 
@@ -231,9 +202,7 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each with adaLN shift, scale and gate from the condition."""
 
-    is_zero3_leaf = (
-        True  # fused ops read weights outside the modules that own them, so ZeRO-3 must gather them together
-    )
+    is_zero3_leaf = True  # fused ops read weights outside the modules that own them: ZeRO-3 must gather all
 
     def __init__(
         self,
@@ -247,9 +216,9 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.gradient_checkpointing = gradient_checkpointing
-        self.norm1 = RMSNorm(width)
+        self.norm1 = nn.RMSNorm(width)
         self.attn = Attention(width, heads, attn_drop, proj_drop, first_site)
-        self.norm2 = RMSNorm(width)
+        self.norm2 = nn.RMSNorm(width)
         self.mlp = SwiGLU(width, mlp_width(width, mlp_ratio), proj_drop, first_site + 2)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
@@ -288,7 +257,7 @@ class FinalLayer(nn.Module):
 
     def __init__(self, width: int, patch: int, channels: int) -> None:
         super().__init__()
-        self.norm_final = RMSNorm(width)
+        self.norm_final = nn.RMSNorm(width)
         self.linear = nn.Linear(width, patch * patch * channels)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
 

@@ -1,28 +1,43 @@
-"""JiT's ModelSpec: flow matching on pixels, conditioned on class labels."""
+"""JiT's ModelSpec: flow matching on pixels, conditioned on class labels; and the folder that `muralist export` writes."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from muralist import __version__
 from muralist.core import rng
 from muralist.core.errors import UserError, closest_match
 from muralist.core.hardware import copy_to_device
 from muralist.core.rng import Purpose, SampleKeys
+from muralist.core.run_dir import atomic_folder, atomic_write_json
 from muralist.data.latents import LatentSource
 from muralist.data.loader import Batch, to_unit_range
 from muralist.diffusion import flow, samplers
 from muralist.models import configs, jit
+from muralist.models.weights import MAX_PIXELS, WEIGHTS_FILE, damaged_file, read_weights
 from muralist.settings import ObjectiveSettings, Precision, SampleSettings, TrainSettings
 
 _LABEL_EMBEDDING = "y_embedder."
 UNCONDITIONAL = "unconditional"
 _MAX_DEFAULT_PROMPTS = 8
+
+JIT_CLASS_NAME = "JiTTransformer2DModel"
+CONFIG_FILE = "config.json"
+_MAX_TOKENS_PER_SIDE = 1024
+_MAX_SIZES = {"depth": 1000, "num_classes": 10**6}  # MAX_PIXELS for the others
+# The arguments that define a network; gradient_checkpointing is about training.
+_JIT_ARGUMENTS = tuple(name for name in inspect.signature(jit.JiT).parameters if name != "gradient_checkpointing")
+_FLOAT_ARGUMENTS = ("mlp_ratio", "attn_drop", "proj_drop")
 
 
 class JiTInputs(NamedTuple):
@@ -111,8 +126,14 @@ class JiTSpec:
             return self._build()
 
     def _build(self) -> jit.JiT:
-        drops = self.attn_dropout, self.proj_dropout
-        network = jit.build(self.name, self.img_size, self.num_classes, *drops, self.gradient_checkpointing)
+        network = jit.build(
+            self.name,
+            self.img_size,
+            self.num_classes,
+            attn_drop=self.attn_dropout,
+            proj_drop=self.proj_dropout,
+            gradient_checkpointing=self.gradient_checkpointing,
+        )
         if self.precision == "fp8":
             network.use_fp8()
         return network
@@ -257,9 +278,136 @@ class JiTSpec:
     @staticmethod
     def export(weights: Mapping[str, Tensor], description: Mapping[str, Any], folder: Path) -> str:
         """Write config.json and one weights file."""
-        from muralist.models.export import infer_jit_config, write_jit_folder
-
         config = infer_jit_config(weights)
         config |= {key: description[key] for key in ("label_names", "objective") if key in description}
         write_jit_folder(folder, weights, config)
         return f"{config['input_size']} px, patch {config['patch_size']}, {config['num_classes']} classes"
+
+
+def infer_jit_config(state: Mapping[str, Tensor], in_context_start: int | None = None) -> dict[str, Any]:
+    """Infer the network's arguments from the shapes of its weights.
+
+    `in_context_start` does not show in the weights: unless given, it is that of the named configuration of the same
+    width and depth.
+    """
+    try:
+        bottleneck, channels, patch, _ = state["x_embedder.proj1.weight"].shape
+        (head_dim,) = state["blocks.0.attn.q_norm.weight"].shape
+        _, tokens, hidden = state["pos_embed"].shape
+        rows, _ = state["y_embedder.embedding_table.weight"].shape
+        heads = hidden // head_dim
+    except (KeyError, ValueError, ZeroDivisionError) as error:
+        raise UserError(
+            "These are not the weights of a JiT network.", f"Missing or of another shape: {error}."
+        ) from None
+    depth = sum(name.endswith(".attn.qkv.weight") for name in state)
+    context = state["in_context_posemb"].shape[1] if "in_context_posemb" in state else 0
+    if in_context_start is None and context:
+        known = {(one.hidden_size, one.depth): one.in_context_start for one in configs.JIT_CONFIGS.values()}
+        if (hidden, depth) not in known:
+            raise UserError(
+                f"in_context_start is unknown for {hidden} channels and {depth} blocks.",
+                "It does not show in the weights, and no named configuration has these sizes.",
+                f"Load from a folder whose {CONFIG_FILE} holds in_context_start.",
+            )
+        in_context_start = known[hidden, depth]
+    config = {
+        "input_size": math.isqrt(tokens) * patch,
+        "patch_size": patch,
+        "in_channels": channels,
+        "hidden_size": hidden,
+        "depth": depth,
+        "num_heads": heads,
+        "mlp_ratio": configs.MLP_RATIO,
+        "attn_drop": 0.0,
+        "proj_drop": 0.0,
+        "num_classes": rows - 1,
+        "bottleneck_dim": bottleneck,
+        "in_context_len": context,
+        "in_context_start": in_context_start or 0,
+    }
+    _check_fit(config, state)
+    return config
+
+
+def jit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the arguments of the network's constructor from a folder's config."""
+    return {name: config.get(name) for name in _JIT_ARGUMENTS}
+
+
+def _check_sizes(config: Mapping[str, Any], origin: str) -> None:
+    """Refuse impossible sizes before anything of that size is allocated."""
+    wrong = [f"{name} is {value!r:.60}" for name, value in jit_arguments(config).items() if not _is_size(name, value)]
+    if not wrong and config["input_size"] // max(1, config["patch_size"]) > _MAX_TOKENS_PER_SIDE:
+        wrong = [f"{config['input_size']} pixels in patches of {config['patch_size']}"]
+    if wrong:
+        raise UserError(f"No network has the sizes in {origin}.", f"{wrong[0]}.", "Export the model again.")
+
+
+def _is_size(name: str, value: Any) -> bool:
+    kind = int | float if name in _FLOAT_ARGUMENTS else int
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    return is_number and 0 <= value <= _MAX_SIZES.get(name, MAX_PIXELS)
+
+
+def _check_fit(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
+    """Refuse weights that a network of these arguments cannot load."""
+    _check_sizes(config, "the weights")
+    try:
+        with torch.device("meta"):
+            network = jit.JiT(**jit_arguments(config))
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError("No network has these sizes.", f"The reason: {str(error).splitlines()[0]}.") from None
+    expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+    given = {name: tuple(value.shape) for name, value in state.items()}
+    for name in sorted(expected.keys() | given.keys()):
+        want, have = expected.get(name, "nothing"), given.get(name, "nothing")
+        if want != have:
+            raise UserError(
+                "The weights do not fit the network.", f"{name}: the network has {want}, the weights {have}."
+            )
+
+
+def write_jit_folder(folder: str | Path, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Write config.json and the weights; an earlier export at this path is replaced.
+
+    The config holds the network's arguments and further facts for readers, such as `label_names` and `objective`.
+    """
+    final = Path(folder)
+    if final.exists() and not (final.is_dir() and (_is_jit_folder(final) or not any(final.iterdir()))):
+        raise UserError(f"{final} exists and is not an export.", fix="Name a folder that does not exist yet.")
+    _check_fit(config, state)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    facts = {"_class_name": JIT_CLASS_NAME, "_muralist_version": __version__}
+    with atomic_folder(final, replace=True) as temporary:
+        atomic_write_json(temporary / CONFIG_FILE, facts | dict(config))
+        save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def _is_jit_folder(folder: Path) -> bool:
+    try:
+        return bool(read_config(folder))
+    except UserError:
+        return False
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read and check the config of an exported JiT."""
+    file = folder / CONFIG_FILE
+    try:
+        config = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{folder} is not an exported model: it has no {CONFIG_FILE}.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged_file(file, error) from None
+    if not isinstance(config, dict) or config.get("_class_name") != JIT_CLASS_NAME:
+        raise UserError(f"{file} does not describe a JiT network.", f"Its _class_name is not {JIT_CLASS_NAME}.")
+    _check_sizes(config, str(file))
+    return config
+
+
+def read_jit_folder(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read the config and the weights of an exported JiT."""
+    config, state = read_config(Path(folder)), read_weights(Path(folder) / WEIGHTS_FILE)
+    _check_fit(config, state)
+    return config, state

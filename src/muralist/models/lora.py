@@ -85,15 +85,12 @@ class Lora:
 
     def init_weights(self, network: nn.Module, seed: int) -> None:
         """Initialize inserted adapters; the values depend on the seed alone."""
-        trained = [(name, weight) for name, weight in network.named_parameters() if is_adapter(name)]
-        fresh = {name: self._initial(name, tuple(w.shape), index, seed) for index, (name, w) in enumerate(trained)}
+        fresh = {name: torch.zeros(weight.shape) for name, weight in network.named_parameters() if is_adapter(name)}
+        for index, (name, weight) in enumerate(fresh.items()):
+            if ".lora_A." in name:
+                drawn = rng.uniform(seed, Purpose.INIT, torch.tensor([index]), tuple(weight.shape))[0]
+                fresh[name] = (2.0 * drawn - 1.0) / math.sqrt(weight.shape[1])  # PEFT's distribution
         network.load_state_dict(fresh, strict=False, assign=True)
-
-    def _initial(self, name: str, shape: tuple[int, ...], index: int, seed: int) -> Tensor:
-        if ".lora_B." in name:
-            return torch.zeros(shape)
-        drawn = rng.uniform(seed, Purpose.INIT, torch.tensor([index]), shape)[0]
-        return (2.0 * drawn - 1.0) / math.sqrt(shape[1])  # PEFT's distribution
 
     def merge(self, network: nn.Module, weights: Mapping[str, Tensor], folder: Path | None = None) -> nn.Module:
         """Merge a trained adapter into the network's weights; with a folder, also write it there in PEFT's format."""

@@ -87,11 +87,8 @@ class ModelFamily:
 
     def origin(self, model: ModelSettings) -> str:
         """Describe where the model comes from, for a person."""
-        return f"{model.path} is intact" if model.path else f"{model.name} is built here"
-
-    def default_prompts(self) -> list[str]:
-        """Return the prompts of samples when none are given."""
-        return []
+        height, width = model.size
+        return f"{model.path} is intact" if model.path else f"{model.name} at {height} x {width} px is built here"
 
     def check_description(self, description: Mapping[str, Any]) -> None:
         """Raise ValueError if a checkpoint's description lacks what other commands rely on."""
@@ -102,7 +99,7 @@ class ModelFamily:
 
     def spec_class(self) -> Any:
         """Import the family's ModelSpec."""
-        return _resolve(self.spec)
+        return resolve(self.spec)
 
 
 class JiTFamily(ModelFamily):
@@ -125,10 +122,6 @@ class JiTFamily(ModelFamily):
         """Estimate by formula."""
         side = configs.square(model.img_size)
         return configs.activation_bytes(model.name, side, bf16, compiled, model.gradient_checkpointing)
-
-    def origin(self, model: ModelSettings) -> str:
-        """JiT networks are always built from their name."""
-        return f"{model.name} at {configs.square(model.img_size)} px is built here"
 
 
 class HunyuanDiTFamily(ModelFamily):
@@ -158,15 +151,7 @@ class HunyuanDiTFamily(ModelFamily):
 
     def build_small(self, folder: Path) -> Path:
         """Write the small HunyuanDiT into a folder, or find it there."""
-        return _resolve("muralist.demo.small_hunyuan_dit:build_small_hunyuan_dit")(folder)
-
-    def origin(self, model: ModelSettings) -> str:
-        """The given folder, or the small model."""
-        return f"{model.path} is intact" if model.path else "a small HunyuanDiT is built here"
-
-    def default_prompts(self) -> list[str]:
-        """Return the eight driving scenes of the embedded data set."""
-        return list(_resolve("muralist.demo.driving_world:PROMPTS"))
+        return resolve("muralist.demo.small_hunyuan_dit:build_small_hunyuan_dit")(folder)
 
 
 JIT = JiTFamily(
@@ -213,7 +198,7 @@ def families_with(feature: str) -> str:
     return ", ".join(family.name for family in FAMILIES if getattr(family, feature))
 
 
-def _resolve(reference: str) -> Any:
+def resolve(reference: str) -> Any:
     """Import "module:name": specs are heavy, and the demo is a layer above this one."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)

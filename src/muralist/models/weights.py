@@ -1,4 +1,4 @@
-"""The reader of weights for all commands: runs, checkpoints, exports, LoRA folders, .safetensors and .pth files.
+"""Reading weights for all commands: runs, checkpoints, exports, LoRA folders, .safetensors and .pth files.
 
 No code in a file is ever run: safetensors hold tensors only, and a .pth is unpickled with torch's restricted reader,
 with argparse.Namespace as the only addition, because official checkpoints store their flags in one.
@@ -24,6 +24,7 @@ from muralist.core.errors import UserError, first_line
 from muralist.core.progress import Advance, loading_progress
 from muralist.models.lora import ADAPTER_FILE, convert_adapter
 from muralist.models.spec import find_family_by_key
+from muralist.settings import ExportSettings
 
 WeightSet = Literal["model", "ema1", "ema2"]
 
@@ -33,6 +34,15 @@ MAX_PIXELS = 1 << 16  # along one side, so that a wrong size in a file cannot ex
 _OFFICIAL_NAMES = {"model": "model", "ema1": "model_ema1", "ema2": "model_ema2"}
 _OFFICIAL_PREFIX = "net."
 _PAGE_BYTES, _CHUNK_BYTES = 4096, 1 << 24
+
+
+def export(settings: ExportSettings) -> str:
+    """Write weights as a folder in diffusers layout, and describe it."""
+    source = Path(settings.source)
+    weights, description = read_weights(source, settings.weights), read_description(source)
+    spec = find_family_by_key(description.get("family", "jit")).spec_class()
+    written = spec.export(weights, description, Path(settings.destination))
+    return f"{settings.destination}: {settings.weights} weights of {source}, {written}"
 
 
 def read_weights(path: str | Path, which: WeightSet = "ema1") -> dict[str, Tensor]:
@@ -57,7 +67,7 @@ def weights_file(path: Path, which: WeightSet) -> Path:
     """Find the file of a set of weights in a folder."""
     if not path.is_dir():
         return path
-    if checkpoint := _latest(path):
+    if (checkpoint := latest_checkpoint(path)) != path:
         return checkpoint / f"{which}.safetensors"
     names = (f"{which}.safetensors", WEIGHTS_FILE, OFFICIAL_FILE, ADAPTER_FILE)
     found = [path / name for name in names if (path / name).is_file()]
@@ -77,13 +87,9 @@ def has_single_weight_set(path: Path) -> bool:
 
 def latest_checkpoint(path: Path) -> Path:
     """Return the newest checkpoint of a run; any other path is returned as it is."""
-    return _latest(path) or path
-
-
-def _latest(run: Path) -> Path | None:
-    file = run / "checkpoints" / "latest"
+    file = path / "checkpoints" / "latest"
     if not file.is_file():
-        return None
+        return path
     try:
         name = file.read_text().strip()
     except (OSError, ValueError):

@@ -4,7 +4,6 @@ The docstring of a field is its help. A field marked `NonIdentity` changes the l
 its result; all other fields together are the identity of the run (`muralist.settings.load.identity`).
 """
 
-from muralist.settings.evaluate import EvaluateSettings, ReportSettings, StatsSettings, SweepSettings
 from muralist.settings.generate import GenerateSettings
 from muralist.settings.section import NonIdentity, Section
 from muralist.settings.tools import (
@@ -14,10 +13,14 @@ from muralist.settings.tools import (
     DemoSettings,
     DoctorSettings,
     EstimateSettings,
+    EvaluateSettings,
     ExportSettings,
     LaunchSettings,
     PackSettings,
+    ReportSettings,
     ShowSettings,
+    StatsSettings,
+    SweepSettings,
 )
 from muralist.settings.train import (
     TRAIN_FLAT_NAMES,
@@ -34,36 +37,3 @@ from muralist.settings.train import (
     TrainSettings,
     accelerate_strategy,
 )
-
-__all__ = [
-    "DOCTOR_FLAT_NAMES",
-    "ESTIMATE_FLAT_NAMES",
-    "TRAIN_FLAT_NAMES",
-    "BoardSettings",
-    "CheckpointSettings",
-    "DataSettings",
-    "DemoSettings",
-    "DistributedSettings",
-    "DoctorSettings",
-    "EstimateSettings",
-    "EvaluateSettings",
-    "ExportSettings",
-    "GenerateSettings",
-    "LaunchSettings",
-    "LogSettings",
-    "ModelSettings",
-    "NonIdentity",
-    "ObjectiveSettings",
-    "OptimSettings",
-    "PackSettings",
-    "Precision",
-    "ReportSettings",
-    "SampleSettings",
-    "Section",
-    "ShowSettings",
-    "StatsSettings",
-    "Strategy",
-    "SweepSettings",
-    "TrainSettings",
-    "accelerate_strategy",
-]

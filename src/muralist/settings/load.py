@@ -14,24 +14,33 @@ import reprlib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 from rich.console import Console
 from rich.table import Table
 
 from muralist import settings as all_settings
 from muralist.core.errors import UserError, closest_match
 from muralist.core.run_dir import sanitize_name
-from muralist.settings import DOCTOR_FLAT_NAMES, ESTIMATE_FLAT_NAMES, TRAIN_FLAT_NAMES, Section, TrainSettings
-from muralist.settings.section import NonIdentityMark
+from muralist.settings import (
+    DOCTOR_FLAT_NAMES,
+    ESTIMATE_FLAT_NAMES,
+    TRAIN_FLAT_NAMES,
+    NonIdentity,
+    Section,
+    TrainSettings,
+)
 
 S = TypeVar("S", bound=Section)
 _MAX_BITS = 1000  # of an integer; larger ones do not convert to float
-_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+_BOOL_WORDS = {"true", "yes", "on", "1", "false", "no", "off", "0", "auto"}
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "none"}
 
 
@@ -77,12 +86,8 @@ class FlagTable:
 def load(model: type[S], arguments: Sequence[str], flat_names: Mapping[str, str], positional: Sequence[str] = ()) -> S:
     """Parse a command line into settings; flags override `--config FILE`."""
     names = FlagTable(model, flat_names)
-    given: dict[str, SettingValue] = {}
     flags, config = _read_flags(names, arguments, positional)
-    if config is not None:
-        given.update(_read_yaml(names, Path(config)))
-    given.update(flags)
-    return _validate(model, names, given)
+    return _validate(model, names, ({} if config is None else _read_yaml(names, Path(config))) | flags)
 
 
 def config_path(arguments: Sequence[str]) -> str | None:
@@ -125,29 +130,23 @@ def _read_flags(
             given[names.paths[negated]] = SettingValue(False, token)
             continue
         path = names.resolve(written, f"--{written}")
-        field = names.fields[path]
-        value: Any
-        if equals:
-            value = [inline] if _is_list(field) else inline
-        elif _is_bool(field):
-            value = queue.pop(0) if queue and queue[0].lower() in _TRUE | _FALSE | {"auto"} else True
-        elif _is_list(field):
-            value = []
-            while queue and not queue[0].startswith("--"):
-                value.append(queue.pop(0))
-            if not value:
-                raise UserError(f"{token} needs at least one value.")
-        elif _may_be_list(field):
-            value = _take(queue, token)
-            # After numbers, a word that is not a number may be a positional argument.
-            while queue and (queue[0].isdecimal() if _of_numbers(field) else not queue[0].startswith("--")):
-                value = [*([value] if isinstance(value, str) else value), queue.pop(0)]
-        else:
-            value = _take(queue, token)
+        value = inline if equals else _take_values(names.fields[path], queue, token)
         given[path] = SettingValue(value, f"--{written}")
     if waiting and waiting[0] not in given:
         raise UserError(f"Missing argument {waiting[0].upper()}.", "`--help` shows how the command is used.")
     return given, config
+
+
+def _take_values(field: FieldInfo, queue: list[str], token: str) -> Any:
+    if _is_bool(field):
+        return queue.pop(0) if queue and queue[0].lower() in _BOOL_WORDS else True
+    values = [_take(queue, token)]
+    if _is_list(field) or _may_be_list(field):
+        # After an optional list of numbers, a word that is not a number may be a positional argument.
+        only_numbers = not _is_list(field) and _of_numbers(field)
+        while queue and (queue[0].isdecimal() if only_numbers else not queue[0].startswith("--")):
+            values.append(queue.pop(0))
+    return values if _is_list(field) or len(values) > 1 else values[0]
 
 
 def _take(queue: list[str], token: str) -> str:
@@ -160,14 +159,9 @@ def _read_yaml(names: FlagTable, path: Path) -> dict[str, SettingValue]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        beside = path if path.is_dir() else path.parent
-        files = sorted(str(p) for p in beside.glob("*.y*ml")) if beside.is_dir() else []
-        guess = (
-            f"Give one of its files: {', '.join(files)}."
-            if path.is_dir() and files
-            else closest_match(str(path), files)
-        )
-        raise UserError(f"Cannot read the config file {path}: {_reason(error)}.", guess) from None
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        guess = "" if path.is_dir() else closest_match(str(path), map(str, path.parent.glob("*.y*ml")))
+        raise UserError(f"Cannot read the config file {path}: {reason}.", guess) from None
     try:
         tree = yaml.safe_load(text)
     except RecursionError:
@@ -215,11 +209,11 @@ def _validate(model: type[S], names: FlagTable, given: Mapping[str, SettingValue
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        path = _longest_known(names, [str(part) for part in first["loc"]])
+        location = ".".join(map(str, error.errors()[0]["loc"]))  # of a value, or of an element or a choice below it
+        path = next(path for path in names.fields if f"{location}.".startswith(f"{path}."))
         if path not in given:
-            what = (names.fields[path].description or describe(names.fields[path])).replace("\n", " ").rstrip(".")
-            raise UserError(f"--{names.flags[path]} is missing.", f"{what}.", "`--help` lists every setting.") from None
+            what = " ".join((names.fields[path].description or "").split())
+            raise UserError(f"--{names.flags[path]} is missing.", what, "`--help` lists every setting.") from None
         raise _refused(given[path], names.fields[path]) from None
 
 
@@ -238,14 +232,6 @@ def _shown(value: Any) -> str:
         return f"{value!r:.200}" if isinstance(value, str) else reprlib.repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits
         return "a number of thousands of digits"
-
-
-def _longest_known(names: FlagTable, location: Sequence[str]) -> str:
-    for length in range(len(location), 0, -1):
-        path = ".".join(location[:length])
-        if path in names.fields:
-            return path
-    return ".".join(location)
 
 
 def _from_text(field: FieldInfo, value: Any) -> Any:
@@ -307,22 +293,10 @@ def _limits(metadata: Sequence[Any]) -> str:
     return " " + " and ".join(found) if found else ""
 
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or "it is not UTF-8 text"
-
-
 def flatten(settings: Section) -> dict[str, Any]:
     """Return all settings as {dotted path: plain value}."""
     plain = settings.model_dump(mode="json")
-
-    def walk(branch: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in branch.items():
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    return dict(walk(plain, ""))
+    return {path: reduce(getitem, path.split("."), plain) for path, _ in leaves(type(settings))}
 
 
 def identity(settings: TrainSettings) -> dict[str, Any]:
@@ -330,11 +304,9 @@ def identity(settings: TrainSettings) -> dict[str, Any]:
 
     Defaults are omitted so that a setting added in a later version does not change the identity of earlier runs.
     """
-    fields, values, defaults = dict(leaves(type(settings))), flatten(settings), flatten(type(settings)())
-    ignored = {
-        path for path, field in fields.items() if any(isinstance(mark, NonIdentityMark) for mark in field.metadata)
-    }
-    found = {path: value for path, value in values.items() if path not in ignored and value != defaults[path]}
+    values, defaults = flatten(settings), flatten(type(settings)())
+    shaping = [path for path, field in leaves(type(settings)) if NonIdentity not in field.metadata]
+    found = {path: values[path] for path in shaping if values[path] != defaults[path]}
     if settings.optim.lr_schedule == "cosine":
         found["epochs"] = settings.epochs
     if paths := [os.path.normpath(path) for path in settings.data.paths]:
@@ -379,7 +351,11 @@ def settings_help(command: str, settings_name: str, positional: tuple[str, ...])
         console.print(f"[bold]{inspect.getdoc(model)}[/]")
         if command == "train":
             console.print("Flags override --config FILE.yaml. Flat and dotted names, - and _ are equivalent.\n")
-        for title, prefix in _groups(model):
+        sections = [path.rpartition(".")[0] for path in names.fields]
+        for section in sorted(set(sections), key=sections.index):
+            title = "run" if len(set(sections)) > 1 else ""
+            if section:
+                title = f"{section}: {inspect.getdoc(model.model_fields[section].annotation)}"
             table = Table(
                 box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", show_header=False, title_style="bold"
             )
@@ -387,31 +363,17 @@ def settings_help(command: str, settings_name: str, positional: tuple[str, ...])
             table.add_column(style="dim", no_wrap=True)
             table.add_column()
             for path, field in names.fields.items():
-                if path.rpartition(".")[0] == prefix:
-                    what = " ".join((field.description or describe(field)).split())
-                    table.add_row(
-                        path.upper() if path in positional else f"--{names.flags[path]}",
-                        _format_default(field.default),
-                        what,
-                    )
+                if path.rpartition(".")[0] == section:
+                    flag = path.upper() if path in positional else f"--{names.flags[path]}"
+                    table.add_row(flag, _format_default(field.default), " ".join((field.description or "").split()))
             console.print(table)
             console.print()
     return capture.get().rstrip()
 
 
-def _groups(model: type[BaseModel]) -> list[tuple[str, str]]:
-    groups = [("", "")]
-    for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            groups.append((f"{name}: {inspect.getdoc(field.annotation)}", name))
-    return [*groups[1:], ("run", "")] if len(groups) > 1 else groups
-
-
 def _format_default(default: Any) -> str:
-    if default is None:
-        return "none"
-    if isinstance(default, bool):
-        return str(default).lower()
     if isinstance(default, (list, tuple)):
         return " ".join(map(str, default)) or "-"
-    return "" if type(default).__name__ == "PydanticUndefinedType" else str(default)
+    if default is None or isinstance(default, bool):
+        return str(default).lower()
+    return "" if default is PydanticUndefined else str(default)

@@ -6,12 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-
-class NonIdentityMark:
-    """Marks a field that does not affect the result of a run."""
-
-
-NonIdentity = NonIdentityMark()
+NonIdentity = "does not affect the result of a run"
+"""Marks a field, as an annotation."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 

@@ -26,7 +26,7 @@ from muralist.models.hunyuan_dit import HunyuanDiTSpec
 from muralist.models.lora import Lora
 from muralist.models.weights import read_weights
 from muralist.settings import TRAIN_FLAT_NAMES, OptimSettings, SampleSettings, TrainSettings
-from muralist.settings.load import identity, load
+from muralist.settings.load import load
 from muralist.tools.hydit import translate
 from muralist.train import checkpoint
 from muralist.train.optim import build_optimizer
@@ -278,16 +278,6 @@ def test_init_from_peft_and_official_lora(model: Path, run: Path, tmp_path: Path
     (tmp_path / "official" / "adapter_config.json").unlink()
     with pytest.raises(UserError, match="cannot be read"):
         read_weights(tmp_path / "official")
-
-
-def test_settings_make_another_run() -> None:
-    def shaping(*words: str) -> dict[str, object]:
-        return identity(load(TrainSettings, ["--model", "HunyuanDiT", *words], TRAIN_FLAT_NAMES))
-
-    lora = ["--training_parts", "lora"]
-    full, narrow, wide = shaping(), shaping(*lora), shaping(*lora, "--lora_rank", "128")
-    assert len({json.dumps(one, sort_keys=True) for one in (full, narrow, wide)}) == 3
-    assert shaping(*lora, "--lora_rank", "64", "--lora_targets", *TARGETS) == narrow
 
 
 def test_flags_of_the_official_script() -> None:
