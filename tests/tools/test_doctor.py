@@ -18,11 +18,10 @@ from safetensors.numpy import save_file
 
 from muralist.cli import main
 from muralist.core.slurm import expand_hosts, expand_tasks_per_node
-from muralist.tools.doctor.check import Check, CheckContext, Status, ok, run_check
+from muralist.tools.doctor.check import CHECKS, Check, CheckContext, Finding, Status, ok
 from muralist.tools.doctor.collective_test import SIZES, CollectiveReport
-from muralist.tools.doctor.command import CHECKS, troubleshooting_page
-from muralist.tools.doctor.environment import check_clocks, check_collectives, check_slurm
-from muralist.tools.doctor.inputs import check_batch, check_learning_rate
+from muralist.tools.doctor.command import troubleshooting_page
+from muralist.tools.doctor.job import check_batch, check_clocks, check_collectives, check_learning_rate, check_slurm
 from tests.conftest import REPOSITORY
 from tests.support.disks import leave_free, read_only_view, small_disk
 from tests.support.generating import write_table
@@ -44,8 +43,8 @@ def ask(capsys: pytest.CaptureFixture[str], *words: object, expect: int) -> dict
     return {result["name"]: result for result in report["checks"]}
 
 
-def slurm(**variables: str):
-    return run_check(check_slurm, CheckContext(environment={"SLURM_JOB_ID": "7", **variables})).finding
+def slurm(**variables: str) -> Finding:
+    return check_slurm.run(CheckContext(environment={"SLURM_JOB_ID": "7", **variables}))
 
 
 def test_known_symptoms_have_a_check_and_the_page_is_generated_from_the_checks() -> None:
@@ -198,7 +197,7 @@ def test_indivisible_batch_and_scaled_learning_rate(tmp_path: Path) -> None:
 
     def find(check: Check, ranks: int, *words: str):
         settings = load(TrainSettings, ["--data_path", "driving_world", *words], TRAIN_FLAT_NAMES)
-        return run_check(check, CheckContext(train=settings, environment={"WORLD_SIZE": str(ranks)})).finding
+        return check.run(CheckContext(train=settings, environment={"WORLD_SIZE": str(ranks)}))
 
     assert "cannot be divided by 3 processes" in find(check_batch, 3, "--global_batch_size", "16").message
     grown = ["--batch_size", "512", "--lr_rule", "linear"]
@@ -209,13 +208,13 @@ def test_indivisible_batch_and_scaled_learning_rate(tmp_path: Path) -> None:
 def test_slow_ranks_and_wrong_clocks_are_named() -> None:
     report = CollectiveReport(["a", "a", "b", "b"], dict.fromkeys(SIZES, 1e9), [1, 1, 1.1, 5], [1, 1.1, 1, 1])
     context = CheckContext(exchange=report)
-    found = run_check(check_collectives, context).finding
+    found = check_collectives.run(context)
     assert found.status is Status.WARNING and "rank 3 on b computes 5.0 times slower" in found.message
     report.compute[3] = 1.2
-    assert run_check(check_collectives, context).finding.status is Status.OK
+    assert check_collectives.run(context).status is Status.OK
     for ahead, status in ((0.2, Status.OK), (120.0, Status.FAILED), (-5.0, Status.WARNING)):
         report.clocks = {"b": (ahead, 0.001)}
-        found = run_check(check_clocks, context).finding
+        found = check_clocks.run(context)
         assert found.status is status
     assert "The clock of b is 5.000 s behind the clock of a" in found.message
 
@@ -224,10 +223,9 @@ def test_exception_in_a_check_is_a_finding() -> None:
     def broken(context: CheckContext):
         raise ZeroDivisionError("ours")
 
-    check = Check("x", symptom="", why="why.", fix="do.")
-    found = run_check(check(broken), CheckContext()).finding
+    found = Check("x", broken, why="why.", fix="do.").run(CheckContext())
     assert found.status is Status.WARNING and "ZeroDivisionError: ours" in found.message and found.fix == "do."
-    assert run_check(check(lambda _: ok("fine")), CheckContext()).finding.why == ""
+    assert Check("x", lambda _: ok("fine"), why="why.").run(CheckContext()).why == ""
 
 
 @pytest.mark.slow
@@ -264,7 +262,6 @@ def test_clock_offset_is_measured_through_the_store(tmp_path: Path) -> None:
         "import os, time\n"
         "from muralist.tools.doctor.collective_test import CollectiveTest\n"
         "test = CollectiveTest(os.environ, 30)\n"
-        "test.wait_for_ranks()\n"
         "error = 7.5 if test.rank else 0.0\n"
         "offset = test.clock_offset(1, lambda: time.time() + error)\n"
         "if test.rank == 0: print(*offset)\n"

@@ -14,8 +14,7 @@ from muralist.core.errors import UserError
 from muralist.models.integrity import check_integrity, stored_parameters
 from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, ModelSettings, TrainSettings
 from muralist.settings.load import load
-from muralist.tools.doctor.check import CheckContext, Status, run_check
-from muralist.tools.doctor.command import CHECKS
+from muralist.tools.doctor.check import CHECKS, CheckContext, Finding, Status
 from muralist.tools.doctor.hardware import (
     Gpu,
     Gpus,
@@ -59,9 +58,9 @@ def program(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def finding(name: str, context: CheckContext):
+def finding(name: str, context: CheckContext) -> Finding:
     (check,) = [check for check in CHECKS if check.name == name]
-    return run_check(check, context).finding
+    return check.run(context)
 
 
 def generation(**settings: object) -> GenerateSettings:
