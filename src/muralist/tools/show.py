@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import base64
-import io
 import math
 import os
+import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from muralist.core.errors import UserError
-from muralist.core.images import contact_sheet
+from muralist.core.images import contact_sheet, encode_png
 from muralist.core.run_dir import atomic_write
 from muralist.data.decode import IMAGE_EXTENSIONS, ImageDecodeError, decode_image
 from muralist.settings import ShowSettings
@@ -24,6 +24,7 @@ from muralist.settings import ShowSettings
 Protocol = Literal["kitty", "iterm", "blocks", "none"]
 _KITTY_CHUNK = 4096  # bytes of one escape sequence
 _MAX_SIDE = 2000  # pixels; more are not visible in a terminal
+_MAX_IMAGES, _CELL, _GAP = 48, (192, 192), 8  # of a contact sheet
 
 
 def image_protocol(environment: Mapping[str, str]) -> Protocol:
@@ -48,9 +49,7 @@ def render(image: Image.Image, columns: int, rows: int, protocol: Protocol) -> s
         return _render_half_blocks(image, columns, rows)
     small = image.convert("RGB")
     small.thumbnail((_MAX_SIDE, _MAX_SIDE))
-    buffer = io.BytesIO()
-    small.save(buffer, "PNG")
-    data = base64.b64encode(buffer.getvalue()).decode()
+    data = base64.b64encode(encode_png(np.asarray(small), {})).decode()
     # A character cell is about twice as high as wide.
     height = min(rows, max(1, round(columns * small.height / small.width / 2)))
     if protocol == "iterm":
@@ -73,10 +72,6 @@ def _render_half_blocks(image: Image.Image, columns: int, rows: int) -> str:
         )
         lines.append("".join(cells) + "\x1b[0m")
     return "\n".join(lines) + "\n"
-
-
-_MAX_IMAGES = 48
-_SIDE, _GAP = 192, 8
 
 
 def show(settings: ShowSettings) -> int:
@@ -127,29 +122,18 @@ def _sheet_of(folder: Path, settings: ShowSettings) -> tuple[Path, Image.Image]:
         )
     count = min(_MAX_IMAGES, len(found))
     chosen = [found[(2 * index + 1) * len(found) // (2 * count)] for index in range(count)]
-    image = _sheet(chosen)
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
+    columns = math.ceil(math.sqrt(count * 1.5))
+    rows = [chosen[start : start + columns] for start in range(0, count, columns)]
+    names = [[re.sub(r"(.{14}).{3,}(.{14})", r"\1...\2", path.stem) for path in row] for row in rows]
+    image = contact_sheet([map(_fitted, row) for row in rows], columns, _CELL, _GAP, captions=names)
     target.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(target, buffer.getvalue())
+    atomic_write(target, encode_png(np.asarray(image), {}))
     print(f"{count} of {len(found):,} images in {folder}:")
     return target, image
 
 
-def _sheet(paths: Sequence[Path]) -> Image.Image:
-    columns = math.ceil(math.sqrt(len(paths) * 1.5))
-    names = [path.stem if len(path.stem) <= 30 else f"{path.stem[:14]}...{path.stem[-14:]}" for path in paths]
-    starts = range(0, len(paths), columns)
-    images = [map(_fitted, paths[start : start + columns]) for start in starts]
-    captions = [names[start : start + columns] for start in starts]
-    return contact_sheet(images, columns, (_SIDE, _SIDE), _GAP, captions=captions)
-
-
 def _fitted(path: Path) -> Image.Image | None:
     try:
-        image = decode_image(path)
+        return ImageOps.contain(decode_image(path), _CELL, Image.Resampling.LANCZOS)
     except UserError:
         return None
-    scale = _SIDE / max(image.size)
-    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    return image.resize(size, Image.Resampling.LANCZOS)
