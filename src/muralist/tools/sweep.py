@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from muralist.core.errors import UserError
-from muralist.core.formatting import format_bytes, format_duration
+from muralist.core.formatting import format_duration
 from muralist.core.hardware import select_devices
 from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error, is_disk_full
 from muralist.core.slurm import set_rank_environment
@@ -164,8 +164,9 @@ class SweepScore(NamedTuple):
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> SweepScore:
         """Read an entry of sweep.json."""
-        interval = tuple(content["guidance_interval"] or ())
-        combination = Combination(content["weights"], content["guidance_scale"], interval or None)
+        interval = content["guidance_interval"]
+        pair = (interval[0], interval[1]) if interval else None
+        combination = Combination(content["weights"], content["guidance_scale"], pair)
         return cls(combination, *(content[name] for name in cls._fields[1:]))
 
     def to_json(self) -> dict[str, Any]:
@@ -394,7 +395,7 @@ class Sweep:
         return (
             f"{count} combination{'' if count == 1 else 's'} for {self.model.identity['model']}, "
             f"{settings.num_samples:,} images each{evenly}, {settings.num_inference_steps} steps{full}.{already} "
-            f"{self.root} may take up to {format_bytes(size)}; {format_bytes(shutil.disk_usage(self.root).free)} are free."
+            f"{self.root} may take up to {_format_size(size)}; {_format_size(shutil.disk_usage(self.root).free)} are free."
         )
 
     def _write_prompts(self) -> None:
@@ -502,3 +503,7 @@ class Sweep:
         lines.append(f"All scores are in {self.root / RESULTS}. To generate images with the best settings:")
         lines.append(f"  {command} --prompts_csv TABLE --output_dir IMAGES")
         print("\n".join(lines))
+
+
+def _format_size(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
