@@ -24,12 +24,11 @@ from muralist.data.packed import EncodedManifest, Manifest, RowWriter
 from muralist.models.hunyuan_dit import BERT_TOKENS, ENCODER_COMPONENTS, T5_TOKENS, FrozenEncoders, encoder_fingerprints
 from muralist.models.spec import HUNYUAN_DIT
 from muralist.settings import PackSettings
-from muralist.tools.pack import Chunk, PackFormat, PackReport, Writer, check_space, pack
+from muralist.tools.pack import Chunk, PackFormat, PackReport, Writer, pack
 
 SMALL = "small"
 BATCH = 4
 """Images or captions per forward pass, always: the batch size can change the last bits of each."""
-_SMALLER_DTYPE = "Free some space or choose another place; --dtype bf16 takes half as much as fp32."
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -102,7 +101,7 @@ class _LatentWriter(Writer):
     def __init__(self, encoder: _LatentFormat, folder: Path, images: int) -> None:
         import pyarrow
 
-        self.encoder, self.model, self.folder, self.remaining = encoder, encoder.model, folder, images
+        self.encoder, self.model = encoder, encoder.model
         width = encoder.dtype.itemsize
         self.shapes = {
             "latents": encoder.shape,
@@ -127,7 +126,7 @@ class _LatentWriter(Writer):
         most, free = images * (encoder.row_bytes + self.texts.row_bytes), shutil.disk_usage(folder).free
         if most > free:
             need = f"If every image has its own caption, this needs up to {most / 1e9:,.1f} GB"
-            print(f"{need}, and {free / 1e9:,.1f} GB are free.", file=sys.stderr)
+            print(f"{need}, and {free / 1e9:,.1f} GB are free; bf16 takes half as much as fp32.", file=sys.stderr)
 
     def add(self, chunk: Chunk) -> None:
         """Encode the images of a chunk and its new captions, in full batches."""
@@ -135,8 +134,6 @@ class _LatentWriter(Writer):
             self.images.append((image, label, self._caption_row(caption)))
             if len(self.images) == BATCH:
                 self._write_images()
-        self.remaining -= chunk.size
-        check_space(self.folder, self.remaining * self.rows.row_bytes, _SMALLER_DTYPE)
 
     def close(self, metadata: dict[str, Any]) -> Manifest | None:
         """Encode and write the remaining rows."""

@@ -31,7 +31,6 @@ from muralist.data.sources.registry import open_held_out, open_source
 _CHUNK_BYTES = 8 * 2**20  # sent by a worker at once
 _MAX_CHUNK_ROWS = 128
 _LOCK = "lock"
-_SMALLER_PACK = "Free some space, choose another place, or pack at a smaller --img_size."
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def pack(
         parts[HELD_OUT_FOLDER] = held_out
     finished_before = _is_finished(destination, parts, img_size, format)
     if not finished_before:
-        check_space(destination, sum(map(len, parts.values())) * (format.row_bytes + 64))
+        _check_space(destination, sum(map(len, parts.values())) * (format.row_bytes + 64))
         with _work_folder(destination) as work_folder:
             for name, source in parts.items():
                 folder, label = work_folder / name, "Packing the held-out part" if name else "Packing"
@@ -276,13 +275,14 @@ def _is_finished(destination: Path, parts: dict[str, Source], img_size: Size, fo
     return True
 
 
-def check_space(destination: Path, needed: int, fix: str = _SMALLER_PACK) -> None:
-    """Raise a UserError if the disk has less than `needed` bytes free."""
+def _check_space(destination: Path, needed: int) -> None:
     place = next(parent for parent in destination.parents if parent.is_dir())
     free = shutil.disk_usage(place).free
     if needed > free:
-        need = f"The packed images need {needed / 1e9:,.1f} GB"
-        raise UserError(f"{need}, but {place} has {free / 1e9:,.1f} GB free.", fix=fix)
+        raise UserError(
+            f"The packed images need {needed / 1e9:,.1f} GB, but {place} has {free / 1e9:,.1f} GB free.",
+            fix="Free some space, choose another place, or pack at a smaller --img_size.",
+        )
 
 
 def _one_line(text: str) -> str:
