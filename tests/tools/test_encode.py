@@ -29,7 +29,7 @@ from muralist.tools.encode import BATCH, encode
 from muralist.tools.pack import pack
 from tests.support.disks import small_disk
 from tests.support.hunyuan import write_scenes
-from tests.tools.test_pack import contents
+from tests.support.images import contents
 
 SIZE, COUNT, HELD_OUT = 32, 14, 6
 

@@ -23,7 +23,7 @@ from muralist.data.source import read_batch
 from muralist.data.sources.registry import open_held_out, open_source
 from muralist.tools import pack as packing
 from muralist.tools.pack import pack
-from tests.support.images import EncodedSample, encoded, encoded_samples, noise, write_csv, write_folder
+from tests.support.images import EncodedSample, contents, encoded, encoded_samples, noise, write_csv, write_folder
 
 SIZE = 16
 COUNT = 24
@@ -40,10 +40,6 @@ def place(table: Path, tmp_path: Path) -> Path:
     """A finished pack of the table."""
     pack(str(table), tmp_path / "packed", SIZE, workers=1)
     return tmp_path / "packed"
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def check(source: PackedSource, expected: list[EncodedSample]) -> None:

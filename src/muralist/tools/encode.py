@@ -27,8 +27,7 @@ from muralist.settings import PackSettings
 from muralist.tools.pack import Chunk, PackFormat, PackReport, Writer, pack
 
 SMALL = "small"
-BATCH = 4
-"""Images or captions per forward pass, always: the batch size can change the last bits of each."""
+BATCH = 4  # images or captions per forward pass, always: the batch size can change the last bits of each
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -26,19 +26,14 @@ from muralist.settings import EstimateSettings, Strategy, TrainSettings
 from muralist.settings.load import read_yaml
 from muralist.train.memory import MemoryEstimate, state_bytes
 
-GPUS = tuple(2**power for power in range(11))
-"""1 to 1024."""
-SCENARIOS = {"conservative": 0.1, "medium": 0.5, "optimistic": 0.9}
-"""Quantiles of the readings."""
+GPUS = tuple(2**power for power in range(11))  # 1 to 1024
+SCENARIOS = {"conservative": 0.1, "medium": 0.5, "optimistic": 0.9}  # quantiles of the readings
 STRATEGIES: tuple[Strategy, ...] = ("ddp", "fsdp2")
 BACKWARD_FRACTION = 2 / 3
-BUCKET_BYTES = 25 * 2**20 // 2
-"""Bytes of a DDP bucket in bf16: DDP fills 25 MB of float32."""
-LINK_EFFICIENCY = 0.8
-"""Fraction of the advertised speed of a link that a collective reaches."""
+BUCKET_BYTES = 25 * 2**20 // 2  # bytes of a DDP bucket in bf16: DDP fills 25 MB of float32
+LINK_EFFICIENCY = 0.8  # fraction of the advertised speed of a link that a collective reaches
 INTRA_NODE_LATENCY, INTER_NODE_LATENCY = 5e-6, 20e-6  # seconds per hop
-STEP_JITTER = 0.01
-"""Standard deviation of the step time of a GPU, as a fraction of the step time."""
+STEP_JITTER = 0.01  # standard deviation of the step time of a GPU, as a fraction of the step time
 _GRADIENT_BYTES = 2  # bf16
 _WARMUP_FRACTION = 0.1  # of the readings of a run, in which caches fill and clocks rise
 _NETWORKS = {
@@ -82,10 +77,8 @@ class MeasuredSpeed:
     batch_size: int
     gpu: str
     gpus: int
-    readings: tuple[float, ...]
-    """Tokens per second of all GPUs together."""
-    image_bytes: float | None = None
-    """Memory per image, if it was measured."""
+    readings: tuple[float, ...]  # tokens per second of all GPUs together
+    image_bytes: float | None = None  # memory per image, if it was measured
 
     def per_gpu(self) -> list[float]:
         """Tokens per second of one GPU in each scenario."""
@@ -202,10 +195,8 @@ class Scaling:
 
     gpus: int
     all_reduce: float
-    exposed: float
-    """All-reduce time that does not overlap with the backward pass."""
-    straggler: float
-    """Wait for the slowest GPU."""
+    exposed: float  # all-reduce time that does not overlap with the backward pass
+    straggler: float  # wait for the slowest GPU
     compute: float
 
     @property
@@ -265,8 +256,7 @@ class TrainingEstimate:
         self.gpu_memory = settings.memory * 1e9 if settings.memory else spec.memory
         self.memory_is_default = not settings.memory and spec is _UNKNOWN_GPU
         speeds = measured.per_gpu()
-        self.scaling = [self._predict(speeds[1], gpus) for gpus in GPUS]
-        """For 1 to 1024 GPUs, at the medium speed."""
+        self.scaling = [self._predict(speeds[1], gpus) for gpus in GPUS]  # for 1 to 1024 GPUs, at the medium speed
         rows = [self._predict(speed, self.gpus) for speed in speeds]
         self.speeds = {name: self.tokens_per_second(row) for name, row in zip(SCENARIOS, rows, strict=True)}
         """Tokens per second of all GPUs together, by scenario."""

@@ -106,12 +106,9 @@ _TRANSLATED = {"use-zero-stage", "target-modules", "ckpt-every", "model", *RENAM
 class TranslatedFlags(NamedTuple):
     """A translated command line."""
 
-    flags: list[str]
-    """Flags of `muralist train`."""
-    strategy: str | None
-    """Strategy of the requested ZeRO stage."""
-    model_flags: dict[str, str]
-    """Flags with which the model folder must agree."""
+    flags: list[str]  # flags of `muralist train`
+    strategy: str | None  # strategy of the requested ZeRO stage
+    model_flags: dict[str, str]  # flags with which the model folder must agree
 
 
 def translate_flags(arguments: Sequence[str]) -> list[str]:

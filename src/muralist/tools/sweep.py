@@ -158,8 +158,7 @@ class SweepScore(NamedTuple):
     low: float
     high: float
     images: int
-    gpu_seconds: float
-    """Time of all GPUs together, without loading and interruptions."""
+    gpu_seconds: float  # time of all GPUs together, without loading and interruptions
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> SweepScore:

@@ -40,10 +40,8 @@ class Finding:
     message: str
     why: str = ""
     fix: str = ""
-    facts: Mapping[str, object] = field(default_factory=dict)
-    """Figures for programs (`--json`)."""
-    name: str = ""
-    """Of the check, as is `symptom`."""
+    facts: Mapping[str, object] = field(default_factory=dict)  # figures for programs (`--json`)
+    name: str = ""  # of the check, as is `symptom`
     symptom: str = ""
     seconds: float = 0.0
     host: str = field(default_factory=socket.gethostname)
@@ -63,14 +61,11 @@ class CheckContext:
     """What the checks examine: this machine, and the training or generation that will run on it."""
 
     train: TrainSettings | None = None
-    run: Path | None = None
-    """Run folder of the training."""
+    run: Path | None = None  # run folder of the training
     generate: GenerateSettings | None = None
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    starting: bool = False
-    """Whether train or generate itself runs the checks as it starts, instead of the doctor."""
-    exchange: CollectiveReport | MissingRanks | None = None
-    """Outcome of the collective self-test of all ranks."""
+    starting: bool = False  # whether train or generate itself runs the checks as it starts, instead of the doctor
+    exchange: CollectiveReport | MissingRanks | None = None  # outcome of the collective self-test of all ranks
 
     def __post_init__(self) -> None:
         self.job = "train" if self.train else "generate" if self.generate else "machine"
@@ -121,15 +116,11 @@ class Check:
     name: str
     function: Callable[[CheckContext], Finding]
     jobs: tuple[str, ...] = ("machine", "train", "generate")
-    at_start: bool = False
-    """Whether train and generate run this check themselves, before they load anything."""
-    per_machine: bool = False
-    """Whether each machine of a run has its own result."""
-    certain: bool = True
-    """Whether a failure at the start ends train and generate; otherwise they log it and continue."""
+    at_start: bool = False  # whether train and generate run this check themselves, before they load anything
+    per_machine: bool = False  # whether each machine of a run has its own result
+    certain: bool = True  # whether a failure at the start ends train and generate; otherwise they log it and continue
     description: str = ""
-    symptom: str = ""
-    """Trouble that this check explains, in the words of an error message or of a user."""
+    symptom: str = ""  # trouble that this check explains, in the words of an error message or of a user
     why: str = ""
     fix: str = ""
 
@@ -148,8 +139,7 @@ class Check:
         return replace(finding, name=self.name, symptom=self.symptom, seconds=seconds)
 
 
-CHECKS: list[Check] = []
-"""All checks, in the order of the output."""
+CHECKS: list[Check] = []  # all checks, in the order of the output
 _TEXTS = re.compile("(?P<description>.*) Symptom: (?P<symptom>.*) Otherwise: (?P<why>.*) Fix: (?P<fix>.*)")
 
 

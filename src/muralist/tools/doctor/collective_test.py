@@ -42,12 +42,9 @@ class CollectiveReport:
     """Measurements of all ranks."""
 
     hosts: list[str]
-    bandwidths: dict[int, float]
-    """Bytes per second over each link of a ring all-reduce, by payload size."""
-    compute: list[float]
-    """Seconds of the same matmul on each rank."""
-    broadcast: list[float]
-    """Seconds of a broadcast from each rank."""
+    bandwidths: dict[int, float]  # bytes per second over each link of a ring all-reduce, by payload size
+    compute: list[float]  # seconds of the same matmul on each rank
+    broadcast: list[float]  # seconds of a broadcast from each rank
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By host: seconds by which its clock is ahead of rank 0's, and the error bound."""
 

@@ -53,8 +53,7 @@ class Gpu:
     used: int
     driver: str
     capability: float
-    processes: tuple[str, ...] = ()
-    """Processes that hold its memory, described."""
+    processes: tuple[str, ...] = ()  # processes that hold its memory, described
 
     @property
     def free(self) -> int:
@@ -67,10 +66,8 @@ class Gpus:
     """Output of nvidia-smi."""
 
     listed: tuple[Gpu, ...] = ()
-    cuda: str = ""
-    """Newest CUDA version that the driver supports."""
-    error: str = ""
-    """Why nvidia-smi gave no answer, on a machine that has it."""
+    cuda: str = ""  # newest CUDA version that the driver supports
+    error: str = ""  # why nvidia-smi gave no answer, on a machine that has it
 
     def visible(self, environment: Mapping[str, str], ids: Sequence[int] = ()) -> list[Gpu]:
         """GPUs in the order in which CUDA numbers them for a process; `ids` selects some of them."""
