@@ -22,7 +22,7 @@ from muralist.core.slurm import expand_hosts, expand_tasks_per_node
 from muralist.models.integrity import check_integrity, stored_parameters
 from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, ModelSettings, TrainSettings
 from muralist.settings.load import load
-from muralist.tools.doctor.check import CHECKS, Check, CheckContext, Finding, Status, ok
+from muralist.tools.doctor.check import CHECKS, Check, CheckContext, Finding, ok
 from muralist.tools.doctor.collective_test import SIZES, CollectiveReport
 from muralist.tools.doctor.command import troubleshooting_page
 from muralist.tools.doctor.hardware import (
@@ -161,11 +161,11 @@ def test_port_in_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_contradicting_slurm_variables() -> None:
-    assert slurm().status is Status.OK
+    assert slurm().status == "ok"
     sane = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
             "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_NUM_NODES": "2",
             "SLURM_JOB_NODELIST": "gpu[07-08]"}  # fmt: skip
-    assert slurm(**sane).status is Status.OK
+    assert slurm(**sane).status == "ok"
     for change, message in (
         ({"SLURM_PROCID": "8"}, "SLURM_PROCID is 8, but the step has 8 tasks"),
         ({"SLURM_JOB_NUM_NODES": "3"}, "SLURM_JOB_NUM_NODES is 3, but SLURM_JOB_NODELIST names 2"),
@@ -175,8 +175,8 @@ def test_contradicting_slurm_variables() -> None:
         ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK is 3, but WORLD_SIZE is 2"),
     ):
         found = slurm(**sane | change)
-        assert found.status is Status.FAILED and message in found.message, found
-    assert slurm(SLURM_GPUS_ON_NODE="512").status is Status.WARNING  # no machine has a thousand cores to spare
+        assert found.status == "failed" and message in found.message, found
+    assert slurm(SLURM_GPUS_ON_NODE="512").status == "warning"  # no machine has a thousand cores to spare
     assert expand_hosts("gpu[07-09,12],head") == ["gpu07", "gpu08", "gpu09", "gpu12", "head"]
     assert expand_tasks_per_node("4(x2),3") == [4, 4, 3]
 
@@ -211,21 +211,21 @@ def test_indivisible_batch_and_scaled_learning_rate(tmp_path: Path) -> None:
 
     assert "cannot be divided by 3 processes" in find(check_batch, 3, "--global_batch_size", "16").message
     grown = ["--batch_size", "512", "--lr_rule", "linear"]
-    assert find(check_learning_rate, 8, *grown, "--warmup_steps", "0").status is Status.WARNING
-    assert find(check_learning_rate, 8, *grown).status is Status.OK
+    assert find(check_learning_rate, 8, *grown, "--warmup_steps", "0").status == "warning"
+    assert find(check_learning_rate, 8, *grown).status == "ok"
 
 
 def test_slow_ranks_and_wrong_clocks_are_named() -> None:
     report = CollectiveReport(["a", "a", "b", "b"], dict.fromkeys(SIZES, 1e9), [1, 1, 1.1, 5], [1, 1.1, 1, 1])
     context = CheckContext(exchange=report)
     found = check_collectives.run(context)
-    assert found.status is Status.WARNING and "rank 3 on b computes 5.0 times slower" in found.message
+    assert found.status == "warning" and "rank 3 on b computes 5.0 times slower" in found.message
     report.compute[3] = 1.2
-    assert check_collectives.run(context).status is Status.OK
-    for ahead, status in ((0.2, Status.OK), (120.0, Status.FAILED), (-5.0, Status.WARNING)):
+    assert check_collectives.run(context).status == "ok"
+    for ahead, status in ((0.2, "ok"), (120.0, "failed"), (-5.0, "warning")):
         report.clocks = {"b": (ahead, 0.001)}
         found = check_clocks.run(context)
-        assert found.status is status
+        assert found.status == status
     assert "The clock of b is 5.000 s behind the clock of a" in found.message
 
 
@@ -234,7 +234,7 @@ def test_exception_in_a_check_is_a_finding() -> None:
         raise ZeroDivisionError("ours")
 
     found = Check("x", broken, why="why.", fix="do.").run(CheckContext())
-    assert found.status is Status.WARNING and "ZeroDivisionError: ours" in found.message and found.fix == "do."
+    assert found.status == "warning" and "ZeroDivisionError: ours" in found.message and found.fix == "do."
     assert Check("x", lambda _: ok("fine"), why="why.").run(CheckContext()).why == ""
 
 
@@ -287,32 +287,32 @@ def test_nvidia_smi_queries_run_concurrently(tmp_path: Path, monkeypatch: pytest
 def test_busy_gpus_are_named_with_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_driver(tmp_path, monkeypatch, used=(70, 60, 0, 0))
     found = finding("GPUs", CheckContext())
-    assert found.status is Status.WARNING
+    assert found.status == "warning"
     assert "GPU 0 is in use: 75.2 GB of 85.9 GB held by process 4000 (/usr/bin/python3, 75.2 GB)" in found.message
     assert "Use the free ones (2 3): --gpu_ids" in found.fix
     free = finding("GPUs", CheckContext(generate=generation(gpu_ids=[2, 3])))
-    assert free.status is Status.OK and "2 free: 2 with 85.9 GB, 3 with 85.9 GB (NVIDIA H100)" in free.message
+    assert free.status == "ok" and "2 free: 2 with 85.9 GB, 3 with 85.9 GB (NVIDIA H100)" in free.message
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert finding("GPUs", CheckContext()).status is Status.OK
+    assert finding("GPUs", CheckContext()).status == "ok"
 
 
 def test_invalid_and_hidden_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_driver(tmp_path, monkeypatch, used=(0, 0))
     found = finding("GPUs", CheckContext(generate=generation(gpu_ids=[0, 5])))
-    assert found.status is Status.FAILED and "GPU 5 does not exist: 2 are visible" in found.message
+    assert found.status == "failed" and "GPU 5 does not exist: 2 are visible" in found.message
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,7")
     found = finding("GPUs", CheckContext())
-    assert found.status is Status.FAILED and "only 1 of its entries are GPUs of this machine" in found.message
+    assert found.status == "failed" and "only 1 of its entries are GPUs of this machine" in found.message
     for hidden in ("", "-1", "NoDevFiles", "MIG-1234"):  # a job for the CPU, or parts of GPUs: nothing to refuse
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert finding("GPUs", CheckContext()).status is Status.SKIPPED
-        assert finding("memory", CheckContext(train=TrainSettings())).status is Status.SKIPPED
+        assert finding("GPUs", CheckContext()).status == "skipped"
+        assert finding("memory", CheckContext(train=TrainSettings())).status == "skipped"
 
 
 def test_driver_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path, monkeypatch, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
     found = finding("GPUs", CheckContext())
-    assert found.status is Status.FAILED
+    assert found.status == "failed"
     assert found.message.startswith("nvidia-smi ended with status 18: Failed to initialize NVML")
     program(tmp_path, monkeypatch, "exec sleep 30")
     began = time.monotonic()
@@ -321,14 +321,14 @@ def test_driver_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_needs_a_driver_of_its_cuda_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compare_versions("2.13.0", "13.0", "13.0", "580").status is Status.OK
-    assert compare_versions("2.13.0", "12.8", "12.4", "550").status is Status.OK  # the same major version
+    assert compare_versions("2.13.0", "13.0", "13.0", "580").status == "ok"
+    assert compare_versions("2.13.0", "12.8", "12.4", "550").status == "ok"  # the same major version
     old = compare_versions("2.13.0", "13.0", "12.4", "550")
-    assert old.status is Status.FAILED and "needs CUDA 13.0; driver 550 supports CUDA 12.4" in old.message
+    assert old.status == "failed" and "needs CUDA 13.0; driver 550 supports CUDA 12.4" in old.message
     if torch.version.cuda is None:
         install_driver(tmp_path, monkeypatch, used=(0,))
         found = finding("driver", CheckContext())
-        assert found.status is Status.FAILED and "built without CUDA, but this machine has GPUs" in found.message
+        assert found.status == "failed" and "built without CUDA, but this machine has GPUs" in found.message
 
 
 def test_bf16_needs_compute_capability_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,9 +336,9 @@ def test_bf16_needs_compute_capability_8(tmp_path: Path, monkeypatch: pytest.Mon
     assert "fp16 with loss scaling" in finding("bf16", CheckContext()).fix
     assert finding("bf16", CheckContext(generate=generation())).fix == "Give --dtype fp16."
     zero = load(TrainSettings, ["--use_amp", "--strategy", "zero2"], TRAIN_FLAT_NAMES)
-    assert finding("bf16", CheckContext(train=zero)).status is Status.FAILED
+    assert finding("bf16", CheckContext(train=zero)).status == "failed"
     install_driver(tmp_path, monkeypatch, used=(0,))
-    assert finding("bf16", CheckContext()).status is Status.OK
+    assert finding("bf16", CheckContext()).status == "ok"
 
 
 def test_visible_devices_by_uuid() -> None:
@@ -349,7 +349,7 @@ def test_visible_devices_by_uuid() -> None:
 
 def test_device_that_fails_or_hangs_is_named() -> None:
     wrong = compute_on_devices(["cpu", "nodevice"], timeout=60)
-    assert wrong.status is Status.FAILED and wrong.message.startswith("nodevice could not compute: ")
+    assert wrong.status == "failed" and wrong.message.startswith("nodevice could not compute: ")
     silent = compute_on_devices(["cpu"], timeout=0.01)
     assert silent.message == "cpu did not answer within 0.01 s."
 
@@ -357,10 +357,10 @@ def test_device_that_fails_or_hangs_is_named() -> None:
 def test_training_memory() -> None:
     need = MemoryEstimate(parameters=10**9, state=24e9, per_image=0.5e9)
     settings = load(TrainSettings, ["--batch_size", "64"], TRAIN_FLAT_NAMES)
-    assert compare_training_memory(need, settings, 24.4e9).status is Status.FAILED
+    assert compare_training_memory(need, settings, 24.4e9).status == "failed"
     short = compare_training_memory(need, settings, 24e9 + CONTEXT + 10e9)
-    assert short.status is Status.WARNING and re.search("About 20 images at once fit.* not 64", short.message)
-    assert compare_training_memory(need, settings, 80e9).status is Status.OK
+    assert short.status == "warning" and re.search("About 20 images at once fit.* not 64", short.message)
+    assert compare_training_memory(need, settings, 80e9).status == "ok"
 
 
 def test_train_runs_the_quick_checks(

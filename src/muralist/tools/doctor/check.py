@@ -8,10 +8,9 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from muralist.core.errors import UserError
 from muralist.data.prompts import open_prompt_table
@@ -23,13 +22,8 @@ if TYPE_CHECKING:
     from muralist.tools.doctor.hardware import Gpu, Gpus
 
 
-class Status(StrEnum):
-    """Outcome of a check: fine; it will run, but perhaps not as intended; it cannot work; not applicable."""
-
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "failed"
-    SKIPPED = "skipped"
+# Outcome of a check: fine; it will run, but perhaps not as intended; it cannot work; not applicable.
+Status = Literal["ok", "warning", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +43,11 @@ class Finding:
     @property
     def is_problem(self) -> bool:
         """Whether the check failed or warns."""
-        return self.status in (Status.FAILED, Status.WARNING)
+        return self.status in ("failed", "warning")
 
 
-ok, skipped = partial(Finding, Status.OK), partial(Finding, Status.SKIPPED)
-warning, failed = partial(Finding, Status.WARNING), partial(Finding, Status.FAILED)
+ok, skipped = partial(Finding, "ok"), partial(Finding, "skipped")
+warning, failed = partial(Finding, "warning"), partial(Finding, "failed")
 
 
 @dataclass

@@ -26,7 +26,7 @@ from muralist.tools.doctor.hardware import COMPUTE_TIMEOUT
 from muralist.tools.doctor.job import check_clocks, check_collectives, check_port
 
 log = logging.getLogger("muralist")
-_COLORS = {Status.OK: "green", Status.WARNING: "yellow", Status.FAILED: "bold red", Status.SKIPPED: "dim"}
+_COLORS: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 _HEAD = """# Troubleshooting
 
 `muralist doctor` checks whether a job can run here, before it starts or after it failed:
@@ -69,7 +69,7 @@ def doctor(settings: DoctorSettings, context: CheckContext) -> int:
     if findings is None:
         return 0  # rank 0 prints
     (_print_json if settings.as_json else _print_list)(findings, context)
-    status = int(any(finding.status == Status.FAILED for finding in findings))
+    status = int(any(finding.status == "failed" for finding in findings))
     if not alone:
         _exit(status)
     return status
@@ -95,7 +95,7 @@ def _raise_on_errors(context: CheckContext) -> None:
             continue
         finding = check.run(context)
         error = UserError(finding.message, finding.why, finding.fix)
-        if finding.status == Status.FAILED and check.certain:
+        if finding.status == "failed" and check.certain:
             raise error
         if finding.is_problem:
             log.warning("%s", error)
@@ -111,7 +111,7 @@ def _run_on_all_ranks(settings: DoctorSettings, context: CheckContext, checks: S
 
     findings = [check_port.run(context)] if context.rank == 0 else []
     try:
-        if any(finding.status == Status.FAILED for finding in findings):
+        if any(finding.status == "failed" for finding in findings):
             raise MissingRanks("The ranks cannot connect: the port is in use")
         test = CollectiveTest(os.environ, settings.timeout)
         findings += [check.run(context) for check in checks if check.per_machine and context.local_rank == 0]
@@ -142,7 +142,7 @@ def _exit(status: int) -> None:
 def _print_json(findings: Sequence[Finding], context: CheckContext) -> None:
     names = {"message": "seen", "fix": "remedy", "symptom": "trouble"}
     checks = [{names.get(name, name): value for name, value in asdict(finding).items()} for finding in findings]
-    passed = all(finding.status != Status.FAILED for finding in findings)
+    passed = all(finding.status != "failed" for finding in findings)
     content = {"ok": passed, "job": context.job, "host": socket.gethostname(), "ranks": context.ranks, "checks": checks}
     print(json.dumps(content, indent=1, ensure_ascii=False))
 
@@ -162,8 +162,8 @@ def _print_list(findings: Sequence[Finding], context: CheckContext) -> None:
         if finding.fix:
             console.print(Text(f"{indent}fix: {finding.fix}", style="default"))
     counts = Counter(finding.status for finding in findings)
-    total = ", ".join(f"{counts[status]} {status}" for status in Status if counts[status])
-    console.print(Text(f"{total}.", style="bold red" if counts[Status.FAILED] else "bold green"))
+    total = ", ".join(f"{counts[status]} {status}" for status in _COLORS if counts[status])
+    console.print(Text(f"{total}.", style="bold red" if counts["failed"] else "bold green"))
 
 
 if __name__ == "__main__":

@@ -93,19 +93,16 @@ def query_nvidia_smi(timeout: float = _SMI_TIMEOUT) -> Gpus:
         ["--query-compute-apps=gpu_uuid,pid,process_name,used_memory", plain],
         [],  # only the table that it prints by default names the CUDA version
     ]
-    # Concurrently: each may take a second, and a starting command waits for the answers.
-    processes = [_start([program, *query]) for query in queries]
     try:
-        outputs = _communicate(processes, timeout)
+        answers = _run([[program, *query] for query in queries], timeout)
     except subprocess.TimeoutExpired:
         return Gpus(error=f"nvidia-smi did not answer within {timeout:g} s")
-    for process, (output, errors) in zip(processes, outputs, strict=True):
-        if process.returncode:
-            reason = ((errors or output).strip().splitlines() or ["no message"])[0]
-            return Gpus(error=f"nvidia-smi ended with status {process.returncode}: {reason}")
-    gpu_rows, process_rows = (
-        [line.split(", ") for line in output.splitlines() if line.count(", ") >= 3] for output, _ in outputs[:2]
-    )
+    for answer in answers:
+        if answer.returncode:
+            reason = ((answer.stderr or answer.stdout).strip().splitlines() or ["no message"])[0]
+            return Gpus(error=f"nvidia-smi ended with status {answer.returncode}: {reason}")
+    lines = [answer.stdout.splitlines() for answer in answers]
+    gpu_rows, process_rows = ([line.split(", ") for line in rows if line.count(", ") >= 3] for rows in lines[:2])
     users: defaultdict[str, list[str]] = defaultdict(list)
     for uuid, pid, *command, memory in process_rows:
         users[uuid].append(f"process {pid} ({', '.join(command)}, {format_bytes(_parse_number(memory, 2**20))})")
@@ -113,24 +110,24 @@ def query_nvidia_smi(timeout: float = _SMI_TIMEOUT) -> Gpus:
     for index, uuid, name, *memories, driver, capability in gpu_rows:
         total, used = (int(_parse_number(memory, 2**20)) for memory in memories)
         listed.append(Gpu(int(index), uuid, name, total, used, driver, _parse_number(capability), tuple(users[uuid])))
-    version = re.search(r"CUDA Version:\s*(\d+\.\d+)", outputs[2][0])
+    version = re.search(r"CUDA Version:\s*(\d+\.\d+)", answers[2].stdout)
     return Gpus(tuple(sorted(listed, key=lambda gpu: gpu.index)), version[1] if version else "")
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def _communicate(processes: Sequence[subprocess.Popen[str]], timeout: float) -> list[tuple[str, str]]:
-    """Return what processes print; after the timeout, kill them and raise TimeoutExpired."""
+def _run(commands: Sequence[Sequence[str]], timeout: float) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands concurrently, as a starting job waits for them; kill them and raise TimeoutExpired if one hangs."""
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for command in commands]
     deadline = time.monotonic() + timeout
     try:
-        return [process.communicate(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
+        outputs = [process.communicate(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
     finally:
         for process in processes:
             process.kill()
             with suppress(subprocess.TimeoutExpired):  # a process blocked inside the driver cannot be killed
                 process.wait(_KILL_TIMEOUT)
+    ended = zip(processes, outputs, strict=True)
+    return [subprocess.CompletedProcess(process.args, process.returncode, *output) for process, output in ended]
 
 
 def _parse_number(cell: str, unit: int = 1) -> float:
@@ -235,8 +232,8 @@ def compute_on_devices(devices: Sequence[str], timeout: float) -> Finding:
     """Compute on each device, in a child process because one that hangs inside a driver cannot be interrupted."""
     began = time.monotonic()
     try:
-        [(output, errors)] = _communicate([_start([sys.executable, "-c", _TEST_PROGRAM, *devices])], timeout)
-        reason = f"could not compute: {(errors.strip().splitlines() or ['no message'])[-1]}"
+        [child] = _run([[sys.executable, "-c", _TEST_PROGRAM, *devices]], timeout)
+        output, reason = child.stdout, f"could not compute: {(child.stderr.strip().splitlines() or ['no message'])[-1]}"
     except subprocess.TimeoutExpired as expired:
         output, reason = (expired.stdout or b"").decode(), f"did not answer within {timeout:g} s"
     if silent := [device for device in devices if device not in output.split()]:
