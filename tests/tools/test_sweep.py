@@ -226,18 +226,24 @@ def prepare(model: Path, reference: Path, output: Path, **settings: Any) -> Swee
     return Sweep(SweepSettings(**{name: str(path) for name, path in given.items()}, **settings))
 
 
-def test_scored_combinations_are_not_generated_again(
-    statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, output = tmp_path / "model.safetensors", tmp_path / "out"
+def score_all(model: Path, reference: Path, output: Path, **settings: Any) -> Sweep:
+    """Write a model without classes, and a sweep.json that holds its only score."""
     save_file(network_of(family()).state_dict(), model)
     output.mkdir()
-    command = words(model, statistics, output, "--inception_weights", inception_weights())
-    prepared = prepare(model, statistics, output, num_inference_steps=2)
+    prepared = prepare(model, reference, output, num_inference_steps=2, **settings)
     (only,) = prepared.combinations
     prepared.results.scores[only] = SweepScore(only, 12.0, 11.5, 12.5, 8192, 60.0)
     prepared.results.full = SweepScore(only, 11.0, 10.8, 11.2, 50_000, 600.0)
     prepared.results.write()
+    return prepared
+
+
+def test_scored_combinations_are_not_generated_again(
+    statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, output = tmp_path / "model.safetensors", tmp_path / "out"
+    command = words(model, statistics, output, "--inception_weights", inception_weights())
+    prepared = score_all(model, statistics, output)
     assert main(command) == 0
     captured = capsys.readouterr()
     assert "there are no EMA weights to choose from" in captured.err
@@ -262,13 +268,8 @@ def test_the_official_last_step_is_passed_to_generate(
     statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, output = tmp_path / "model.safetensors", tmp_path / "out"
-    save_file(network_of(family()).state_dict(), model)
-    output.mkdir()
-    prepared = prepare(model, statistics, output, official_last_step=True, num_inference_steps=2)
+    prepared = score_all(model, statistics, output, official_last_step=True)
     assert prepared.model.identity["official_last_step"] is True  # so that its images are generated that way
-    (only,) = prepared.combinations
-    prepared.results.scores[only] = SweepScore(only, 12.0, 11.5, 12.5, 8192, 60.0)
-    prepared.results.write()
     more = ("--full_samples", "none", "--inception_weights", inception_weights())
     assert main(words(model, statistics, output, "--official_last_step", *more)) == 0
     told = f"  muralist generate --model_path {model} --official_last_step --num_inference_steps 2 --prompts_csv"

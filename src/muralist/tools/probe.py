@@ -47,10 +47,10 @@ def probe(model: str, img_size: int, batch_size: int, seconds: float, clock: Cal
 
     images = batch_size
     if not on_gpu:  # a batch with which a CPU takes enough steps in the given time
-        slow, one = build_state(1), _random_batch(1, img_size)
-        _run_steps(slow, one, 1)
+        state, batch = build_state(1), _random_batch(1, img_size)
+        _run_steps(state, batch, 1)
         before = clock()
-        _run_steps(slow, one, 1)
+        _run_steps(state, batch, 1)
         images = max(1, min(batch_size, int(seconds / (_MIN_READINGS + 4) / max(1e-9, clock() - before))))
     state, batch = build_state(images), _random_batch(images, img_size)
     if on_gpu:
