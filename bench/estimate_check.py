@@ -22,7 +22,7 @@ from muralist.cli import main
 from muralist.core.run_dir import atomic_write_json
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
 from muralist.settings.load import load
-from muralist.tools.estimate.probe import probe
+from muralist.tools.probe import probe
 
 LIMIT = 0.10
 DEFAULTS = ["--data_path", "driving_world", "--max_samples", "4096", "--epochs", "100000", "--max_steps", "2000",

@@ -238,7 +238,7 @@ COMMANDS = {
     "board": _command("BoardSettings", "muralist.board.app:board", "root"),
     "launch": Command(_launch, "LaunchSettings"),
     "doctor": Command(_doctor, "DoctorSettings"),
-    "estimate": _command("EstimateSettings", "muralist.tools.estimate.command:run", flat_names="ESTIMATE_FLAT_NAMES"),
+    "estimate": _command("EstimateSettings", "muralist.tools.estimate:run", flat_names="ESTIMATE_FLAT_NAMES"),
     "demo": _command("DemoSettings", "muralist.demo.command:demo"),
 }
 

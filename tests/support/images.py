@@ -121,3 +121,8 @@ def write_parquet(path: Path, chosen: list[EncodedSample], hub: bool = True, row
     ).replace_schema_metadata(metadata)
     pyarrow.parquet.write_table(table, path, row_group_size=row_group)
     return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file below a folder, by path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,4 +1,4 @@
-"""The doctor: every problem is provoked for real."""
+"""The doctor: every problem is provoked for real; a program that prints what nvidia-smi prints stands for a driver."""
 
 from __future__ import annotations
 
@@ -12,22 +12,35 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
+import torch
+from safetensors.torch import save_file
 
 from muralist.cli import main
+from muralist.core.errors import UserError
 from muralist.core.slurm import expand_hosts, expand_tasks_per_node
-from muralist.tools.doctor.check import Check, CheckContext, Status, ok, run_check
+from muralist.models.integrity import check_integrity, stored_parameters
+from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, ModelSettings, TrainSettings
+from muralist.settings.load import load
+from muralist.tools.doctor.check import CHECKS, Check, CheckContext, Finding, ok
 from muralist.tools.doctor.collective_test import SIZES, CollectiveReport
-from muralist.tools.doctor.command import CHECKS, troubleshooting_page
-from muralist.tools.doctor.environment import check_clocks, check_collectives, check_slurm
-from muralist.tools.doctor.inputs import check_batch, check_learning_rate
+from muralist.tools.doctor.command import troubleshooting_page
+from muralist.tools.doctor.hardware import (
+    Gpu,
+    Gpus,
+    compare_training_memory,
+    compare_versions,
+    compute_on_devices,
+    query_nvidia_smi,
+)
+from muralist.tools.doctor.job import check_batch, check_clocks, check_collectives, check_learning_rate, check_slurm
+from muralist.train.memory import CONTEXT, MemoryEstimate, estimate_memory
 from tests.conftest import REPOSITORY
 from tests.support.disks import leave_free, read_only_view, small_disk
 from tests.support.generating import write_table
 from tests.support.runs import TINY, finish, start
 
+HEADER = "| NVIDIA-SMI 550.54.15   Driver Version: 550.54.15   CUDA Version: 12.4  |"
 KNOWN_SYMPTOMS = [
     "NCCL timeout", "out of memory", "loss oscillates", "error during sampling", "the model was not loaded right",
     "cannot write to directory", "permissions", "disk space", "a process that hangs", "wrong model path",
@@ -44,8 +57,8 @@ def ask(capsys: pytest.CaptureFixture[str], *words: object, expect: int) -> dict
     return {result["name"]: result for result in report["checks"]}
 
 
-def slurm(**variables: str):
-    return run_check(check_slurm, CheckContext(environment={"SLURM_JOB_ID": "7", **variables})).finding
+def slurm(**variables: str) -> Finding:
+    return check_slurm.run(CheckContext(environment={"SLURM_JOB_ID": "7", **variables}))
 
 
 def test_known_symptoms_have_a_check_and_the_page_is_generated_from_the_checks() -> None:
@@ -107,7 +120,7 @@ def write_model(folder: Path) -> Path:
         (folder / part / file).write_text("{}")
     parts = {"transformer": ["diffusers", "Network"], "scheduler": ["diffusers", "Scheduler"]}
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "WanPipeline", **parts}))
-    save_file({"a": np.zeros(64, np.float32)}, folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    save_file({"a": torch.zeros(64)}, folder / "transformer" / "diffusion_pytorch_model.safetensors")
     return folder
 
 
@@ -148,11 +161,11 @@ def test_port_in_use(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_contradicting_slurm_variables() -> None:
-    assert slurm().status is Status.OK
+    assert slurm().status == "ok"
     sane = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
             "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_NUM_NODES": "2",
             "SLURM_JOB_NODELIST": "gpu[07-08]"}  # fmt: skip
-    assert slurm(**sane).status is Status.OK
+    assert slurm(**sane).status == "ok"
     for change, message in (
         ({"SLURM_PROCID": "8"}, "SLURM_PROCID is 8, but the step has 8 tasks"),
         ({"SLURM_JOB_NUM_NODES": "3"}, "SLURM_JOB_NUM_NODES is 3, but SLURM_JOB_NODELIST names 2"),
@@ -162,8 +175,8 @@ def test_contradicting_slurm_variables() -> None:
         ({"RANK": "3", "WORLD_SIZE": "2"}, "RANK is 3, but WORLD_SIZE is 2"),
     ):
         found = slurm(**sane | change)
-        assert found.status is Status.FAILED and message in found.message, found
-    assert slurm(SLURM_GPUS_ON_NODE="512").status is Status.WARNING  # no machine has a thousand cores to spare
+        assert found.status == "failed" and message in found.message, found
+    assert slurm(SLURM_GPUS_ON_NODE="512").status == "warning"  # no machine has a thousand cores to spare
     assert expand_hosts("gpu[07-09,12],head") == ["gpu07", "gpu08", "gpu09", "gpu12", "head"]
     assert expand_tasks_per_node("4(x2),3") == [4, 4, 3]
 
@@ -183,9 +196,8 @@ def test_weights_and_biases_login_and_server(
         port = server.getsockname()[1]
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
         found = ask(capsys, *words, expect=1)["Weights & Biases"]
-        assert (
-            f"127.0.0.1 cannot be reached at port {port}" in found["seen"] and "WANDB_MODE=offline" in found["remedy"]
-        )
+        assert f"127.0.0.1 cannot be reached at port {port}" in found["seen"]
+        assert "WANDB_MODE=offline" in found["remedy"]
         server.listen()
         assert "No login for 127.0.0.1" in ask(capsys, *words, expect=1)["Weights & Biases"]["seen"]
         monkeypatch.setenv("WANDB_API_KEY", "x")
@@ -193,30 +205,27 @@ def test_weights_and_biases_login_and_server(
 
 
 def test_indivisible_batch_and_scaled_learning_rate(tmp_path: Path) -> None:
-    from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
-    from muralist.settings.load import load
-
     def find(check: Check, ranks: int, *words: str):
         settings = load(TrainSettings, ["--data_path", "driving_world", *words], TRAIN_FLAT_NAMES)
-        return run_check(check, CheckContext(train=settings, environment={"WORLD_SIZE": str(ranks)})).finding
+        return check.run(CheckContext(train=settings, environment={"WORLD_SIZE": str(ranks)}))
 
     assert "cannot be divided by 3 processes" in find(check_batch, 3, "--global_batch_size", "16").message
     grown = ["--batch_size", "512", "--lr_rule", "linear"]
-    assert find(check_learning_rate, 8, *grown, "--warmup_steps", "0").status is Status.WARNING
-    assert find(check_learning_rate, 8, *grown).status is Status.OK
+    assert find(check_learning_rate, 8, *grown, "--warmup_steps", "0").status == "warning"
+    assert find(check_learning_rate, 8, *grown).status == "ok"
 
 
 def test_slow_ranks_and_wrong_clocks_are_named() -> None:
     report = CollectiveReport(["a", "a", "b", "b"], dict.fromkeys(SIZES, 1e9), [1, 1, 1.1, 5], [1, 1.1, 1, 1])
     context = CheckContext(exchange=report)
-    found = run_check(check_collectives, context).finding
-    assert found.status is Status.WARNING and "rank 3 on b computes 5.0 times slower" in found.message
+    found = check_collectives.run(context)
+    assert found.status == "warning" and "rank 3 on b computes 5.0 times slower" in found.message
     report.compute[3] = 1.2
-    assert run_check(check_collectives, context).finding.status is Status.OK
-    for ahead, status in ((0.2, Status.OK), (120.0, Status.FAILED), (-5.0, Status.WARNING)):
+    assert check_collectives.run(context).status == "ok"
+    for ahead, status in ((0.2, "ok"), (120.0, "failed"), (-5.0, "warning")):
         report.clocks = {"b": (ahead, 0.001)}
-        found = run_check(check_clocks, context).finding
-        assert found.status is status
+        found = check_clocks.run(context)
+        assert found.status == status
     assert "The clock of b is 5.000 s behind the clock of a" in found.message
 
 
@@ -224,10 +233,178 @@ def test_exception_in_a_check_is_a_finding() -> None:
     def broken(context: CheckContext):
         raise ZeroDivisionError("ours")
 
-    check = Check("x", symptom="", why="why.", fix="do.")
-    found = run_check(check(broken), CheckContext()).finding
-    assert found.status is Status.WARNING and "ZeroDivisionError: ours" in found.message and found.fix == "do."
-    assert run_check(check(lambda _: ok("fine")), CheckContext()).finding.why == ""
+    found = Check("x", broken, why="why.", fix="do.").run(CheckContext())
+    assert found.status == "warning" and "ZeroDivisionError: ours" in found.message and found.fix == "do."
+    assert Check("x", lambda _: ok("fine"), why="why.").run(CheckContext()).why == ""
+
+
+def install_driver(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, used: tuple[int, ...], capability: str = "9.0"
+) -> None:
+    """Put a fake nvidia-smi on the PATH that lists GPUs of 80 GiB, each with some GiB in use."""
+    gpus = apps = ""
+    for number, taken in enumerate(used):
+        gpus += f"{number}, GPU-{number}a, NVIDIA H100, 81920, {taken * 1024}, 550.54.15, {capability}\\n"
+        apps += f"GPU-{number}a, {4000 + number}, /usr/bin/python3, {taken * 1024}\\n" if taken else ""
+    answers = f'--query-gpu*) printf "{gpus}";; --query-compute*) printf "{apps}";; *) echo "{HEADER}";;'
+    program(folder, monkeypatch, f'case "$1" in {answers} esac')
+
+
+def program(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Put a program in place of nvidia-smi."""
+    file = folder / "nvidia-smi"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def finding(name: str, context: CheckContext) -> Finding:
+    (check,) = [check for check in CHECKS if check.name == name]
+    return check.run(context)
+
+
+def generation(**settings: object) -> GenerateSettings:
+    return GenerateSettings.model_validate({"prompts_csv": "p", "output_dir": "o", "model_path": "m", **settings})
+
+
+def test_nvidia_smi_lists_memory_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_driver(tmp_path, monkeypatch, used=(0, 70))
+    gpus = query_nvidia_smi()
+    assert gpus.cuda == "12.4" and not gpus.error
+    assert [gpu.free for gpu in gpus.listed] == [80 * 2**30, 10 * 2**30]
+    assert gpus.listed[1].processes == ("process 4001 (/usr/bin/python3, 75.2 GB)",)
+    assert gpus.listed[0].capability == 9.0
+
+
+def test_nvidia_smi_queries_run_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each query waits until all three have started."""
+    here = f'touch "{tmp_path}/asked.$$"; while [ $(ls "{tmp_path}"/asked.* | wc -l) -lt 3 ]; do sleep 0.02; done'
+    program(tmp_path, monkeypatch, f'{here}; case "$1" in --query*) ;; *) echo "{HEADER}";; esac')
+    assert query_nvidia_smi(timeout=20) == Gpus(cuda="12.4")
+
+
+def test_busy_gpus_are_named_with_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_driver(tmp_path, monkeypatch, used=(70, 60, 0, 0))
+    found = finding("GPUs", CheckContext())
+    assert found.status == "warning"
+    assert "GPU 0 is in use: 75.2 GB of 85.9 GB held by process 4000 (/usr/bin/python3, 75.2 GB)" in found.message
+    assert "Use the free ones (2 3): --gpu_ids" in found.fix
+    free = finding("GPUs", CheckContext(generate=generation(gpu_ids=[2, 3])))
+    assert free.status == "ok" and "2 free: 2 with 85.9 GB, 3 with 85.9 GB (NVIDIA H100)" in free.message
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert finding("GPUs", CheckContext()).status == "ok"
+
+
+def test_invalid_and_hidden_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_driver(tmp_path, monkeypatch, used=(0, 0))
+    found = finding("GPUs", CheckContext(generate=generation(gpu_ids=[0, 5])))
+    assert found.status == "failed" and "GPU 5 does not exist: 2 are visible" in found.message
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,7")
+    found = finding("GPUs", CheckContext())
+    assert found.status == "failed" and "only 1 of its entries are GPUs of this machine" in found.message
+    for hidden in ("", "-1", "NoDevFiles", "MIG-1234"):  # a job for the CPU, or parts of GPUs: nothing to refuse
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert finding("GPUs", CheckContext()).status == "skipped"
+        assert finding("memory", CheckContext(train=TrainSettings())).status == "skipped"
+
+
+def test_driver_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path, monkeypatch, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    found = finding("GPUs", CheckContext())
+    assert found.status == "failed"
+    assert found.message.startswith("nvidia-smi ended with status 18: Failed to initialize NVML")
+    program(tmp_path, monkeypatch, "exec sleep 30")
+    began = time.monotonic()
+    assert query_nvidia_smi(timeout=0.3).error == "nvidia-smi did not answer within 0.3 s"
+    assert time.monotonic() - began < 10
+
+
+def test_torch_needs_a_driver_of_its_cuda_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compare_versions("2.13.0", "13.0", "13.0", "580").status == "ok"
+    assert compare_versions("2.13.0", "12.8", "12.4", "550").status == "ok"  # the same major version
+    old = compare_versions("2.13.0", "13.0", "12.4", "550")
+    assert old.status == "failed" and "needs CUDA 13.0; driver 550 supports CUDA 12.4" in old.message
+    if torch.version.cuda is None:
+        install_driver(tmp_path, monkeypatch, used=(0,))
+        found = finding("driver", CheckContext())
+        assert found.status == "failed" and "built without CUDA, but this machine has GPUs" in found.message
+
+
+def test_bf16_needs_compute_capability_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_driver(tmp_path, monkeypatch, used=(0,), capability="7.5")
+    assert "fp16 with loss scaling" in finding("bf16", CheckContext()).fix
+    assert finding("bf16", CheckContext(generate=generation())).fix == "Give --dtype fp16."
+    zero = load(TrainSettings, ["--use_amp", "--strategy", "zero2"], TRAIN_FLAT_NAMES)
+    assert finding("bf16", CheckContext(train=zero)).status == "failed"
+    install_driver(tmp_path, monkeypatch, used=(0,))
+    assert finding("bf16", CheckContext()).status == "ok"
+
+
+def test_visible_devices_by_uuid() -> None:
+    gpus = Gpus(tuple(Gpu(n, f"GPU-{n}abc", "X", 10, 0, "1", 9.0) for n in range(3)))
+    assert [gpu.index for gpu in gpus.visible({"CUDA_VISIBLE_DEVICES": "GPU-2,0"})] == [2, 0]
+    assert [gpu.index for gpu in gpus.visible({"CUDA_VISIBLE_DEVICES": "GPU-2,0"}, [1])] == [0]
+
+
+def test_device_that_fails_or_hangs_is_named() -> None:
+    wrong = compute_on_devices(["cpu", "nodevice"], timeout=60)
+    assert wrong.status == "failed" and wrong.message.startswith("nodevice could not compute: ")
+    silent = compute_on_devices(["cpu"], timeout=0.01)
+    assert silent.message == "cpu did not answer within 0.01 s."
+
+
+def test_training_memory() -> None:
+    need = MemoryEstimate(parameters=10**9, state=24e9, per_image=0.5e9)
+    settings = load(TrainSettings, ["--batch_size", "64"], TRAIN_FLAT_NAMES)
+    assert compare_training_memory(need, settings, 24.4e9).status == "failed"
+    short = compare_training_memory(need, settings, 24e9 + CONTEXT + 10e9)
+    assert short.status == "warning" and re.search("About 20 images at once fit.* not 64", short.message)
+    assert compare_training_memory(need, settings, 80e9).status == "ok"
+
+
+def test_train_runs_the_quick_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", *TINY, "--data_path", str(tmp_path / "no data"), "--results_dir", str(tmp_path / "results")]
+    install_driver(tmp_path, monkeypatch, used=(70, 80))  # one process takes the first
+    assert main(words) == 1  # after a warning, there is no data
+    said = capfd.readouterr()
+    assert "GPU 0 is in use: 75.2 GB of 85.9 GB held by process 4000" in said.out and "no data" in said.err
+    assert "GPU 1" not in said.out
+    install_driver(tmp_path, monkeypatch, used=(80, 0))
+    assert main(words) == 1
+    said = capfd.readouterr()
+    assert "A GPU has 0.00 GB free, but weights, gradients, optimizer and EMA take 0.05 GB" in said.out
+    assert "--strategy fsdp2" in said.out and "no data" in said.err  # an estimate refuses nothing
+    program(tmp_path, monkeypatch, "echo 'No devices were found'; exit 9")
+    assert main(words) == 1
+    said = capfd.readouterr()
+    assert "nvidia-smi ended with status 9" in said.out and "no data" in said.err
+
+
+def test_memory_estimate_uses_the_accelerate_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = TrainSettings(model=ModelSettings(name="JiT-G/16", img_size=256))
+    whole = estimate_memory(settings, 8, compiled=True).state
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert estimate_memory(settings, 8, compiled=True).state == pytest.approx(whole / 8)
+
+
+def test_weights_in_two_precisions_are_counted_once(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(10, 4)}, tmp_path / "model.safetensors")
+    save_file({"w": torch.zeros(10, 4).half()}, tmp_path / "model.fp16.safetensors")
+    save_file({"a": torch.zeros(5)}, tmp_path / "other-00001-of-00002.safetensors")
+    save_file({"b": torch.zeros(6)}, tmp_path / "other-00002-of-00002.safetensors")
+    assert stored_parameters(tmp_path) == 40
+
+
+def test_a_tokenizer_with_a_configuration_needs_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="tokenizer lacks its weights"):
+        check_integrity(tmp_path, ["tokenizer"])
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    check_integrity(tmp_path, ["tokenizer"])
 
 
 @pytest.mark.slow
@@ -264,7 +441,6 @@ def test_clock_offset_is_measured_through_the_store(tmp_path: Path) -> None:
         "import os, time\n"
         "from muralist.tools.doctor.collective_test import CollectiveTest\n"
         "test = CollectiveTest(os.environ, 30)\n"
-        "test.wait_for_ranks()\n"
         "error = 7.5 if test.rank else 0.0\n"
         "offset = test.clock_offset(1, lambda: time.time() + error)\n"
         "if test.rank == 0: print(*offset)\n"

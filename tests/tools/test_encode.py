@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from muralist.tools.encode import BATCH, encode
 from muralist.tools.pack import pack
 from tests.support.disks import small_disk
 from tests.support.hunyuan import write_scenes
+from tests.support.images import contents
 
 SIZE, COUNT, HELD_OUT = 32, 14, 6
 
@@ -53,14 +55,8 @@ def encoded(model: Path, scenes: Path, tmp_path_factory: pytest.TempPathFactory)
 
 def run(scenes: Path, place: Path, model: Path | str, **settings: object) -> str:
     """Encode in this process; returns the report."""
-    given = {"num_workers": 1, "img_size": SIZE, **settings}
-    return str(
-        encode(PackSettings(source=str(scenes), destination=str(place), encode=str(model), **given), progress=False)
-    )  # type: ignore[arg-type]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    given: dict[str, Any] = {"source": str(scenes), "destination": str(place), "encode": str(model), **settings}
+    return str(encode(PackSettings(**{"num_workers": 1, "img_size": SIZE, **given}), progress=False))
 
 
 def expected_latents(parts: FrozenEncoders, images: np.ndarray) -> Tensor:
@@ -69,10 +65,8 @@ def expected_latents(parts: FrozenEncoders, images: np.ndarray) -> Tensor:
     batches = range(0, len(images), BATCH)
     sides = []
     for view in (pixels, pixels.flip(2)):
-        posteriors = [
-            parts.vae_posterior(to_unit_range(view[first : first + BATCH].contiguous(), None)) for first in batches
-        ]
-        sides.append(torch.cat([torch.stack(posterior, dim=1) for posterior in posteriors]))
+        chunks = [to_unit_range(view[first : first + BATCH].contiguous(), None) for first in batches]
+        sides.append(torch.cat([torch.stack(parts.vae_posterior(chunk), dim=1) for chunk in chunks]))
     return torch.stack(sides, dim=1)
 
 
@@ -162,11 +156,8 @@ def test_packed_pixels_encode_to_the_same(model: Path, scenes: Path, encoded: Pa
     pack(str(scenes), tmp_path / "pixels", SIZE, workers=1)
     run(tmp_path / "pixels", tmp_path / "latents", "small")  # built anew, and the same model
     ours, theirs = (LatentSource(place, SIZE).manifest for place in (tmp_path / "latents", encoded))
-    assert (ours.files, ours.caption_files, ours.frozen_parts) == (
-        theirs.files,
-        theirs.caption_files,
-        theirs.frozen_parts,
-    )
+    for name in ("files", "caption_files", "frozen_parts"):
+        assert getattr(ours, name) == getattr(theirs, name)
 
 
 def test_an_interrupted_encode_leaves_nothing(

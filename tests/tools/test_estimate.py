@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,16 +14,15 @@ from muralist.core.errors import UserError
 from muralist.core.formatting import format_count, format_duration, parse_count
 from muralist.models.configs import activation_bytes
 from muralist.settings import EstimateSettings
-from muralist.tools.estimate.command import plot_svg
-from muralist.tools.estimate.model import (
+from muralist.tools.estimate import (
     BUCKET_BYTES,
     GPUS,
     LINK_EFFICIENCY,
     Links,
     MeasuredSpeed,
     TrainingEstimate,
-    cost,
     flops_per_token,
+    plot_svg,
     read_measured,
     ring_seconds,
     scale,
@@ -35,12 +35,18 @@ BENCH, STEPS = RESULTS / "jit_b4_64px_h200.json", RESULTS / "train_speed_h200.js
 ONE_GPU = MeasuredSpeed("test", "JiT-B/4", 64, 64, "NVIDIA H200", 1, (80e3, 100e3, 120e3))
 
 
-def test_cost_of_a_token_budget() -> None:
-    for speed, trillion, ten_billion in ((240e3, 48, 11.6), (400e3, 29, 7), (640e3, 18, 4.3)):
-        assert cost(1e12, speed, 8, None, None).seconds / 86400 == pytest.approx(trillion, abs=0.5)
-        assert cost(10e9, speed, 8, None, None).seconds / 3600 == pytest.approx(ten_billion, abs=0.06)
-    hour = cost(3.6e9, 1e6, 8, price=2.5, watts=700)  # an hour on eight GPUs
-    assert (hour.gpu_hours, hour.price, hour.kilowatt_hours) == pytest.approx((8, 20, 5.6))
+def estimate(measured: MeasuredSpeed = ONE_GPU, **settings: Any) -> TrainingEstimate:
+    return TrainingEstimate(EstimateSettings(**settings), measured)
+
+
+@pytest.mark.parametrize(
+    ("speed", "trillion", "ten_billion"),
+    [(240e3, "48 d 5 h", "11 h 34 min"), (400e3, "28 d 22 h", "6 h 56 min"), (640e3, "18 d 2 h", "4 h 20 min")],
+)
+def test_cost_of_a_token_budget(speed: float, trillion: str, ten_billion: str) -> None:
+    found = estimate(price=2.5)  # eight H200 of 700 W
+    assert [found.cost(tokens, speed).splitlines()[0] for tokens in (1e12, 10e9)] == [trillion, ten_billion]
+    assert found.cost(3600 * speed, speed) == "1 h 00 min\n[dim]8 GPU hours, price 20, 6 kWh[/]"
 
 
 def test_read_a_benchmark_of_steps() -> None:
@@ -77,9 +83,8 @@ def test_ring_all_reduce_overlaps_with_the_backward_pass() -> None:
     assert ring_seconds(1e9, 1, links) == 0
     assert ring_seconds(1e9, 2, links) == pytest.approx(1e9 / (LINK_EFFICIENCY * 100e9), rel=1e-2)  # 2 (n - 1) / n = 1
     assert ring_seconds(1e9, 8, links) == pytest.approx(1.75e9 / (LINK_EFFICIENCY * 100e9), rel=1e-2)
-    assert ring_seconds(1e9, 16, links) == pytest.approx(
-        1.875e9 / (LINK_EFFICIENCY * 10e9), rel=1e-2
-    )  # the slower link counts
+    slower_link = 1.875e9 / (LINK_EFFICIENCY * 10e9)
+    assert ring_seconds(1e9, 16, links) == pytest.approx(slower_link, rel=1e-2)
     hidden = scale(1.0, 1e9, 8, links)
     assert hidden.all_reduce < 2 / 3 and hidden.exposed == ring_seconds(BUCKET_BYTES, 8, links)
     exposed = scale(0.1, 10e9, 16, links)
@@ -99,21 +104,17 @@ def test_scaling_over_pcie() -> None:
 
 
 def test_scenarios_and_numbers_of_gpus() -> None:
-    found = TrainingEstimate(EstimateSettings(gpus=8, price=2.0), ONE_GPU, [1e12])
+    found = estimate()
     assert ONE_GPU.per_gpu() == pytest.approx((84e3, 100e3, 116e3))
-    low, middle, high = (scenario.tokens_per_second for scenario in found.scenarios)
+    low, middle, high = found.speeds.values()
     assert low < middle < high and 0.9 * 8 * 100e3 < middle < 8 * 100e3
-    assert found.scenarios[1].costs[0].seconds == pytest.approx(1e12 / middle)
     assert found.scaling[0].compute == pytest.approx(64 * 256 / 100e3)
-    assert found.gpu_memory == 141e9
-    assert found.scenarios[1].costs[0].kilowatt_hours == pytest.approx(8 * 0.7 * 1e12 / middle / 3600)
+    assert (found.gpu_memory, found.watts) == (141e9, 700)
     # A measurement of eight GPUs already includes their communication.
     eight = MeasuredSpeed("test", "JiT-B/4", 64, 64, "NVIDIA H200", 8, (800e3,))
-    assert TrainingEstimate(EstimateSettings(gpus=8), eight, [1e12]).scenarios[1].tokens_per_second == pytest.approx(
-        800e3, rel=2e-3
-    )
+    assert estimate(eight).speeds["medium"] == pytest.approx(800e3, rel=2e-3)
     # A larger model reaches the same FLOPs per second.
-    large = TrainingEstimate(EstimateSettings(gpus=1, model="JiT-L/4"), ONE_GPU, [1e12]).scenarios[1].tokens_per_second
+    large = estimate(gpus=1, model="JiT-L/4").speeds["medium"]
     assert large * flops_per_token("JiT-L/4", 64) == pytest.approx(100e3 * flops_per_token("JiT-B/4", 64))
 
 
@@ -145,9 +146,7 @@ def test_read_a_run(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert (measured.model, measured.img_size, measured.batch_size, measured.gpus) == ("JiT-T/8", 16, 4, 1)
     assert measured.gpu == "CPU"
     assert set(measured.readings) <= {line["train/tokens_per_second"] for line in lines}
-    found = TrainingEstimate(EstimateSettings(images=["1M"]), measured, [4e6])
-    assert found.scenarios[0].costs[0].seconds > 0
-    assert "requested: 400 Gbit" in plot_svg(found)
+    assert "requested: 400 Gbit" in plot_svg(estimate(measured))
     assert main(["estimate", "--from", str(tmp_path / "run"), "--images", "1M"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     for part in ("One process without a GPU was measured", "0.2 MB per image", "80.0 GB is a default",
@@ -156,19 +155,19 @@ def test_read_a_run(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     log = tmp_path / "run" / "logs" / "train.log"
     assert " device     CPU\n" in log.read_text()
     log.write_text(log.read_text().replace(" device     CPU", " device     NVIDIA H200"))
-    found = TrainingEstimate(EstimateSettings(images=["1M"]), read_measured(tmp_path / "run", None), [4e6])
-    assert (found.gpu_memory, found.links.intra_node) == (141e9, 450e9) and found.scenarios[0].costs[0].kilowatt_hours
+    found = estimate(read_measured(tmp_path / "run", None))
+    assert (found.gpu_memory, found.links.intra_node, found.watts) == (141e9, 450e9, 700)
 
 
 def test_measured_memory_applies_to_its_image_size_only() -> None:
     measured = MeasuredSpeed("test", "JiT-B/4", 64, 64, "NVIDIA H200", 1, (100e3,), image_bytes=50e6)
-    assert TrainingEstimate(EstimateSettings(), measured, [1e12]).memory["ddp"].per_image == 50e6
-    larger = TrainingEstimate(EstimateSettings(img_size=256), measured, [1e12]).memory["ddp"].per_image
+    assert estimate(measured).memory["ddp"].per_image == 50e6
+    larger = estimate(measured, img_size=256).memory["ddp"].per_image
     assert larger == activation_bytes("JiT-B/4", 256, bf16=True, compiled=True) > 1e9
 
 
 def test_image_in_the_docs_is_current(capsys: pytest.CaptureFixture[str]) -> None:
-    drawn = plot_svg(TrainingEstimate(EstimateSettings(), read_measured(STEPS, None), [1e12]))
+    drawn = plot_svg(estimate(read_measured(STEPS, None)))
     assert drawn == (REPOSITORY / "docs" / "scaling.svg").read_text()
     assert drawn.count("<polyline") == 4 and drawn.count(">1024<") == 1
     assert main(["estimate", "--from", str(BENCH), "--plot", "curve.pdf"]) == 1
@@ -176,7 +175,7 @@ def test_image_in_the_docs_is_current(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_probe_runs_real_steps() -> None:
-    from muralist.tools.estimate.probe import probe
+    from muralist.tools.probe import probe
 
     now = [0.0]
 

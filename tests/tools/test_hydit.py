@@ -120,25 +120,10 @@ def test_model_flags_must_agree_with_the_model_folder(tmp_path: Path, monkeypatc
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     old, new = (build_small_hunyuan_dit(tmp_path / version, version) for version in ("1.1", "1.2"))  # type: ignore[arg-type]
-    official = [
-        "--beta-start",
-        "0.00085",
-        "--beta-end",
-        "0.03",
-        "--use-style-cond",
-        "--size-cond",
-        "1024",
-        "1024",
-        "--lr",
-        "1",
-    ]
+    official = ["--beta-start", "0.00085", "--beta-end", "0.03", "--use-style-cond", "--size-cond", "1024", "1024"]
     default = ["--config", "configs/waymo_base.yaml"]
-    assert translate_flags([*official, f"--model.path={old}"]) == [
-        *default,
-        "--learning_rate",
-        "1",
-        f"--model.path={old}",
-    ]
+    expected = [*default, "--learning_rate", "1", f"--model.path={old}"]
+    assert translate_flags([*official, "--lr", "1", f"--model.path={old}"]) == expected
     with pytest.raises(UserError, match=r"--beta-end is 0.03: expected 0.018; the model folder defines it\."):
         translate_flags([*official, "--model.path", str(new)])
     for flag in ("--use-style-cond", "--size-cond 512 512"):
@@ -159,8 +144,7 @@ def test_refused_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_missing_default_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        UserError, match=r"no configs/waymo_base.yaml in .*Run the command in the root of the repository"
-    ):
+    message = r"no configs/waymo_base.yaml in .*Run the command in the root of the repository"
+    with pytest.raises(UserError, match=message):
         translate_flags(["--ckpt-every", "500"])
     assert translate_flags(["--config", "own.yaml"])[:2] == ["--config", "own.yaml"]

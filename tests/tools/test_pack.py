@@ -23,7 +23,7 @@ from muralist.data.source import read_batch
 from muralist.data.sources.registry import open_held_out, open_source
 from muralist.tools import pack as packing
 from muralist.tools.pack import pack
-from tests.support.images import EncodedSample, encoded, encoded_samples, noise, write_csv, write_folder
+from tests.support.images import EncodedSample, contents, encoded, encoded_samples, noise, write_csv, write_folder
 
 SIZE = 16
 COUNT = 24
@@ -35,8 +35,11 @@ def table(tmp_path: Path) -> Path:
     return write_csv(tmp_path / "source" / "list.csv", encoded_samples(COUNT))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+@pytest.fixture
+def place(table: Path, tmp_path: Path) -> Path:
+    """A finished pack of the table."""
+    pack(str(table), tmp_path / "packed", SIZE, workers=1)
+    return tmp_path / "packed"
 
 
 def check(source: PackedSource, expected: list[EncodedSample]) -> None:
@@ -64,13 +67,17 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(table: Path, tmp_path:
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
-def test_the_files_are_plain_arrow(table: Path, tmp_path: Path) -> None:
-    pack(str(table), tmp_path / "packed", SIZE, workers=1)
-    with pyarrow.ipc.open_file(tmp_path / "packed" / "00000.arrow") as file:
+def test_the_files_are_plain_arrow_with_a_manifest(table: Path, place: Path) -> None:
+    with pyarrow.ipc.open_file(place / "00000.arrow") as file:
         content = file.read_all()
     assert content.schema.names == ["image", "label", "caption"]
     assert [str(kind) for kind in content.schema.types] == [f"fixed_size_binary[{SIZE * SIZE * 3}]", "int32", "string"]
     assert content["image"][3].as_py() == center_crop(encoded_samples(COUNT)[3].image, SIZE).tobytes()
+    manifest = json.loads((place / "manifest.json").read_text())
+    assert (manifest["img_size"], manifest["version"], manifest["source"]) == (SIZE, 1, str(table))
+    assert manifest["label_names"] == ["0", "1", "2"]
+    assert manifest["source_fingerprint"] == open_source(str(table), SIZE).fingerprint()
+    assert [(file["name"], file["rows"]) for file in manifest["files"]] == [("00000.arrow", COUNT)]
 
 
 def test_broken_images_are_left_out_and_named(table: Path, tmp_path: Path) -> None:
@@ -78,9 +85,8 @@ def test_broken_images_are_left_out_and_named(table: Path, tmp_path: Path) -> No
     (files / "5.png").write_bytes(b"no image")
     (files / "11.png").write_bytes((files / "11.png").read_bytes()[:-80])
     report = pack(str(table), tmp_path / "packed", SIZE, workers=2)
-    check(
-        PackedSource(tmp_path / "packed", SIZE), [p for n, p in enumerate(encoded_samples(COUNT)) if n not in (5, 11)]
-    )
+    intact = [sample for number, sample in enumerate(encoded_samples(COUNT)) if number not in (5, 11)]
+    check(PackedSource(tmp_path / "packed", SIZE), intact)
     assert (report.images, report.broken) == (COUNT - 2, 2)
     lines = [line.split("\t") for line in (tmp_path / "packed" / "broken.txt").read_text().splitlines()]
     assert [name for name, _ in lines] == [str(files / "5.png"), str(files / "11.png")]
@@ -126,27 +132,20 @@ def test_many_batches_and_files(table: Path, tmp_path: Path, monkeypatch: pytest
         assert np.array_equal(source.read(index).image, images[slot])
 
 
-def test_only_images_that_exist_can_be_read(table: Path, tmp_path: Path) -> None:
-    pack(str(table), tmp_path / "packed", SIZE, workers=1)
-    source = PackedSource(tmp_path / "packed", SIZE)
+def test_reading_a_pack(place: Path) -> None:
+    source = PackedSource(place, SIZE)
     for index in (-1, COUNT):
         with pytest.raises(IndexError):
             source.read(index)
     images, labels, captions = source.read_batch(np.array([], dtype=np.int64))
     assert (images.shape, labels.shape, captions) == ((0, SIZE, SIZE, 3), (0,), [])
-
-
-def test_samples_are_writable_copies(table: Path, tmp_path: Path) -> None:
-    pack(str(table), tmp_path / "packed", SIZE, workers=1)
-    source = PackedSource(tmp_path / "packed", SIZE)
-    source.read(0).image[:] = 0
+    source.read(0).image[:] = 0  # samples are writable copies
     source.verify()
     assert np.array_equal(source.read(0).image, center_crop(encoded_samples(COUNT)[0].image, SIZE))
 
 
-def test_no_file_stays_open(table: Path, tmp_path: Path) -> None:
-    pack(str(table), tmp_path / "packed", SIZE, workers=1)
-    source = PackedSource(tmp_path / "packed", SIZE)
+def test_no_file_stays_open(place: Path) -> None:
+    source = PackedSource(place, SIZE)
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     source.read(0)
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
@@ -169,22 +168,11 @@ def test_the_held_out_part_is_packed_too(tmp_path: Path) -> None:
     assert open_held_out(str(tmp_path / "packed" / "held_out"), SIZE) is None
 
 
-def test_the_content_of_the_manifest(table: Path, tmp_path: Path) -> None:
-    pack(str(table), tmp_path / "packed", SIZE, workers=1)
-    manifest = json.loads((tmp_path / "packed" / "manifest.json").read_text())
-    assert manifest["img_size"] == SIZE and manifest["version"] == 1
-    assert manifest["label_names"] == ["0", "1", "2"]
-    assert manifest["source"] == str(table)
-    assert manifest["source_fingerprint"] == open_source(str(table), SIZE).fingerprint()
-    assert [(file["name"], file["rows"]) for file in manifest["files"]] == [("00000.arrow", COUNT)]
-
-
-def test_a_finished_pack_is_not_made_again(table: Path, tmp_path: Path) -> None:
-    pack(str(table), tmp_path / "packed", SIZE, workers=1)
-    before = {path: path.stat() for path in (tmp_path / "packed").iterdir()}
-    report = pack(str(table), tmp_path / "packed", SIZE, workers=1)
+def test_a_finished_pack_is_not_made_again(table: Path, place: Path) -> None:
+    before = {path: path.stat() for path in place.iterdir()}
+    report = pack(str(table), place, SIZE, workers=1)
     assert report.finished_before and report.images == COUNT
-    assert {path: path.stat() for path in (tmp_path / "packed").iterdir()} == before
+    assert {path: path.stat() for path in place.iterdir()} == before
 
 
 def test_an_occupied_destination_is_refused(table: Path, tmp_path: Path) -> None:
@@ -205,16 +193,12 @@ def test_an_occupied_destination_is_refused(table: Path, tmp_path: Path) -> None
 
 def test_a_pack_without_the_held_out_part_is_another_pack(tmp_path: Path) -> None:
     train = write_folder(tmp_path / "train", encoded_samples(6))
+    with pytest.raises(UserError, match="inside the data set"):
+        pack(str(train), train / "packed", SIZE, workers=1)
     pack(str(train), tmp_path / "packed", SIZE, workers=1)
     write_folder(tmp_path / "val", encoded_samples(6))
     with pytest.raises(UserError, match="another pack"):
         pack(str(train), tmp_path / "packed", SIZE, workers=1)
-
-
-def test_a_pack_inside_its_source_is_refused(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "source", encoded_samples(3))
-    with pytest.raises(UserError, match="inside the data set"):
-        pack(str(folder), folder / "packed", SIZE, workers=1)
 
 
 def test_too_little_disk_space_is_refused(table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,15 +253,9 @@ def test_an_interrupted_pack_cleans_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_another_size_than_packed_is_refused(table: Path, tmp_path: Path) -> None:
-    pack(str(table), tmp_path / "packed", SIZE, workers=1)
+def test_damage_is_found(place: Path) -> None:
     with pytest.raises(UserError, match="packed at 16 pixels, but --img_size is 32"):
-        open_source(str(tmp_path / "packed"), 32)
-
-
-def test_damage_is_found(table: Path, tmp_path: Path) -> None:
-    place = tmp_path / "packed"
-    pack(str(table), place, SIZE, workers=1)
+        open_source(str(place), 32)
     file, whole = place / "00000.arrow", (place / "00000.arrow").read_bytes()
 
     file.write_bytes(whole[:-1])
@@ -297,18 +275,15 @@ def test_damage_is_found(table: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda manifest: manifest.write_text("{"), "manifest of .* is damaged"),
-        (lambda manifest: manifest.unlink(), "no manifest.json"),
-        (
-            lambda manifest: manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2')),
-            "version 2",
-        ),
-    ],
+    ("content", "message"),
+    [("{", "manifest of .* is damaged"), (None, "no manifest.json"), ('"version": 2', "version 2")],
 )
-def test_a_damaged_manifest_is_not_a_folder_without_images(damage, message, table: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    pack(str(table), tmp_path / "packed", SIZE, workers=1)
-    damage(tmp_path / "packed" / "manifest.json")
+def test_a_damaged_manifest_is_not_a_folder_without_images(content: str | None, message: str, place: Path) -> None:
+    manifest = place / "manifest.json"
+    if content is None:
+        manifest.unlink()
+    else:
+        changed = manifest.read_text().replace('"version": 1', content)
+        manifest.write_text(changed if "version" in content else content)
     with pytest.raises(UserError, match=message):
-        open_source(str(tmp_path / "packed"), SIZE)
+        open_source(str(place), SIZE)

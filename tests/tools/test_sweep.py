@@ -1,4 +1,4 @@
-"""`muralist sweep`, from a run to a winner."""
+"""`muralist sweep`: its combinations, sweep.json and table, and a sweep from a run to a winner."""
 
 from __future__ import annotations
 
@@ -13,16 +13,127 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.torch import save_file
 
 from muralist.cli import main
+from muralist.core.errors import UserError
 from muralist.generate import command as generating
+from muralist.models.weights import WeightSet
 from muralist.settings import SweepSettings
-from muralist.tools.sweep import Combination, Sweep, SweepScore
+from muralist.tools.sweep import (
+    Combination,
+    Sweep,
+    SweepResults,
+    SweepScore,
+    conclusions,
+    list_combinations,
+    results_table,
+)
 from tests.support.evaluating import inception_weights, scenes, write_images
 from tests.support.jit_models import checkpoint, family, network_of
 from tests.support.runs import finish, only_run, start, train
 from tests.support.worker_pools import ModelThreadPool
+
+SETTINGS = {"model": "JiT-T/8 at 16 px", "num_inference_steps": 50, "num_samples": 8192, "reference": "ab"}
+
+
+def score(scale: float, fid: float, around: float = 0.1, weights: WeightSet = "ema1") -> SweepScore:
+    interval = None if scale == 1 else (0.1, 1.0)
+    return SweepScore(Combination(weights, scale, interval), fid, fid - around, fid + around, 8192, 75.0)
+
+
+def found(folder: Path, *scores: SweepScore, **changes: Any) -> SweepResults:
+    opened = SweepResults.open(folder / "sweep.json", "results/run", SETTINGS | changes)
+    opened.scores |= {score.combination: score for score in scores}
+    return opened
+
+
+def test_results_are_read_back(tmp_path: Path) -> None:
+    first = found(tmp_path, score(2, 4.0), score(1, 9.0))
+    first.full = score(2, 3.5)
+    first.write(finished=True)
+    again = found(tmp_path)
+    assert (again.scores, again.full) == (first.scores, first.full)
+    assert [one.fid for one in again.ranked()] == [4.0, 9.0]
+    changes = r"Changed: num_inference_steps 50 -> 20; reference ab -> cd\. Its model was resu"
+    with pytest.raises(UserError, match=changes):
+        found(tmp_path, num_inference_steps=20, reference="cd")
+    (tmp_path / "sweep.json").write_text("{")
+    with pytest.raises(UserError, match="damaged. Delete it and run the same command: images and features are kept"):
+        found(tmp_path)
+
+
+def test_the_table() -> None:
+    ranked = [score(2.5, 4.0), score(2, 4.15, weights="ema2"), score(3, 4.3), score(1, 9.0)]
+    console = Console(width=118, color_system=None)
+    with console.capture() as capture:
+        console.print(results_table(ranked, score(2.5, 3.52)))
+    lines = [" ".join(line.split()) for line in capture.get().splitlines()]
+    assert lines == [
+        "weights guidance interval FID 95% images GPU time",
+        "ema1 2.5 0.1 to 1 4.00 3.90 to 4.10 8,192 1 min 15 s best",
+        "ema2 2 0.1 to 1 4.15 4.05 to 4.25 8,192 1 min 15 s within noise",
+        "ema1 3 0.1 to 1 4.30 4.20 to 4.40 8,192 1 min 15 s",
+        "ema1 1 - 9.00 8.90 to 9.10 8,192 1 min 15 s",
+        "ema1 2.5 0.1 to 1 3.52 3.42 to 3.62 8,192 1 min 15 s full count",
+    ]
+    with console.capture() as capture:
+        console.print(results_table(ranked, limit=1))
+    assert len(capture.get().splitlines()) == 2
+
+
+def test_conclusions() -> None:
+    middle = conclusions([score(2, 4.0), score(3, 4.5), score(1, 9.0)])
+    assert middle == ["Best of 3: ema1_cfg2_0.1-1, FID 4.00 with 8,192 images."]
+    edge = conclusions([score(3, 4.0), score(2, 4.1), score(1, 9.0)])
+    assert "within noise of 1 other:" in edge[1]
+    assert edge[2] == "Its guidance scale is the highest one tried: try higher ones too, in the same folder."
+    assert "the lowest one tried" in conclusions([score(2, 4.0), score(3, 4.5)])[1]
+    assert len(conclusions([score(1, 4.0), score(2, 5.0)])) == 1  # no scale is below no guidance
+
+
+def given(**changes: Any) -> SweepSettings:
+    return SweepSettings(model_path="", reference="", output_dir="", **changes)
+
+
+def names(settings: SweepSettings) -> list[str]:
+    return [combination.name for combination in list_combinations(settings, guided=True, single_set=False)[0]]
+
+
+def test_every_combination_once() -> None:
+    settings = given(guidance_scale=[1, 2, 2.9, 2.0], guidance_interval=["0,1", "0.1,1"])
+    found, notes = list_combinations(settings, guided=True, single_set=False)
+    each = ["cfg1", "cfg2_0-1", "cfg2_0.1-1", "cfg2.9_0-1", "cfg2.9_0.1-1"]
+    expected = [f"{which}_{rest}" for which in ("ema1", "ema2") for rest in each]
+    assert [combination.name for combination in found] == expected
+    assert notes == ["6 of 16 combinations are duplicates and left out."]  # a scale of 1 has no interval; 2 is 2.0
+    assert len(names(given())) == 14
+
+
+def test_close_scales_have_different_folders() -> None:
+    expected = ["model_cfg2.9_0.1-1", "model_cfg2.9000001_0.1-1"]
+    assert names(given(weights=["model"], guidance_scale=[2.9, 2.9000001])) == expected
+
+
+def test_missing_choices_are_logged() -> None:
+    found, notes = list_combinations(given(weights=["ema1", "ema2", "ema1"]), guided=False, single_set=False)
+    assert [combination.generate_settings for combination in found] == [{"weights": "ema1"}, {"weights": "ema2"}]
+    assert notes == ["The model is unconditional and cannot be guided: only its weights are compared."]
+    found, notes = list_combinations(given(guidance_scale=[1, 3]), guided=True, single_set=True)
+    assert [combination.name for combination in found] == ["weights_cfg1", "weights_cfg3_0.1-1"]
+    assert notes == ["The model has a single set of weights: there are no EMA weights to choose from."]
+    assert found[1].flags == "--guidance_scale 3 --guidance_interval 0.1 1"
+    assert Combination("ema1", 1.0, None).flags == "--weights ema1 --guidance_scale 1"
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [("0.1", "not two numbers"), ("0.1:1", "not two"), ("0,0.5,1", "not two"), ("1,0", "empty"), ("0,1.5", "outside")],
+)
+def test_invalid_intervals_are_refused(written: str, why: str) -> None:
+    with pytest.raises(UserError, match=rf"'{written}' is not an interval.*{why}.*Write LOW,HIGH"):
+        names(given(guidance_interval=[written]))
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +141,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("MURALIST_INCEPTION", "NPROC", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no cache"))
-    monkeypatch.setattr(
-        generating, "open_pool", ModelThreadPool
-    )  # threads; processes of their own are in the slow test
+    monkeypatch.setattr(generating, "open_pool", ModelThreadPool)  # threads; the slow test starts processes
     for name in ("", "muralist"):  # as in a process of its own: another command may have set up its log here
         monkeypatch.setattr(logging.getLogger(name), "handlers", [])
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
@@ -107,27 +216,34 @@ def test_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "is not a JiT model" in capsys.readouterr().err
 
 
-def test_scored_combinations_are_not_generated_again(
-    statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, output = tmp_path / "model.safetensors", tmp_path / "out"
+def prepare(model: Path, reference: Path, output: Path, **settings: Any) -> Sweep:
+    given = {
+        "model_path": model,
+        "reference": reference,
+        "output_dir": output,
+        "inception_weights": inception_weights(),
+    }
+    return Sweep(SweepSettings(**{name: str(path) for name, path in given.items()}, **settings))
+
+
+def score_all(model: Path, reference: Path, output: Path, **settings: Any) -> Sweep:
+    """Write a model without classes, and a sweep.json that holds its only score."""
     save_file(network_of(family()).state_dict(), model)
     output.mkdir()
-    weights = inception_weights()
-    command = words(model, statistics, output, "--inception_weights", weights)
-    prepared = Sweep.prepare(
-        SweepSettings(
-            model_path=str(model),
-            reference=str(statistics),
-            output_dir=str(output),
-            num_inference_steps=2,
-            inception_weights=str(weights),
-        )
-    )
+    prepared = prepare(model, reference, output, num_inference_steps=2, **settings)
     (only,) = prepared.combinations
     prepared.results.scores[only] = SweepScore(only, 12.0, 11.5, 12.5, 8192, 60.0)
     prepared.results.full = SweepScore(only, 11.0, 10.8, 11.2, 50_000, 600.0)
     prepared.results.write()
+    return prepared
+
+
+def test_scored_combinations_are_not_generated_again(
+    statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, output = tmp_path / "model.safetensors", tmp_path / "out"
+    command = words(model, statistics, output, "--inception_weights", inception_weights())
+    prepared = score_all(model, statistics, output)
     assert main(command) == 0
     captured = capsys.readouterr()
     assert "there are no EMA weights to choose from" in captured.err
@@ -151,25 +267,10 @@ def test_scored_combinations_are_not_generated_again(
 def test_the_official_last_step_is_passed_to_generate(
     statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, weights = tmp_path / "model.safetensors", inception_weights()
-    save_file(network_of(family()).state_dict(), model)
-    output = tmp_path / "out"
-    output.mkdir()
-    settings = SweepSettings(
-        model_path=str(model),
-        reference=str(statistics),
-        output_dir=str(output),
-        official_last_step=True,
-        num_inference_steps=2,
-        inception_weights=str(weights),
-    )
-    prepared = Sweep.prepare(settings)
+    model, output = tmp_path / "model.safetensors", tmp_path / "out"
+    prepared = score_all(model, statistics, output, official_last_step=True)
     assert prepared.model.identity["official_last_step"] is True  # so that its images are generated that way
-    prepared.results.scores[prepared.combinations[0]] = SweepScore(
-        prepared.combinations[0], 12.0, 11.5, 12.5, 8192, 60.0
-    )
-    prepared.results.write()
-    more = ("--full_samples", "none", "--inception_weights", weights)
+    more = ("--full_samples", "none", "--inception_weights", inception_weights())
     assert main(words(model, statistics, output, "--official_last_step", *more)) == 0
     told = f"  muralist generate --model_path {model} --official_last_step --num_inference_steps 2 --prompts_csv"
     assert told in capsys.readouterr().out
@@ -183,16 +284,9 @@ def test_equal_ema_weights_are_tried_once(pets: Path, statistics: Path, tmp_path
     step = run / "checkpoints" / "step_0000001"
     shutil.copy(step / "ema1.safetensors", step / "model.safetensors")
 
-    def tried(*weights: Any) -> list[str | None]:
-        settings = SweepSettings(
-            model_path=str(run),
-            reference=str(statistics),
-            output_dir=str(tmp_path / "out"),
-            weights=list(weights),
-            guidance_scale=[2],
-            inception_weights=str(inception_weights()),
-        )
-        return [combination.weights for combination in Sweep.prepare(settings).combinations]
+    def tried(*weights: str) -> list[str | None]:
+        prepared = prepare(run, statistics, tmp_path / "out", weights=list(weights), guidance_scale=[2])
+        return [combination.weights for combination in prepared.combinations]
 
     assert tried("ema1", "ema2", "model") == ["ema1", "ema2"]
     assert tried("model", "ema1") == ["model"]

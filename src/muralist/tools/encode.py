@@ -24,12 +24,10 @@ from muralist.data.packed import EncodedManifest, Manifest, RowWriter
 from muralist.models.hunyuan_dit import BERT_TOKENS, ENCODER_COMPONENTS, T5_TOKENS, FrozenEncoders, encoder_fingerprints
 from muralist.models.spec import HUNYUAN_DIT
 from muralist.settings import PackSettings
-from muralist.tools.pack import Chunk, PackFormat, PackReport, check_space, pack
+from muralist.tools.pack import Chunk, PackFormat, PackReport, Writer, pack
 
 SMALL = "small"
-BATCH = 4
-"""Images or captions per forward pass, always: the batch size can change the last bits of each."""
-_SMALLER_DTYPE = "Free some space or choose another place; --dtype bf16 takes half as much as fp32."
+BATCH = 4  # images or captions per forward pass, always: the batch size can change the last bits of each
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -37,18 +35,10 @@ def encode(settings: PackSettings, progress: bool = True) -> PackReport:
     """Pack latents and text embeddings instead of pixels and captions."""
     HUNYUAN_DIT.check_size(height_width(settings.img_size))
     with _model_folder(settings.encode or SMALL) as folder:
-        encoder = _Encoder(settings, folder)
+        place, workers = (settings.source, settings.destination, settings.img_size), settings.num_workers
+        format = _LatentFormat(settings, folder)
         try:
-            return pack(
-                settings.source,
-                settings.destination,
-                settings.img_size,
-                settings.num_workers,
-                progress,
-                settings.caption,
-                settings.cameras,
-                PackFormat(encoder.row_bytes, encoder.matches, lambda *part: _LatentWriter(encoder, *part)),
-            )
+            return pack(*place, workers, progress, settings.caption, settings.cameras, format)
         except torch.cuda.OutOfMemoryError:
             raise UserError(
                 "CUDA out of memory while encoding.",
@@ -73,16 +63,17 @@ def _model_folder(name: str) -> Iterator[Path]:
         yield HUNYUAN_DIT.build_small(Path(place, "model"))
 
 
-class _Encoder:
-    """The frozen encoders of a model and the settings that shape their output."""
+class _LatentFormat(PackFormat):
+    """Latents and text embeddings: the frozen encoders of a model and the settings that shape their output."""
 
     def __init__(self, settings: PackSettings, folder: Path) -> None:
         self.folder, self.name = folder, settings.encode or SMALL
         self.dtype, self.mirrored = _DTYPES[settings.dtype], settings.random_flip
+        self.dtype_name = str(self.dtype).removeprefix("torch.")
         self.size = height_width(settings.img_size)
         self.fingerprints = encoder_fingerprints(folder)
         self.shape = [2 if self.mirrored else 1, 2, 4, self.size[0] // 8, self.size[1] // 8]
-        self.row_bytes = math.prod(self.shape) * self.dtype.itemsize
+        super().__init__(math.prod(self.shape) * self.dtype.itemsize)
 
     def matches(self, manifest: Manifest) -> bool:
         """Return whether the same encoders and settings made a pack."""
@@ -91,10 +82,9 @@ class _Encoder:
         made_by = (manifest.frozen_parts, manifest.dtype, manifest.mirrored)
         return made_by == (self.fingerprints, self.dtype_name, self.mirrored)
 
-    @property
-    def dtype_name(self) -> str:
-        """The dtype's name in a manifest."""
-        return str(self.dtype).removeprefix("torch.")
+    def writer(self, folder: Path, images: int) -> Writer:
+        """Return the writer of a part."""
+        return _LatentWriter(self, folder, images)
 
     @cached_property
     def model(self) -> FrozenEncoders:
@@ -104,13 +94,13 @@ class _Encoder:
         return model
 
 
-class _LatentWriter:
+class _LatentWriter(Writer):
     """Encodes and writes one part of a data set."""
 
-    def __init__(self, encoder: _Encoder, folder: Path, images: int) -> None:
+    def __init__(self, encoder: _LatentFormat, folder: Path, images: int) -> None:
         import pyarrow
 
-        self.encoder, self.model, self.folder, self.remaining = encoder, encoder.model, folder, images
+        self.encoder, self.model = encoder, encoder.model
         width = encoder.dtype.itemsize
         self.shapes = {
             "latents": encoder.shape,
@@ -118,7 +108,7 @@ class _LatentWriter:
             "t5": [T5_TOKENS, self.model.t5.config.d_model],
         }
         columns = {"latents": pyarrow.binary(encoder.row_bytes), "label": pyarrow.int32(), "caption": pyarrow.int64()}
-        self.latents = RowWriter(folder, columns)
+        self.rows = RowWriter(folder, columns)
         columns = {
             "bert": pyarrow.binary(math.prod(self.shapes["bert"]) * width),
             "bert_mask": pyarrow.binary(BERT_TOKENS),
@@ -134,11 +124,8 @@ class _LatentWriter:
         # The number of distinct captions is unknown before the end, and their embeddings take most of the space.
         most, free = images * (encoder.row_bytes + self.texts.row_bytes), shutil.disk_usage(folder).free
         if most > free:
-            print(
-                f"If every image has its own caption, this needs up to {most / 1e9:,.1f} GB, and "
-                f"{free / 1e9:,.1f} GB are free.",
-                file=sys.stderr,
-            )
+            need = f"If every image has its own caption, this needs up to {most / 1e9:,.1f} GB"
+            print(f"{need}, and {free / 1e9:,.1f} GB are free; bf16 takes half as much as fp32.", file=sys.stderr)
 
     def add(self, chunk: Chunk) -> None:
         """Encode the images of a chunk and its new captions, in full batches."""
@@ -146,8 +133,6 @@ class _LatentWriter:
             self.images.append((image, label, self._caption_row(caption)))
             if len(self.images) == BATCH:
                 self._write_images()
-        self.remaining -= chunk.size
-        check_space(self.folder, self.remaining * self.latents.row_bytes, _SMALLER_DTYPE)
 
     def close(self, metadata: dict[str, Any]) -> Manifest | None:
         """Encode and write the remaining rows."""
@@ -155,10 +140,10 @@ class _LatentWriter:
             self._write_images()
         if self.new_captions:
             self._write_captions()
-        if not (files := self.latents.close()):
+        if not (files := self.rows.close()):
             return None
         return EncodedManifest(
-            rows_per_batch=self.latents.rows_per_batch,
+            rows_per_batch=self.rows.rows_per_batch,
             files=files,
             caption_files=self.texts.close(),
             captions_per_batch=self.texts.rows_per_batch,
@@ -187,7 +172,7 @@ class _LatentWriter:
         images = [to_unit_range(torch.from_numpy(view).to(device), None) for view in views]
         latents = torch.stack([torch.stack(self.model.vae_posterior(image), dim=1) for image in images], dim=1)
         _, labels, captions = zip(*self.images, strict=True)
-        self.latents.add(self._bytes(latents[:count]), labels, captions)
+        self.rows.add(self._bytes(latents[:count]), labels, captions)
         self.images = []
 
     def _write_captions(self) -> None:

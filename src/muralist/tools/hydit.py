@@ -11,12 +11,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from muralist.core.errors import UserError
 from muralist.core.slurm import set_rank_environment
@@ -27,130 +26,89 @@ _MODEL = "DiT-g/2"
 _ALL_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 
-@dataclass(frozen=True)
-class RenamedFlag:
-    """A flag of `muralist train` under another name, perhaps with other values."""
-
-    to: str
-    values: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class IgnoredFlag:
-    """A flag that is always on, or has no effect here; followed by this many values."""
-
-    values: int = 0
-
-
-@dataclass(frozen=True)
-class FixedValue:
-    """A flag that has one value here, or several with the same meaning."""
-
-    values: tuple[str, ...]
-    because: str = ""
-
-
-@dataclass(frozen=True)
-class ModelFlag:
-    """A property of the model folder, with which the command line must agree."""
-
-
-@dataclass(frozen=True)
-class RefusedFlag:
-    """A flag without an equivalent; names the alternative."""
-
-    instead: str
-
-
+RENAMED = {
+    "use-fp16": "--use_amp",
+    "no-fp16": "--no_use_amp",
+    "rank": "--lora_rank",
+    "lora-ckpt": "--init_from",
+    "max-training-steps": "--max_steps",
+    "lr": "--learning_rate",
+    "warmup-num-steps": "--warmup_steps",
+    "grad-accu-steps": "--gradient_accumulation_steps",
+    "global-seed": "--seed",
+    "task-flag": "--run_name",
+    "index-file": "--data_path",
+    "infer-steps": "--sample_steps",
+    "cfg-scale": "--sample_guidance",
+}
+"""Flags of `muralist train` under another name."""
+RENAMED_VALUES = {
+    "ckpt-every-n-epoch": ("--at_epoch_end", {"0": "false", "1": "true"}),
+    "sampler": ("--sample_solver", {"ddim": "ddim", "dpmms": "dpm++"}),
+}
+"""Flags of `muralist train` under another name, with other values."""
+IGNORED = {
+    "extra-fp16": 0,  # the precision of frozen parts and the attention backend follow the hardware
+    "use-flash-attn": 0,
+    "qk-norm": 0,
+    "rope-real": 0,
+    "learn-sigma": 0,
+    "gc-interval": 1,  # a training step leaves nothing to Python's garbage collector
+    "save-optimizer-state": 0,
+    "use-ema": 0,
+    "deepspeed": 0,
+    "local-rank": 1,  # added by DeepSpeed's launcher, which also sets LOCAL_RANK
+}
+"""Flags that are always on or have no effect here, and the number of values that follow them."""
+_FOLDER = "the model folder defines it"
+FIXED = {
+    "norm": (["layer"], ""),
+    "rope-img": (["base512"], ""),
+    "text-states-dim": (["1024"], _FOLDER),
+    "text-states-dim-t5": (["2048"], _FOLDER),
+    "text-len": (["77"], ""),
+    "text-len-t5": (["256"], ""),
+    "predict-type": (["v_prediction"], ""),
+    "noise-schedule": (["scaled_linear"], ""),
+    "mse-loss-weight-type": (["constant"], ""),
+    "noise-offset": (["0.0"], ""),
+    "gc-rate": (["1.0"], "--gradient-checkpointing applies to all blocks"),
+    "ema-dtype": (["fp32", "none"], "EMA weights have the precision of the weights"),
+    "load-key": (["ema"], "samples use the EMA weights"),
+}
+"""Flags with one value here, or several of the same meaning, and the reason."""
+OF_MODEL = ("use-style-cond", "size-cond", "beta-start", "beta-end")
+"""Properties of the model folder, with which the command line must agree."""
 _HALF_LIFE = "EMA weights have a half-life in images, --ema1_half_life N, and warm up automatically"
 _OFFICIAL_WEIGHTS = (
     "weights in the official layout are not supported; convert them with convert_hunyuandit_to_diffusers.py of "
     "diffusers, and give the folder as --model.path"
 )
 _RESUMES = "muralist resumes a run automatically, and --resume PATH names a checkpoint"
-_FOLDER = "the model folder defines it"
-
-FLAGS: Mapping[str, RenamedFlag | IgnoredFlag | FixedValue | ModelFlag | RefusedFlag] = {
-    # Model
-    "use-fp16": RenamedFlag("--use_amp"),
-    "no-fp16": RenamedFlag("--no_use_amp"),
-    "extra-fp16": IgnoredFlag(),  # the precision of frozen parts and the attention backend follow the hardware
-    "use-flash-attn": IgnoredFlag(),
-    "qk-norm": IgnoredFlag(),
-    "norm": FixedValue(("layer",)),
-    "rope-img": FixedValue(("base512",)),
-    "rope-real": IgnoredFlag(),
-    "text-states-dim": FixedValue(("1024",), _FOLDER),
-    "text-states-dim-t5": FixedValue(("2048",), _FOLDER),
-    "text-len": FixedValue(("77",)),
-    "text-len-t5": FixedValue(("256",)),
-    "use-style-cond": ModelFlag(),
-    "size-cond": ModelFlag(),
-    # LoRA
-    "rank": RenamedFlag("--lora_rank"),
-    "lora-ckpt": RenamedFlag("--init_from"),
-    "output-merge-path": RefusedFlag("`muralist export RUN FOLDER` merges LoRA weights after training"),
-    # Diffusion
-    "learn-sigma": IgnoredFlag(),
-    "predict-type": FixedValue(("v_prediction",)),
-    "noise-schedule": FixedValue(("scaled_linear",)),
-    "beta-start": ModelFlag(),
-    "beta-end": ModelFlag(),
-    "mse-loss-weight-type": FixedValue(("constant",)),
-    "noise-offset": FixedValue(("0.0",)),
-    # Training
-    "max-training-steps": RenamedFlag("--max_steps"),
-    "lr": RenamedFlag("--learning_rate"),
-    "warmup-num-steps": RenamedFlag("--warmup_steps"),
-    "warmup-min-lr": RefusedFlag("warm-up starts at the learning rate divided by --warmup_steps + 1; leave it out"),
-    "grad-accu-steps": RenamedFlag("--gradient_accumulation_steps"),
-    "global-seed": RenamedFlag("--seed"),
-    "task-flag": RenamedFlag("--run_name"),
-    "ckpt-every-n-epoch": RenamedFlag("--at_epoch_end", {"0": "false", "1": "true"}),
-    "gc-interval": IgnoredFlag(1),  # a training step leaves nothing to Python's garbage collector
-    "gc-rate": FixedValue(("1.0",), "--gradient-checkpointing applies to all blocks"),
-    "resume-module-root": RefusedFlag(f"{_OFFICIAL_WEIGHTS}; {_RESUMES}"),
-    "resume-ema-root": RefusedFlag(f"{_OFFICIAL_WEIGHTS}; {_RESUMES}"),
-    "resume-split": RefusedFlag(f"{_RESUMES}; leave it out"),
-    "no-strict": RefusedFlag("weights must match the model exactly; leave it out"),
-    "save-optimizer-state": IgnoredFlag(),
-    # Data
-    "index-file": RenamedFlag("--data_path"),
-    "reset-loader": RefusedFlag("--init_from RUN with another --run_name starts from its weights and the first image"),
-    "target-ratios": RefusedFlag("the shapes of --multireso follow from --reso-step; leave it out"),
-    # EMA
-    "use-ema": IgnoredFlag(),
-    "ema-dtype": FixedValue(("fp32", "none"), "EMA weights have the precision of the weights"),
-    "ema-decay": RefusedFlag(_HALF_LIFE),
-    "ema-warmup": RefusedFlag(_HALF_LIFE),
-    "ema-warmup-power": RefusedFlag(_HALF_LIFE),
-    "ema-reset-decay": RefusedFlag(_HALF_LIFE),
-    # Memory and processes
-    "deepspeed": IgnoredFlag(),
-    "local-rank": IgnoredFlag(1),  # added by DeepSpeed's launcher, which also sets LOCAL_RANK
-    "cpu-offloading": RefusedFlag(
-        "training does not offload to host memory; --use-zero-stage 3 shards everything over the GPUs, and "
-        "--gradient-checkpointing and --training-parts lora need less memory"
-    ),
-    # Samples
-    "infer-steps": RenamedFlag("--sample_steps"),
-    "cfg-scale": RenamedFlag("--sample_guidance"),
-    "sampler": RenamedFlag("--sample_solver", {"ddim": "ddim", "dpmms": "dpm++"}),
-    "load-key": FixedValue(("ema",), "samples use the EMA weights"),
-    "dit-weight": RefusedFlag(_OFFICIAL_WEIGHTS),
+REFUSED = {
+    "output-merge-path": "`muralist export RUN FOLDER` merges LoRA weights after training",
+    "warmup-min-lr": "warm-up starts at the learning rate divided by --warmup_steps + 1; leave it out",
+    "resume-module-root": f"{_OFFICIAL_WEIGHTS}; {_RESUMES}",
+    "resume-ema-root": f"{_OFFICIAL_WEIGHTS}; {_RESUMES}",
+    "resume-split": f"{_RESUMES}; leave it out",
+    "no-strict": "weights must match the model exactly; leave it out",
+    "reset-loader": "--init_from RUN with another --run_name starts from its weights and the first image",
+    "target-ratios": "the shapes of --multireso follow from --reso-step; leave it out",
+    **dict.fromkeys(("ema-decay", "ema-warmup", "ema-warmup-power", "ema-reset-decay"), _HALF_LIFE),
+    "cpu-offloading": "training does not offload to host memory; --use-zero-stage 3 shards everything over the GPUs, "
+    "and --gradient-checkpointing and --training-parts lora need less memory",
+    "dit-weight": _OFFICIAL_WEIGHTS,
 }
-_SPECIAL_FLAGS = ("use-zero-stage", "target-modules", "ckpt-every", "model")
+"""Flags without an equivalent, and the alternative."""
+_TRANSLATED = {"use-zero-stage", "target-modules", "ckpt-every", "model", *RENAMED_VALUES, *IGNORED, *FIXED, *OF_MODEL}
 
 
 class TranslatedFlags(NamedTuple):
     """A translated command line."""
 
-    flags: list[str]
-    """Flags of `muralist train`."""
-    strategy: str | None
-    """Strategy of the requested ZeRO stage."""
-    model_flags: dict[str, str]
-    """Flags with which the model folder must agree."""
+    flags: list[str]  # flags of `muralist train`
+    strategy: str | None  # strategy of the requested ZeRO stage
+    model_flags: dict[str, str]  # flags with which the model folder must agree
 
 
 def translate_flags(arguments: Sequence[str]) -> list[str]:
@@ -182,33 +140,32 @@ def translate(arguments: Sequence[str]) -> TranslatedFlags:
         word = queue.pop(0)
         flag, equals, inline = word[2:].partition("=") if word.startswith("--") else ("", "", "")
         flag = flag.replace("_", "-")
-        rule = FLAGS.get(flag)
-        if isinstance(rule, RefusedFlag):
-            raise UserError(f"--{flag} is not supported: {rule.instead}.")
-        if rule is None and flag not in _SPECIAL_FLAGS:
+        if flag in REFUSED:
+            raise UserError(f"--{flag} is not supported: {REFUSED[flag]}.")
+        if flag in RENAMED:
+            flags.append(f"{RENAMED[flag]}={inline}" if equals else RENAMED[flag])
+            continue
+        if flag not in _TRANSLATED:
             if word != "--resume" or _values(queue):  # the official switch without a value: runs resume automatically
                 flags.append(word)
             continue
-        if isinstance(rule, RenamedFlag) and not rule.values:
-            flags.append(f"{rule.to}={inline}" if equals else rule.to)
-            continue
         queue = [inline, *queue] if equals else queue
         values = _values(queue)
-        used = min(1, len(values))
-        value = values[0] if values else ""
-        match rule:
-            case IgnoredFlag(count):
-                used = min(max(count, bool(equals)), len(values))
-            case ModelFlag():
-                model_flags[flag], used = " ".join(values), len(values)
-            case FixedValue(allowed, because):
-                if not any(_is_same(value, other) for other in allowed):
-                    raise _wrong_value(flag, value, allowed, because)
-            case RenamedFlag(name, renamed_values):
-                if value not in renamed_values:
-                    raise _wrong_value(flag, value, renamed_values)
-                flags += [name, renamed_values[value]]
-        if flag == "use-zero-stage":
+        used, value = min(1, len(values)), values[0] if values else ""
+        if flag in IGNORED:
+            used = min(max(IGNORED[flag], bool(equals)), len(values))
+        elif flag in OF_MODEL:
+            model_flags[flag], used = " ".join(values), len(values)
+        elif flag in FIXED:
+            allowed, because = FIXED[flag]
+            if not any(_is_same(value, other) for other in allowed):
+                raise _wrong_value(flag, value, allowed, because)
+        elif flag in RENAMED_VALUES:
+            name, renamed = RENAMED_VALUES[flag]
+            if value not in renamed:
+                raise _wrong_value(flag, value, renamed)
+            flags += [name, renamed[value]]
+        elif flag == "use-zero-stage":
             if value not in ("1", "2", "3"):
                 raise UserError(f"--use-zero-stage is {value}: expected 1, 2 or 3.")
             strategy = f"zero{max(2, int(value))}"  # stage 2 is stage 1 with sharded gradients as well
@@ -217,7 +174,7 @@ def translate(arguments: Sequence[str]) -> TranslatedFlags:
             used = len(values)
         elif flag == "ckpt-every":  # the official script keeps each of these checkpoints
             flags += ["--ckpt_every", value, "--keep_every", value]
-        elif flag == "model" and value != _MODEL:
+        elif value != _MODEL:
             flags += ["--model", value]  # `muralist train` lists the known models
         queue = queue[used:]
     return TranslatedFlags(flags, strategy, model_flags)
@@ -244,26 +201,19 @@ def _check_model_flags(model_flags: dict[str, str], flags: Sequence[str]) -> Non
     from muralist.settings.load import load
 
     path = load(TrainSettings, flags, TRAIN_FLAT_NAMES).model.path
+    schedule, conditions = {"beta_start": HUNYUAN_BETA_START, "beta_end": HUNYUAN_BETA_END["1.2"]}, False
     with suppress(OSError, ValueError):  # train refuses a folder without a model
-        properties = _read_properties(Path(path)) if path else _small_model_properties()
+        if path:
+            schedule = json.loads(Path(path, "scheduler", "scheduler_config.json").read_text())
+            config = json.loads(Path(path, "transformer", "config.json").read_text())
+            conditions = config.get("use_style_cond_and_image_meta_size", True)  # the default of diffusers
         for flag, value in model_flags.items():
-            actual = properties[flag.replace("-", "_")]
-            if actual is False:
+            if flag in ("beta-start", "beta-end"):
+                actual = schedule[flag.replace("-", "_")]
+                if not _is_same(value, str(actual)):
+                    raise _wrong_value(flag, value, [f"{actual:g}"], _FOLDER)
+            elif not conditions:
                 raise UserError(f"--{flag} is for models before version 1.2, and this is a later one: leave it out.")
-            if actual is not True and not _is_same(value, str(actual)):
-                raise _wrong_value(flag, value, [f"{actual:g}"], _FOLDER)
-
-
-def _read_properties(folder: Path) -> dict[str, Any]:
-    schedule = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
-    config = json.loads((folder / "transformer" / "config.json").read_text())
-    conditions = bool(config.get("use_style_cond_and_image_meta_size", True))  # the default of diffusers
-    return schedule | {"use_style_cond": conditions, "size_cond": conditions}
-
-
-def _small_model_properties() -> dict[str, Any]:
-    betas = {"beta_start": HUNYUAN_BETA_START, "beta_end": HUNYUAN_BETA_END["1.2"]}
-    return betas | {"use_style_cond": False, "size_cond": False}
 
 
 def _lora_targets(names: Sequence[str]) -> Sequence[str]:

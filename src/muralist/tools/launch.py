@@ -44,7 +44,9 @@ def launch(command: Sequence[str], processes: int, threads: int = 1) -> int:
     Each rank runs in its own session: Ctrl+C reaches this process alone, which forwards it, so that every rank receives
     it exactly once and none is interrupted while saving.
     """
-    port = _free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     children: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -85,7 +87,12 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
             rank, child = min(failed, key=lambda pair: pair[1].returncode == EXIT_LOST_PEERS)
             # As a shell reports it: 128 plus the signal's number.
             status = child.returncode if child.returncode > 0 else 128 - child.returncode
-            report, deadline = _exit_report(rank, child), time.monotonic() + _GRACE_SECONDS
+            deadline = time.monotonic() + _GRACE_SECONDS
+            report = f"Rank {rank} (process {child.pid}) ended with status {status}; its own message is above. "
+            report += "The other processes were stopped."
+            if child.returncode < 0:
+                how = f"was killed by {signal.Signals(-child.returncode).name}; the other processes were stopped"
+                report = f"Rank {rank} (process {child.pid}) {how}. Run the same command to resume."
             for other in running:
                 other.terminate()
         if not running or time.monotonic() > deadline:
@@ -97,20 +104,6 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
     if report:  # printed last, below the messages of the ranks that lost it
         print(report, file=sys.stderr)
     return status
-
-
-def _exit_report(rank: int, child: subprocess.Popen[bytes]) -> str:
-    who = f"Rank {rank} (process {child.pid})"
-    if child.returncode < 0:
-        how = f"was killed by {signal.Signals(-child.returncode).name}"
-        return f"{who} {how}; the other processes were stopped. Run the same command to resume."
-    return f"{who} ended with status {child.returncode}; its own message is above. The other processes were stopped."
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 LOGS = Path("logs")
@@ -224,10 +217,8 @@ class JobAttempt:
         if not preempted and (status or self.warned is None):
             return status
         limit = facts.get("TimeLimit", "")
-        short = (
-            self.warned is not None and self.warned < _SHORT_ATTEMPT and limit.startswith("00:0")
-        )  # below 10 minutes
-        if short and not preempted:
+        below_ten_minutes = limit.startswith("00:0")
+        if self.warned is not None and self.warned < _SHORT_ATTEMPT and below_ten_minutes and not preempted:
             raise UserError(
                 f"SLURM announced the end of this job after {self.warned:.0f} s; its time limit is {limit}.",
                 "A requeued job would make no progress: the limit is too short for the warning (#SBATCH --signal).",
@@ -268,11 +259,8 @@ def _processes_per_node(launcher_arguments: Sequence[str], nodes: int) -> int:
     machines, total = int(config.get("num_machines", 1)), int(config.get("num_processes", 1))
     processes = requested_processes() or int(os.environ.get("SLURM_GPUS_ON_NODE", "0")) or max(1, total // machines)
     if path and (nodes, nodes * processes) != (machines, total):
-        print(
-            f"{path} has num_machines {machines}, num_processes {total}; this job has {nodes} and {nodes * processes}, "
-            "which take precedence.",
-            flush=True,
-        )
+        own = f"this job has {nodes} and {nodes * processes}, which take precedence"
+        print(f"{path} has num_machines {machines}, num_processes {total}; {own}.", flush=True)
     return processes
 
 

@@ -7,20 +7,20 @@ import shutil
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_duration
 from muralist.core.hardware import available_cpus
-from muralist.core.progress import progress_bar
+from muralist.core.progress import Advance, progress_bar
 from muralist.core.run_dir import hold_lock
 from muralist.data.decode import ImageDecodeError, Size, format_size, height_width
 from muralist.data.latents import open_packed
@@ -31,7 +31,6 @@ from muralist.data.sources.registry import open_held_out, open_source
 _CHUNK_BYTES = 8 * 2**20  # sent by a worker at once
 _MAX_CHUNK_ROWS = 128
 _LOCK = "lock"
-_SMALLER_PACK = "Free some space, choose another place, or pack at a smaller --img_size."
 
 
 @dataclass(frozen=True)
@@ -67,23 +66,38 @@ class Chunk(NamedTuple):
     broken: list[tuple[str, str]]  # name and reason
 
 
-class Writer(Protocol):
-    """Writes one part of a data set, the training images or the held-out ones."""
+class Writer:
+    """Writes one part of a data set, the training images or the held-out ones: pixels, labels and captions."""
+
+    def __init__(self, folder: Path, row_bytes: int) -> None:
+        import pyarrow
+
+        columns = {"image": pyarrow.binary(row_bytes), "label": pyarrow.int32(), "caption": pyarrow.string()}
+        self.rows = RowWriter(folder, columns)
 
     def add(self, chunk: Chunk) -> None:
         """Append the images of a chunk."""
+        self.rows.add(chunk.images, chunk.labels.tolist(), chunk.captions)
 
     def close(self, metadata: dict[str, Any]) -> Manifest | None:
         """Write the remaining rows; returns the manifest with `metadata`, or None if there was no image."""
+        files = self.rows.close()
+        return Manifest(rows_per_batch=self.rows.rows_per_batch, files=files, **metadata) if files else None
 
 
-@dataclass(frozen=True)
 class PackFormat:
-    """The content of a packed row: pixels or latents."""
+    """The content of a packed row: pixels; subclasses store something else."""
 
-    row_bytes: int  # of one image, at least
-    matches: Callable[[Manifest], bool]  # whether a finished pack has the same content
-    writer: Callable[[Path, int], Writer]  # given a folder and the number of images, the broken ones included
+    def __init__(self, row_bytes: int) -> None:
+        self.row_bytes = row_bytes  # of one image, at least
+
+    def matches(self, manifest: Manifest) -> bool:
+        """Return whether a finished pack has the same content."""
+        return type(manifest) is Manifest
+
+    def writer(self, folder: Path, images: int) -> Writer:
+        """Return the writer of a part with this number of images, the broken ones included."""
+        return Writer(folder, self.row_bytes)
 
 
 def pack(
@@ -104,11 +118,7 @@ def pack(
     started = time.monotonic()
     height, width = height_width(img_size)
     img_size = height if height == width else (height, width)
-    format = format or PackFormat(
-        row_bytes=_row_bytes(img_size),
-        matches=lambda manifest: type(manifest) is Manifest,
-        writer=lambda folder, _: _PixelWriter(folder, _row_bytes(img_size)),
-    )
+    format = format or PackFormat(height * width * 3)
     destination = Path(destination).expanduser().resolve()
     if destination.is_relative_to(Path(source_path).expanduser().resolve()):
         raise UserError(f"{destination} lies inside the data set {source_path} itself.", fix="Choose another place.")
@@ -117,15 +127,20 @@ def pack(
         parts[HELD_OUT_FOLDER] = held_out
     finished_before = _is_finished(destination, parts, img_size, format)
     if not finished_before:
-        check_space(destination, sum(map(len, parts.values())) * (format.row_bytes + 64))
+        _check_space(destination, sum(map(len, parts.values())) * (format.row_bytes + 64))
         with _work_folder(destination) as work_folder:
             for name, source in parts.items():
-                label = "Packing" if not name else "Packing the held-out part"
-                folder = work_folder / name
+                folder, label = work_folder / name, "Packing the held-out part" if name else "Packing"
                 folder.mkdir(exist_ok=True)
+                metadata = {
+                    "img_size": img_size,
+                    "label_names": list(source.label_names),
+                    "source": source_path,
+                    "source_fingerprint": source.fingerprint(),
+                }
                 with progress_bar(label, len(source), progress) as advance:
-                    chunks = _read_chunks(source, img_size, workers or available_cpus())
-                    _write_part(source, source_path, folder, img_size, format, chunks, advance)
+                    chunks = _read_chunks(source, height * width * 3, workers or available_cpus())
+                    _write_part(format.writer(folder, len(source)), chunks, folder, metadata, advance)
     manifests = {name: read_manifest(destination / name) for name in parts}
     captions = [manifest.captions for manifest in manifests.values() if manifest.captions is not None]
     return PackReport(
@@ -141,43 +156,27 @@ def pack(
 
 
 def _write_part(
-    source: Source,
-    source_path: str,
-    folder: Path,
-    img_size: Size,
-    format: PackFormat,
-    chunks: Iterator[Chunk],
-    advance: Callable[[int], None],
+    writer: Writer, chunks: Iterator[Chunk], folder: Path, metadata: dict[str, Any], advance: Advance
 ) -> None:
-    writer = format.writer(folder, len(source))
     broken: list[tuple[str, str]] = []
     for chunk in chunks:
         writer.add(chunk)
         broken += chunk.broken
         advance(chunk.size)
-    manifest = writer.close(
-        {
-            "img_size": img_size,
-            "label_names": list(source.label_names),
-            "broken": len(broken),
-            "source": source_path,
-            "source_fingerprint": source.fingerprint(),
-        }
-    )
+    manifest = writer.close(metadata | {"broken": len(broken)})
     if manifest is None:
-        raise UserError(
-            f"All {len(broken):,} images of {source_path} are broken.", f"The first: {': '.join(broken[0])}."
-        )
+        what = f"All {len(broken):,} images of {metadata['source']} are broken."
+        raise UserError(what, f"The first: {': '.join(broken[0])}.")
     if broken:
-        lines = "".join(f"{_one_line(name)}\t{_one_line(reason)}\n" for name, reason in broken)
-        (folder / "broken.txt").write_text(lines, encoding="utf-8", errors="surrogateescape")
+        lines = ["\t".join(map(_one_line, image)) + "\n" for image in broken]
+        (folder / "broken.txt").write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
     manifest.write(folder)
 
 
-def _read_chunks(source: Source, img_size: Size, workers: int) -> Iterator[Chunk]:
+def _read_chunks(source: Source, image_bytes: int, workers: int) -> Iterator[Chunk]:
     """Read a source in order, decoding in several processes."""
     count = len(source)
-    rows = min(_MAX_CHUNK_ROWS, max(1, _CHUNK_BYTES // _row_bytes(img_size)), -(-count // workers))
+    rows = min(_MAX_CHUNK_ROWS, max(1, _CHUNK_BYTES // image_bytes), -(-count // workers))
     spans = [range(first, min(first + rows, count)) for first in range(0, count, rows)]
     if workers == 1 or len(spans) == 1:
         yield from (_read(source, span) for span in spans)
@@ -228,32 +227,14 @@ def _read_in_worker(span: range) -> Chunk:
     return _read(_worker_source, span)
 
 
-class _PixelWriter:
-    """Writes pixels, labels and captions."""
-
-    def __init__(self, folder: Path, row_bytes: int) -> None:
-        import pyarrow
-
-        columns = {"image": pyarrow.binary(row_bytes), "label": pyarrow.int32(), "caption": pyarrow.string()}
-        self._rows = RowWriter(folder, columns)
-
-    def add(self, chunk: Chunk) -> None:
-        """Append the images of a chunk."""
-        self._rows.add(chunk.images, chunk.labels.tolist(), chunk.captions)
-
-    def close(self, metadata: dict[str, Any]) -> Manifest | None:
-        """Write the remaining rows."""
-        files = self._rows.close()
-        return Manifest(rows_per_batch=self._rows.rows_per_batch, files=files, **metadata) if files else None
-
-
 @contextmanager
 def _work_folder(destination: Path) -> Iterator[Path]:
     """Yield a folder beside the destination, which is renamed to it at the end, or deleted after an error."""
     folder = destination.with_name(f".{destination.name}.packing")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder / _LOCK, lambda owner: _in_use(destination, owner)):
+        what, fix = f"Another process is packing into {destination}", "Wait for it, or choose another place."
+        with hold_lock(folder / _LOCK, lambda owner: UserError(f"{what}: {owner}.", fix=fix)):
             try:
                 for leftover in folder.iterdir():  # of a pack that was killed
                     if leftover.is_dir():
@@ -269,11 +250,6 @@ def _work_folder(destination: Path) -> Iterator[Path]:
             (destination / _LOCK).unlink()
     except OSError as error:
         raise UserError(f"Packing into {destination} failed: {error}.") from error
-
-
-def _in_use(destination: Path, owner: str) -> UserError:
-    what = f"Another process is packing into {destination}: {owner}."
-    return UserError(what, fix="Wait for it, or choose another place.")
 
 
 def _is_finished(destination: Path, parts: dict[str, Source], img_size: Size, format: PackFormat) -> bool:
@@ -299,19 +275,14 @@ def _is_finished(destination: Path, parts: dict[str, Source], img_size: Size, fo
     return True
 
 
-def check_space(destination: Path, needed: int, fix: str = _SMALLER_PACK) -> None:
-    """Raise a UserError if the disk has less than `needed` bytes free."""
+def _check_space(destination: Path, needed: int) -> None:
     place = next(parent for parent in destination.parents if parent.is_dir())
     free = shutil.disk_usage(place).free
     if needed > free:
         raise UserError(
-            f"The packed images need {needed / 1e9:,.1f} GB, but {place} has {free / 1e9:,.1f} GB free.", fix=fix
+            f"The packed images need {needed / 1e9:,.1f} GB, but {place} has {free / 1e9:,.1f} GB free.",
+            fix="Free some space, choose another place, or pack at a smaller --img_size.",
         )
-
-
-def _row_bytes(img_size: Size) -> int:
-    height, width = height_width(img_size)
-    return height * width * 3
 
 
 def _one_line(text: str) -> str:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import combinations, cycle, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from rich.table import Table
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_duration
 from muralist.core.hardware import select_devices
-from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error
+from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error, is_disk_full
 from muralist.core.slurm import set_rank_environment
 from muralist.data.source import sample_files, short_hash
 from muralist.evaluate.command import measure, stats
@@ -38,7 +38,7 @@ from muralist.evaluate.encoders import InceptionEncoder, file_sha256
 from muralist.evaluate.inception import find_weights, load_inception
 from muralist.evaluate.inputs import find_images, read_statistics
 from muralist.generate.command import INTERRUPTED, generate
-from muralist.generate.model_info import ModelInfo, inspect_model
+from muralist.generate.model_info import inspect_model
 from muralist.generate.plan import SEED_STRIDE
 from muralist.models.jit_spec import UNCONDITIONAL
 from muralist.models.weights import WeightSet, has_single_weight_set, latest_checkpoint
@@ -62,12 +62,9 @@ class Combination(NamedTuple):
     @property
     def name(self) -> str:
         """The name of its folder."""
-        parts: list[str] = [self.weights or "weights"]
-        if self.guidance_scale is not None:
-            parts.append(f"cfg{_format_number(self.guidance_scale)}")
-        if self.guidance_interval:
-            parts.append("-".join(map(_format_number, self.guidance_interval)))
-        return "_".join(parts)
+        scale = "" if self.guidance_scale is None else f"_cfg{self.guidance_scale:.12g}"
+        interval = "_{:.12g}-{:.12g}".format(*self.guidance_interval) if self.guidance_interval else ""
+        return f"{self.weights or 'weights'}{scale}{interval}"
 
     @property
     def generate_settings(self) -> dict[str, Any]:
@@ -80,17 +77,13 @@ class Combination(NamedTuple):
         words: list[str] = []
         for name, value in self.generate_settings.items():
             values = value if isinstance(value, tuple) else (value,)
-            words += [f"--{name}", *(word if isinstance(word, str) else _format_number(word) for word in values)]
+            words += [f"--{name}", *(word if isinstance(word, str) else f"{word:.12g}" for word in values)]
         return shlex.join(words)
 
     @property
     def sort_key(self) -> tuple[str, float, tuple[float, float]]:
         """Its order in sweep.json."""
         return self.weights or "", self.guidance_scale or 0.0, self.guidance_interval or (0.0, 0.0)
-
-
-def _format_number(value: float) -> str:
-    return f"{value:.12g}"
 
 
 def list_combinations(settings: SweepSettings, guided: bool, single_set: bool) -> tuple[list[Combination], list[str]]:
@@ -142,62 +135,22 @@ def _equal_weights(checkpoint: Path, sets: Sequence[WeightSet]) -> dict[WeightSe
     return equal
 
 
-@dataclass(frozen=True)
-class SweepReference:
-    """The reference: a folder of images or an .npz file, and a digest of its content."""
-
-    path: Path
-    digest: str
-
-    @classmethod
-    def find(cls, path: Path, output: Path) -> SweepReference:
-        """Check the reference; generated images below `output` must not become part of it."""
-        if path.suffix == ".npz":
-            read_statistics(path)
-            return cls(path, file_sha256(path)[:16])
-        if output.absolute().is_relative_to(path.absolute()):
-            raise UserError(
-                f"{output} is inside {path}: generated images would become part of the reference.",
-                fix="Choose another --output_dir.",
-            )
-        files = find_images(path, "--reference")
-        names = "\n".join(file.relative_to(path).as_posix() for file in files)
-        return cls(path, short_hash(names, sample_files(len(files), files.__getitem__)))
-
-    def statistics(self, output: Path, inception: Path, gpu_ids: list[int]) -> Path:
-        """Return the .npz file with everything known about it, computed into `output` for a folder."""
-        if self.path.suffix == ".npz":
-            return self.path
-        file = output / f"reference-{self.digest}.npz"
-        if not file.is_file():
-            settings = StatsSettings(
-                source=str(self.path), output=str(file), inception_weights=str(inception), gpu_ids=gpu_ids
-            )
-            stats(settings)
-        return file
-
-    def moments(self, statistics: Path, output: Path) -> Path:
-        """Return an .npz file with mean and covariance alone.
-
-        Without features, an evaluation computes nothing but FID, and its interval is that of the generated images: the
-        reference is the same for all combinations and does not affect their order.
-        """
-        file = output / f"reference-{self.digest}-moments.npz"
-        if not file.is_file():
-            known = read_statistics(statistics)
-            if known.features is None:
-                return statistics
-            content = {"mu": known.moments.mean, "sigma": known.moments.covariance}
-            if known.count is not None:
-                content["number"] = np.asarray(known.count)
-            data = io.BytesIO()
-            np.savez(data, **content)  # type: ignore[arg-type]  # savez declares its flags among the arrays
-            atomic_write(file, data.getvalue())
-        return file
+def _reference_digest(path: Path, output: Path) -> str:
+    """Check the reference, a folder of images or an .npz file; generated images must not become part of it."""
+    if path.suffix == ".npz":
+        read_statistics(path)
+        return file_sha256(path)[:16]
+    if output.absolute().is_relative_to(path.absolute()):
+        raise UserError(
+            f"{output} is inside {path}: generated images would become part of the reference.",
+            fix="Choose another --output_dir.",
+        )
+    files = find_images(path, "--reference")
+    names = "\n".join(file.relative_to(path).as_posix() for file in files)
+    return short_hash(names, sample_files(len(files), files.__getitem__))
 
 
-@dataclass(frozen=True)
-class SweepScore:
+class SweepScore(NamedTuple):
     """The FID of one combination."""
 
     combination: Combination
@@ -205,29 +158,19 @@ class SweepScore:
     low: float
     high: float
     images: int
-    gpu_seconds: float
-    """Time of all GPUs together, without loading and interruptions."""
-
-    @classmethod
-    def from_report(cls, combination: Combination, report: dict[str, Any]) -> SweepScore:
-        """Read the score from an evaluation's report."""
-        fid = report["scores"]["fid"]
-        speeds = report["speed"].values()
-        seconds = sum(gpu["images"] / gpu["images_per_second"] for gpu in speeds if gpu["images_per_second"])
-        return cls(combination, fid["value"], fid["low"], fid["high"], report["images"]["count"], round(seconds, 1))
+    gpu_seconds: float  # time of all GPUs together, without loading and interruptions
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> SweepScore:
         """Read an entry of sweep.json."""
         interval = content["guidance_interval"]
-        combination = Combination(
-            content["weights"], content["guidance_scale"], (interval[0], interval[1]) if interval else None
-        )
-        return cls(combination, *(content[name] for name in ("fid", "low", "high", "images", "gpu_seconds")))
+        pair = (interval[0], interval[1]) if interval else None
+        combination = Combination(content["weights"], content["guidance_scale"], pair)
+        return cls(combination, *(content[name] for name in cls._fields[1:]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of sweep.json."""
-        values = {name: getattr(self, name) for name in ("fid", "low", "high", "images", "gpu_seconds")}
+        values = dict(zip(self._fields[1:], self[1:], strict=True))
         return {"name": self.combination.name, **self.combination._asdict(), **values}
 
 
@@ -288,10 +231,7 @@ class SweepResults:
             "full": self.full.to_json() if self.full else None,
             "combinations": [s.to_json() for s in sorted(ranked, key=lambda score: score.combination.sort_key)],
         }
-        try:
-            atomic_write_json(self.path, content)
-        except OSError as error:
-            raise disk_write_error(error, self.path) from None
+        atomic_write_json(self.path, content)
 
 
 def within_noise(ranked: Sequence[SweepScore]) -> list[SweepScore]:
@@ -303,11 +243,8 @@ def within_noise(ranked: Sequence[SweepScore]) -> list[SweepScore]:
 def results_table(ranked: Sequence[SweepScore], full: SweepScore | None = None, limit: int | None = None) -> Table:
     """Return a table of the best scores; `full` is the best combination's score with the full count."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
-    for title in ("weights", "guidance", "interval"):
-        table.add_column(title)
-    for title in ("FID", "95%", "images", "GPU time"):
-        table.add_column(title, justify="right")
-    table.add_column("")
+    for title in ("weights", "guidance", "interval", "FID", "95%", "images", "GPU time", ""):
+        table.add_column(title, justify="right" if title in ("FID", "95%", "images", "GPU time") else "left")
     tied = within_noise(ranked)
     for place, score in enumerate(ranked[:limit]):
         table.add_row(*_cells(score), "best" if place == 0 else "within noise" if score in tied else "")
@@ -334,10 +271,8 @@ def conclusions(ranked: Sequence[SweepScore]) -> list[str]:
     best, tied = ranked[0], within_noise(ranked)
     lines = [f"Best of {len(ranked)}: {best.combination.name}, FID {best.fid:.2f} with {best.images:,} images."]
     if tied:
-        others = f"{len(tied)} other{'s' if len(tied) > 1 else ''}"
-        lines.append(
-            f"It is within noise of {others}: the 95% intervals overlap. Raise --num_samples to separate them."
-        )
+        others = f"{len(tied)} other{'s' if len(tied) > 1 else ''}: the 95% intervals overlap"
+        lines.append(f"It is within noise of {others}. Raise --num_samples to separate them.")
     scales = {score.combination.guidance_scale or 1.0 for score in ranked}
     scale = best.combination.guidance_scale or 1.0
     if len(scales) > 1 and scale in (min(scales), max(scales)) and scale != 1:
@@ -353,37 +288,22 @@ class _Interrupted(Exception):
 def sweep(settings: SweepSettings) -> int:
     """Score every combination that has no score yet, then the full count of the best one."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    command = Sweep.prepare(settings)
+    command = Sweep(settings)
     try:
         command.run()
     except _Interrupted:
         return INTERRUPTED
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and not is_disk_full(error):
             raise
-        raise disk_write_error(error, Path(error.filename)) from None
+        raise disk_write_error(error, Path(error.filename or command.root)) from None
     return 0
 
 
-@dataclass
 class Sweep:
-    """One call of `muralist sweep`, checked before anything is generated."""
+    """One call of `muralist sweep`; wrong settings are an error before anything is generated."""
 
-    settings: SweepSettings
-    root: Path
-    checkpoint: Path
-    """Fixed at the start: a run may write newer checkpoints meanwhile."""
-    model: ModelInfo
-    combinations: list[Combination]
-    inception: InceptionEncoder
-    reference: SweepReference
-    results: SweepResults
-    console: Console
-    logged_warnings: set[str] = field(default_factory=set)
-
-    @classmethod
-    def prepare(cls, settings: SweepSettings) -> Sweep:
-        """Find all inputs; wrong settings are an error before anything is computed."""
+    def __init__(self, settings: SweepSettings) -> None:
         set_rank_environment(os.environ)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise UserError(
@@ -391,44 +311,63 @@ class Sweep:
                 fix="Run the command once, without srun or torchrun: it uses every GPU of the machine.",
             )
         select_devices(settings.gpu_ids)
-        root, checkpoint = Path(settings.output_dir), latest_checkpoint(Path(settings.model_path))
-        model = inspect_model(_generate_settings(settings, checkpoint))
-        if model.jit is None:
+        self.settings, self.root = settings, Path(settings.output_dir)
+        # Fixed now: a run may write newer checkpoints meanwhile.
+        self.checkpoint = latest_checkpoint(Path(settings.model_path))
+        self.model = inspect_model(self._generate_settings())
+        if self.model.jit is None:
             raise UserError(
                 f"{settings.model_path} is not a JiT model.",
                 "A sweep compares EMA weights and guidance of JiT models.",
                 "For other models, run `muralist generate` and `muralist evaluate`.",
             )
-        guided = bool(model.description["label_names"])
-        tried, notes = list_combinations(settings, guided, has_single_weight_set(checkpoint))
+        self.classes = self.model.description["label_names"]
+        tried, notes = list_combinations(settings, bool(self.classes), has_single_weight_set(self.checkpoint))
         for combination in {combination.weights: combination for combination in tried}.values():
-            inspect_model(_generate_settings(settings, checkpoint, combination))
-        for which, same in _equal_weights(checkpoint, settings.weights).items():
+            inspect_model(self._generate_settings(combination))
+        for which, same in _equal_weights(self.checkpoint, settings.weights).items():
             tried = [combination for combination in tried if combination.weights != which]
             notes.append(f"{which} is left out: after so few steps it equals {same} bit for bit.")
+        self.combinations = tried
         weights, reason = find_weights(settings.inception_weights)
         if weights is None:
             raise UserError(reason)
         load_inception(weights)
-        inception = InceptionEncoder.from_file(weights)
-        reference = SweepReference.find(Path(settings.reference).expanduser(), root)
-        identity = {name: model.identity[name] for name in ("model", "fingerprint")}
+        self.inception = InceptionEncoder.from_file(weights)
+        self.reference = Path(settings.reference).expanduser()
+        self.digest = _reference_digest(self.reference, self.root)
+        identity = {name: self.model.identity[name] for name in ("model", "fingerprint")}
         identity |= {name: getattr(settings, name) for name in ("num_inference_steps", "num_samples", "seed_start")}
-        identity |= {"reference": reference.digest, "inception": inception.sha256} | _last_step(settings)
-        results = SweepResults.open(root / RESULTS, str(checkpoint), identity)
+        identity |= {"reference": self.digest, "inception": self.inception.sha256} | self._last_step()
+        self.results = SweepResults.open(self.root / RESULTS, str(self.checkpoint), identity)
         for note in notes:
             log.info("%s", note)
-        console = Console(width=None if Console().is_terminal else _TABLE_WIDTH, highlight=False)
-        return cls(settings, root, checkpoint, model, tried, inception, reference, results, console)
+        self.console = Console(width=None if Console().is_terminal else _TABLE_WIDTH, highlight=False)
+        self.logged_warnings: set[str] = set()
+
+    def _generate_settings(self, combination: Combination | None = None, **changes: Any) -> GenerateSettings:
+        """Return the settings of generate; `changes` adds prompts and output."""
+        fixed = combination.generate_settings if combination else {}
+        given = {"prompts_csv": "", "output_dir": "", **self._last_step(), **fixed, **changes}
+        return GenerateSettings(
+            model_path=str(self.checkpoint),
+            gpu_ids=self.settings.gpu_ids,
+            num_inference_steps=self.settings.num_inference_steps,
+            **given,
+        )
+
+    def _last_step(self) -> dict[str, Any]:
+        """Return the setting only where it is on: sweeps from before it existed do not record it."""
+        return {"official_last_step": True} if self.settings.official_last_step else {}
 
     def run(self) -> None:
         """Score all combinations, then the full count of the best one."""
-        log.info("%s", self._plan())
         self.root.mkdir(parents=True, exist_ok=True)
+        log.info("%s", self._plan())
         self.results.write()
         self._write_prompts()
-        statistics = self.reference.statistics(self.root, self.inception.source, self.settings.gpu_ids)
-        self._score_all(self.reference.moments(statistics, self.root))
+        statistics = self._statistics()
+        self._score_all(self._moments(statistics))
         best = self.results.ranked()[0].combination
         if self.results.full and self.results.full.combination != best:
             self.results.full = None  # another combination was the best then
@@ -444,31 +383,56 @@ class Sweep:
 
     def _plan(self) -> str:
         """Return what is about to happen."""
-        settings, classes = self.settings, len(self.model.description["label_names"])
+        settings, count = self.settings, len(self.combinations)
         done = sum(combination in self.results.scores for combination in self.combinations)
-        evenly = f" evenly over {classes:,} classes" if classes else ""
+        evenly = f" evenly over {len(self.classes):,} classes" if self.classes else ""
         full = f", then {settings.full_samples:,} of the best" if settings.full_samples else ""
         already = f" Scored already: {done}." if done else ""
-        images = (len(self.combinations) - done) * settings.num_samples + (settings.full_samples or 0)
+        images = (count - done) * settings.num_samples + (settings.full_samples or 0)
         height, width = self.model.resolved["height"], self.model.resolved["width"]
         size = images * (height * width * 3 + 4 * self.inception.width)
-        existing = next(folder for folder in (self.root.absolute(), *self.root.absolute().parents) if folder.is_dir())
         return (
-            f"{len(self.combinations)} combination{'' if len(self.combinations) == 1 else 's'} for "
-            f"{self.model.identity['model']}, {settings.num_samples:,} images each{evenly}, "
-            f"{settings.num_inference_steps} steps{full}.{already} "
-            f"{self.root} may take up to {_format_size(size)}; "
-            f"{_format_size(shutil.disk_usage(existing).free)} are free."
+            f"{count} combination{'' if count == 1 else 's'} for {self.model.identity['model']}, "
+            f"{settings.num_samples:,} images each{evenly}, {settings.num_inference_steps} steps{full}.{already} "
+            f"{self.root} may take up to {_format_size(size)}; {_format_size(shutil.disk_usage(self.root).free)} are free."
         )
 
     def _write_prompts(self) -> None:
         """Write the classes in turn: any number of leading rows is as balanced as possible."""
-        names = self.model.description["label_names"] or [UNCONDITIONAL]
         # Table cells lose surrounding spaces; classes can be given by index too.
-        classes = [name if name == name.strip() else str(number) for number, name in enumerate(names)]
+        names = [name if name == name.strip() else str(index) for index, name in enumerate(self.classes)]
+        lines = [json.dumps({"prompt": name}) + "\n" for name in names or [UNCONDITIONAL]]
         rows = max(self.settings.num_samples, self.settings.full_samples or 0)
-        lines = [json.dumps({"prompt": name}) + "\n" for name in classes]
-        atomic_write(self.root / _PROMPTS, "".join(lines[row % len(lines)] for row in range(rows)))
+        atomic_write(self.root / _PROMPTS, "".join(islice(cycle(lines), rows)))
+
+    def _statistics(self) -> Path:
+        """Return the .npz file with everything known about the reference, computed first for a folder."""
+        if self.reference.suffix == ".npz":
+            return self.reference
+        file = self.root / f"reference-{self.digest}.npz"
+        if not file.is_file():
+            weights, gpu_ids = str(self.inception.source), self.settings.gpu_ids
+            stats(
+                StatsSettings(source=str(self.reference), output=str(file), inception_weights=weights, gpu_ids=gpu_ids)
+            )
+        return file
+
+    def _moments(self, statistics: Path) -> Path:
+        """Return an .npz file with mean and covariance of the reference alone.
+
+        Without features, an evaluation computes nothing but FID, and its interval is that of the generated images: the
+        reference is the same for all combinations and does not affect their order.
+        """
+        file = self.root / f"reference-{self.digest}-moments.npz"
+        if not file.is_file():
+            known = read_statistics(statistics)
+            if known.features is None:
+                return statistics
+            count = {} if known.count is None else {"number": np.asarray(known.count)}
+            data = io.BytesIO()
+            np.savez(data, mu=known.moments.mean, sigma=known.moments.covariance, **count)  # type: ignore[arg-type]
+            atomic_write(file, data.getvalue())
+        return file
 
     def _score_all(self, reference: Path) -> None:
         remaining = [combination for combination in self.combinations if combination not in self.results.scores]
@@ -488,8 +452,7 @@ class Sweep:
         """Generate the missing images of a combination, and evaluate them."""
         images = self.root / folder / combination.name
         paths = {"prompts_csv": str(self.root / _PROMPTS), "output_dir": str(images)}
-        settings = _generate_settings(self.settings, self.checkpoint, combination)
-        settings = settings.model_copy(update=paths | {"num_samples": count, "seed_start": seed_start})
+        settings = self._generate_settings(combination, **paths, num_samples=count, seed_start=seed_start)
         status = generate(settings, preflight=check_generation)
         if status == INTERRUPTED:
             raise _Interrupted
@@ -508,9 +471,10 @@ class Sweep:
                 gpu_ids=self.settings.gpu_ids,
             )
         )
-        if report["images"]["count"] != count:
+        readable = report["images"]["count"]
+        if readable != count:
             raise UserError(
-                f"{images} holds {report['images']['count']:,} readable images instead of {count:,}.",
+                f"{images} holds {readable:,} readable images instead of {count:,}.",
                 fix="Remove files that do not belong there, and run the same command again.",
             )
         for warning in report["warnings"]:
@@ -520,7 +484,9 @@ class Sweep:
         gc.collect()  # the next combination needs the GPU memory of Inception
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        return SweepScore.from_report(combination, report)
+        fid, speeds = report["scores"]["fid"], report["speed"].values()
+        seconds = sum(gpu["images"] / gpu["images_per_second"] for gpu in speeds if gpu["images_per_second"])
+        return SweepScore(combination, fid["value"], fid["low"], fid["high"], count, round(seconds, 1))
 
     def _print_results(self, best: Combination) -> None:
         full = self.results.full if self.settings.full_samples else None
@@ -528,35 +494,14 @@ class Sweep:
         self.console.print(results_table(ranked, full))
         lines = conclusions(ranked)
         if full:
-            lines.append(
-                f"With {full.images:,} other images its FID is {full.fid:.2f} ({full.low:.2f} to {full.high:.2f})."
-            )
+            interval = f"{full.low:.2f} to {full.high:.2f}"
+            lines.append(f"With {full.images:,} other images its FID is {full.fid:.2f} ({interval}).")
         last_step = "--official_last_step" if self.settings.official_last_step else ""
         flags = ("--model_path", shlex.quote(str(self.checkpoint)), best.flags, last_step, "--num_inference_steps")
         command = " ".join(filter(None, ("muralist generate", *flags, str(self.settings.num_inference_steps))))
         lines.append(f"All scores are in {self.root / RESULTS}. To generate images with the best settings:")
         lines.append(f"  {command} --prompts_csv TABLE --output_dir IMAGES")
         print("\n".join(lines))
-
-
-def _generate_settings(
-    settings: SweepSettings, checkpoint: Path, combination: Combination | None = None
-) -> GenerateSettings:
-    """Return the settings of generate, without prompts and output."""
-    return GenerateSettings(
-        prompts_csv="",
-        output_dir="",
-        model_path=str(checkpoint),
-        gpu_ids=settings.gpu_ids,
-        num_inference_steps=settings.num_inference_steps,
-        **_last_step(settings),
-        **(combination.generate_settings if combination else {}),
-    )
-
-
-def _last_step(settings: SweepSettings) -> dict[str, Any]:
-    """Return the setting only where it is on: sweeps from before it existed do not record it."""
-    return {"official_last_step": True} if settings.official_last_step else {}
 
 
 def _format_size(count: float) -> str:

@@ -1,35 +1,29 @@
-"""A check of `muralist doctor`: the function that runs it, its explanation, the context it sees and its result."""
+"""A check of `muralist doctor`: its texts and its function, the context that it examines, and its finding."""
 
 from __future__ import annotations
 
 import os
+import re
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from muralist.core.errors import UserError
+from muralist.data.prompts import open_prompt_table
+from muralist.generate.model_info import ModelInfo, inspect_model
 from muralist.settings import GenerateSettings, TrainSettings
 
 if TYPE_CHECKING:
-    from muralist.generate.model_info import ModelInfo
     from muralist.tools.doctor.collective_test import CollectiveReport, MissingRanks
     from muralist.tools.doctor.hardware import Gpu, Gpus
 
-ALL_JOBS = frozenset({"machine", "train", "generate"})
-TRAIN, GENERATE = frozenset({"train"}), frozenset({"generate"})
 
-
-class Status(StrEnum):
-    """Outcome of a check: fine; it will run, but perhaps not as intended; it cannot work; not applicable."""
-
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "failed"
-    SKIPPED = "skipped"
+# Outcome of a check: fine; it will run, but perhaps not as intended; it cannot work; not applicable.
+Status = Literal["ok", "warning", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -40,65 +34,39 @@ class Finding:
     message: str
     why: str = ""
     fix: str = ""
-    facts: Mapping[str, object] = field(default_factory=dict)
-    """Figures for programs (`--json`)."""
+    facts: Mapping[str, object] = field(default_factory=dict)  # figures for programs (`--json`)
+    name: str = ""  # of the check, as is `symptom`
+    symptom: str = ""
+    seconds: float = 0.0
+    host: str = field(default_factory=socket.gethostname)
 
     @property
     def is_problem(self) -> bool:
         """Whether the check failed or warns."""
-        return self.status in (Status.FAILED, Status.WARNING)
+        return self.status in ("failed", "warning")
 
 
-ok, skipped = partial(Finding, Status.OK), partial(Finding, Status.SKIPPED)
-warning, failed = partial(Finding, Status.WARNING), partial(Finding, Status.FAILED)
+ok, skipped = partial(Finding, "ok"), partial(Finding, "skipped")
+warning, failed = partial(Finding, "warning"), partial(Finding, "failed")
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckContext:
     """What the checks examine: this machine, and the training or generation that will run on it."""
 
     train: TrainSettings | None = None
-    run: Path | None = None
-    """Run folder of the training."""
+    run: Path | None = None  # run folder of the training
     generate: GenerateSettings | None = None
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    starting: bool = False
-    """Whether train or generate itself runs the checks as it starts, instead of the doctor."""
-    known_model: ModelInfo | None = None
-    known_images: int | None = None
-    """Number of images that a generation will write, if its table has been read already."""
-    exchange: CollectiveReport | MissingRanks | None = None
-    """Outcome of the collective self-test of all ranks."""
+    starting: bool = False  # whether train or generate itself runs the checks as it starts, instead of the doctor
+    exchange: CollectiveReport | MissingRanks | None = None  # outcome of the collective self-test of all ranks
 
-    @property
-    def job(self) -> str:
-        """Kind of job, which selects the checks."""
-        return "train" if self.train else "generate" if self.generate else "machine"
-
-    @property
-    def rank(self) -> int:
-        """Global rank of this process."""
-        return int(self.environment.get("RANK", "0"))
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its machine."""
-        return int(self.environment.get("LOCAL_RANK", "0"))
-
-    @property
-    def ranks(self) -> int:
-        """World size."""
-        return int(self.environment.get("WORLD_SIZE", "1"))
-
-    @property
-    def gpu_ids(self) -> list[int]:
-        """GPUs selected by --gpu_ids."""
-        return list(self.generate.gpu_ids) if self.generate else []
-
-    @property
-    def uses_ray(self) -> bool:
-        """Whether Ray, not this machine, provides the GPUs."""
-        return self.generate is not None and self.generate.engine == "ray"
+    def __post_init__(self) -> None:
+        self.job = "train" if self.train else "generate" if self.generate else "machine"
+        self.rank, self.local_rank = (int(self.environment.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+        self.ranks = int(self.environment.get("WORLD_SIZE", "1"))
+        self.gpu_ids = list(self.generate.gpu_ids) if self.generate else []
+        self.uses_ray = self.generate is not None and self.generate.engine == "ray"
 
     @cached_property
     def gpus(self) -> Gpus:
@@ -113,81 +81,69 @@ class CheckContext:
         visible = self.gpus.visible(self.environment, self.gpu_ids)
         return visible[: int(self.environment.get("LOCAL_WORLD_SIZE", "1"))] if self.train else visible
 
+    @property
+    def output(self) -> tuple[Path, str]:
+        """Folder of the results, and the flag that sets it."""
+        if self.run:
+            return self.run, "--results_dir"
+        assert self.generate
+        return Path(self.generate.output_dir), "--output_dir"
+
     @cached_property
     def model(self) -> ModelInfo:
         """Model of a generation, inspected once; a UserError if the model folder is unusable."""
-        from muralist.generate.model_info import inspect_model
-
         assert self.generate
-        return self.known_model or inspect_model(self.generate)
+        return inspect_model(self.generate)
 
     @cached_property
     def images(self) -> int:
         """Number of images that a generation will write."""
-        from muralist.data.prompts import open_prompt_table
-
         assert self.generate
-        if self.known_images is not None:
-            return self.known_images
         rows = len(open_prompt_table(self.generate.prompts_csv, self.generate.num_samples))
         return rows * self.generate.images_per_prompt
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check; it decorates the function that runs it, whose docstring becomes the description.
-
-    docs/troubleshooting.md is generated from these texts.
-    """
+    """One check; docs/troubleshooting.md is generated from its texts."""
 
     name: str
-    symptom: str
-    """Trouble that this check explains, in the words of an error message or of a user."""
-    why: str
-    fix: str
-    jobs: frozenset[str] = ALL_JOBS
-    at_start: bool = False
-    """Whether train and generate run this check themselves, before they load anything."""
-    per_machine: bool = False
-    """Whether each machine of a run has its own result."""
-    certain: bool = True
-    """Whether a failure at the start ends train and generate; otherwise they log it and continue."""
-    function: Callable[[CheckContext], Finding] = lambda _: skipped("")
+    function: Callable[[CheckContext], Finding]
+    jobs: tuple[str, ...] = ("machine", "train", "generate")
+    at_start: bool = False  # whether train and generate run this check themselves, before they load anything
+    per_machine: bool = False  # whether each machine of a run has its own result
+    certain: bool = True  # whether a failure at the start ends train and generate; otherwise they log it and continue
+    description: str = ""
+    symptom: str = ""  # trouble that this check explains, in the words of an error message or of a user
+    why: str = ""
+    fix: str = ""
 
-    def __call__(self, function: Callable[[CheckContext], Finding]) -> Check:
-        """Return this check with the function that runs it."""
-        return replace(self, function=function)
-
-    @property
-    def description(self) -> str:
-        """What the check does."""
-        return " ".join((self.function.__doc__ or "").split())
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """A check that ran."""
-
-    check: Check
-    finding: Finding
-    seconds: float
-    host: str = ""
-    """Host name, if this is not the machine that prints the results."""
-
-    def error(self) -> UserError:
-        """Convert the finding to an error or a log message."""
-        return UserError(self.finding.message, self.finding.why, self.finding.fix)
+    def run(self, context: CheckContext) -> Finding:
+        """Run the check; an exception becomes a finding, so that the other checks still run."""
+        began = time.perf_counter()
+        try:
+            finding = self.function(context)
+        except UserError as error:
+            finding = failed(error.what, error.why, error.fix)
+        except Exception as error:  # drivers, file systems and damaged files raise errors of every type
+            finding = warning(f"The check itself ended with {type(error).__name__}: {error}")
+        if finding.is_problem:
+            finding = replace(finding, why=finding.why or self.why, fix=finding.fix or self.fix)
+        seconds = round(time.perf_counter() - began, 3)
+        return replace(finding, name=self.name, symptom=self.symptom, seconds=seconds)
 
 
-def run_check(check: Check, context: CheckContext) -> CheckResult:
-    """Run one check; an exception becomes a finding, so that the other checks still run."""
-    began = time.perf_counter()
-    try:
-        finding = check.function(context)
-    except UserError as error:
-        finding = failed(error.what, error.why, error.fix)
-    except Exception as error:  # drivers, file systems and damaged files raise errors of every type
-        finding = warning(f"The check itself ended with {type(error).__name__}: {error}")
-    if finding.is_problem:
-        finding = replace(finding, why=finding.why or check.why, fix=finding.fix or check.fix)
-    return CheckResult(check, finding, time.perf_counter() - began)
+CHECKS: list[Check] = []  # all checks, in the order of the output
+_TEXTS = re.compile("(?P<description>.*) Symptom: (?P<symptom>.*) Otherwise: (?P<why>.*) Fix: (?P<fix>.*)")
+
+
+def check(name: str, *jobs: str, **options: Any) -> Callable[[Callable[[CheckContext], Finding]], Check]:
+    """Register a function as a check, for some jobs or for all; the sections of its docstring are the texts."""
+
+    def register(function: Callable[[CheckContext], Finding]) -> Check:
+        found = _TEXTS.fullmatch(" ".join((function.__doc__ or "").split()))
+        texts: dict[str, Any] = found.groupdict() if found else {}  # `python -OO` drops docstrings
+        CHECKS.append(Check(name, function, jobs or Check.jobs, **options, **texts))
+        return CHECKS[-1]
+
+    return register

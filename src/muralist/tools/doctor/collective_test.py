@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from muralist.core.formatting import format_list
 
@@ -43,12 +42,9 @@ class CollectiveReport:
     """Measurements of all ranks."""
 
     hosts: list[str]
-    bandwidths: dict[int, float] = field(default_factory=dict)
-    """Bytes per second over each link of a ring all-reduce, by payload size."""
-    compute: list[float] = field(default_factory=list)
-    """Seconds of the same matmul on each rank."""
-    broadcast: list[float] = field(default_factory=list)
-    """Seconds of a broadcast from each rank."""
+    bandwidths: dict[int, float]  # bytes per second over each link of a ring all-reduce, by payload size
+    compute: list[float]  # seconds of the same matmul on each rank
+    broadcast: list[float]  # seconds of a broadcast from each rank
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By host: seconds by which its clock is ahead of rank 0's, and the error bound."""
 
@@ -67,8 +63,8 @@ class CollectiveTest:
     """The self-test of one launch, as one of its ranks runs it."""
 
     def __init__(self, environment: Mapping[str, str], timeout: float) -> None:
-        self.rank, self.world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        self.timeout = timeout
+        """Connect to the other ranks; MissingRanks names those that do not connect."""
+        self.rank, self.world_size, self.timeout = int(environment["RANK"]), int(environment["WORLD_SIZE"]), timeout
         address, port = environment.get("MASTER_ADDR", "127.0.0.1"), int(environment["MASTER_PORT"])
         # torchrun's agent hosts the store; under other launchers rank 0 does.
         is_master = self.rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -84,9 +80,6 @@ class CollectiveTest:
         gpu = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
         self.device = gpu if torch.cuda.is_available() else torch.device("cpu")
         self.hosts: list[str] = []
-
-    def wait_for_ranks(self) -> None:
-        """Gather the host names of all ranks; raises MissingRanks."""
         self.hosts = self.gather("host", socket.gethostname())
 
     def publish(self, key: str, value: object) -> None:
@@ -115,37 +108,35 @@ class CollectiveTest:
 
     def measure(self, extra_time: float) -> CollectiveReport:
         """Measure everything; ranks may be `extra_time` seconds later than the timeout for the first collective."""
+        self.gather("ready", None, extra_time)
+        on_gpu = self.device.type == "cuda"
         try:
-            return self._measure(extra_time)
+            if on_gpu:
+                torch.cuda.set_device(self.device)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                store=dist.PrefixStore("group", self.store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=self.timeout + 30),  # longer than ours, which can name the missing ranks
+            )
+            bandwidths, broadcast = {}, []
+            for size in SIZES:
+                payload = torch.ones(size // 4, device=self.device)
+                seconds = self._time(f"all-reduce of {size} bytes", partial(dist.all_reduce, payload, async_op=True))
+                bandwidths[size] = 2 * (self.world_size - 1) / self.world_size * size / max(1e-9, seconds)
+            compute = self.gather("compute", _matmul_seconds(self.device))
+            for source in range(self.world_size):
+                name = f"broadcast from rank {source}"
+                own = self._time(name, partial(dist.broadcast, payload, source, async_op=True), rounds=2)
+                broadcast.append(max(self.gather(name, own)))
+            first_ranks = [self.hosts.index(host) for host in dict.fromkeys(self.hosts)]
+            clocks = {self.hosts[rank]: self.clock_offset(rank, time.time) for rank in first_ranks if rank}
+            self.gather("finished", None)
+            dist.destroy_process_group()
         except RuntimeError as error:  # from gloo, NCCL or a driver, for example because a rank is gone
             raise MissingRanks(f"The exchange failed on rank {self.rank}: {str(error).splitlines()[0]}") from None
-
-    def _measure(self, extra_time: float) -> CollectiveReport:
-        self.gather("ready", None, extra_time)
-        backend = "gloo"
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            backend = "cpu:gloo,cuda:nccl"
-        # Longer than our own timeout, which can name the missing ranks.
-        group_timeout = timedelta(seconds=self.timeout + 30)
-        dist.init_process_group(backend, store=dist.PrefixStore("group", self.store), rank=self.rank,
-                                world_size=self.world_size, timeout=group_timeout)  # fmt: skip
-        report = CollectiveReport(self.hosts)
-        for size in SIZES:
-            payload = torch.ones(size // 4, device=self.device)
-            seconds = self._time(f"all-reduce of {size} bytes", partial(dist.all_reduce, payload, async_op=True))
-            report.bandwidths[size] = 2 * (self.world_size - 1) / self.world_size * size / max(1e-9, seconds)
-        report.compute = self.gather("compute", _matmul_seconds(self.device))
-        for source in range(self.world_size):
-            name = f"broadcast from rank {source}"
-            own = self._time(name, partial(dist.broadcast, payload, source, async_op=True), rounds=2)
-            report.broadcast.append(max(self.gather(name, own)))
-        for host in dict.fromkeys(self.hosts):
-            if rank := self.hosts.index(host):
-                report.clocks[host] = self.clock_offset(rank, time.time)
-        self.gather("finished", None)
-        dist.destroy_process_group()
-        return report
+        return CollectiveReport(self.hosts, bandwidths, compute, broadcast, clocks)
 
     def _time(self, name: str, start: Callable[[], dist.Work], rounds: int = _ROUNDS) -> float:
         """Seconds of the fastest of a few rounds, each after a barrier."""
@@ -195,9 +186,9 @@ class CollectiveTest:
 def _matmul_seconds(device: torch.device) -> float:
     """Seconds of one matmul, the fastest of a few."""
     side, best = _MATRIX[device.type], float("inf")
-    left: Tensor = torch.ones(side, side, device=device)
+    matrix = torch.ones(side, side, device=device)
     for _ in range(_ROUNDS + 1):
         began = time.perf_counter()
-        float((left @ left)[0, 0])  # synchronizes
+        float((matrix @ matrix)[0, 0])  # synchronizes
         best = min(best, time.perf_counter() - began)
     return best

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import math
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,16 +19,19 @@ from pathlib import Path
 from muralist.core.formatting import format_bytes, format_list
 from muralist.core.hardware import check_gpu_ids, select_devices
 from muralist.core.run_dir import is_disk_full
+from muralist.models.integrity import weight_bytes
 from muralist.settings import TrainSettings
-from muralist.tools.doctor.check import GENERATE, TRAIN, Check, CheckContext, Finding, failed, ok, skipped, warning
+from muralist.tools.doctor.check import CheckContext, Finding, check, failed, ok, skipped, warning
 from muralist.train.memory import MemoryEstimate, estimate_memory
 
 COMPUTE_TIMEOUT = 60.0  # seconds; the first CUDA context of a machine may take a while
 _SMI_TIMEOUT = 30.0  # seconds; a driver without persistence mode takes several
 _KILL_TIMEOUT = 1.0  # seconds
-_SMI_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
+_SMI_FIELDS = "index,uuid,name,memory.total,memory.used,driver_version,compute_cap"
 _IN_USE = 0.1  # fraction of its memory above which a GPU counts as in use
 _BF16_CAPABILITY = 8.0
+_BYTES_PER_PIXEL = 1.6  # of a PNG of a photograph: 100 KB at 256 x 256
+_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _HIDDEN = ("", "-1", "NoDevFiles")  # SLURM sets the last one for jobs without GPUs
 _TEST_PROGRAM = (
     "import sys, torch\n"
@@ -48,8 +53,7 @@ class Gpu:
     used: int
     driver: str
     capability: float
-    processes: tuple[str, ...] = ()
-    """Processes that hold its memory, described."""
+    processes: tuple[str, ...] = ()  # processes that hold its memory, described
 
     @property
     def free(self) -> int:
@@ -62,10 +66,8 @@ class Gpus:
     """Output of nvidia-smi."""
 
     listed: tuple[Gpu, ...] = ()
-    cuda: str = ""
-    """Newest CUDA version that the driver supports."""
-    error: str = ""
-    """Why nvidia-smi gave no answer, on a machine that has it."""
+    cuda: str = ""  # newest CUDA version that the driver supports
+    error: str = ""  # why nvidia-smi gave no answer, on a machine that has it
 
     def visible(self, environment: Mapping[str, str], ids: Sequence[int] = ()) -> list[Gpu]:
         """GPUs in the order in which CUDA numbers them for a process; `ids` selects some of them."""
@@ -73,12 +75,10 @@ class Gpus:
         if (setting := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
             visible = []
             for entry in map(str.strip, setting.split(",")):
-                matches = (
-                    gpu for gpu in self.listed if entry == str(gpu.index) or (entry and gpu.uuid.startswith(entry))
-                )
-                if (gpu := next(matches, None)) is None:
+                matches = [gpu for gpu in self.listed if entry == str(gpu.index) or gpu.uuid.startswith(entry)]
+                if not entry or not matches:
                     break  # CUDA ignores the first invalid entry and everything after it
-                visible.append(gpu)
+                visible.append(matches[0])
         return [visible[index] for index in ids if index < len(visible)] if ids else visible
 
 
@@ -89,88 +89,64 @@ def query_nvidia_smi(timeout: float = _SMI_TIMEOUT) -> Gpus:
         return Gpus()
     plain = "--format=csv,noheader,nounits"
     queries = [
-        [f"--query-gpu={','.join(_SMI_FIELDS)}", plain],
+        [f"--query-gpu={_SMI_FIELDS}", plain],
         ["--query-compute-apps=gpu_uuid,pid,process_name,used_memory", plain],
         [],  # only the table that it prints by default names the CUDA version
     ]
-    # Concurrently: each may take a second, and a starting command waits for the answers.
-    processes = [_start([program, *query]) for query in queries]
-    deadline = time.monotonic() + timeout
     try:
-        outputs = [process.communicate(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
+        answers = _run([[program, *query] for query in queries], timeout)
     except subprocess.TimeoutExpired:
         return Gpus(error=f"nvidia-smi did not answer within {timeout:g} s")
-    finally:
-        for process in processes:
-            _kill(process)
-    for process, (output, errors) in zip(processes, outputs, strict=True):
-        if process.returncode:
-            reason = ((errors or output).strip().splitlines() or ["no message"])[0]
-            return Gpus(error=f"nvidia-smi ended with status {process.returncode}: {reason}")
-    gpu_rows, process_rows = (
-        [re.split(r"\s*,\s*", line.strip()) for line in output.splitlines()] for output, _ in outputs[:2]
-    )
-    listed = [_parse_gpu(row, process_rows) for row in gpu_rows if len(row) == len(_SMI_FIELDS)]
-    version = re.search(r"CUDA Version:\s*(\d+\.\d+)", outputs[2][0])
+    for answer in answers:
+        if answer.returncode:
+            reason = ((answer.stderr or answer.stdout).strip().splitlines() or ["no message"])[0]
+            return Gpus(error=f"nvidia-smi ended with status {answer.returncode}: {reason}")
+    lines = [answer.stdout.splitlines() for answer in answers]
+    gpu_rows, process_rows = ([line.split(", ") for line in rows if line.count(", ") >= 3] for rows in lines[:2])
+    users: defaultdict[str, list[str]] = defaultdict(list)
+    for uuid, pid, *command, memory in process_rows:
+        users[uuid].append(f"process {pid} ({', '.join(command)}, {format_bytes(_parse_number(memory, 2**20))})")
+    listed = []
+    for index, uuid, name, *memories, driver, capability in gpu_rows:
+        total, used = (int(_parse_number(memory, 2**20)) for memory in memories)
+        listed.append(Gpu(int(index), uuid, name, total, used, driver, _parse_number(capability), tuple(users[uuid])))
+    version = re.search(r"CUDA Version:\s*(\d+\.\d+)", answers[2].stdout)
     return Gpus(tuple(sorted(listed, key=lambda gpu: gpu.index)), version[1] if version else "")
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def _run(commands: Sequence[Sequence[str]], timeout: float) -> list[subprocess.CompletedProcess[str]]:
+    """Run commands concurrently, as a starting job waits for them; kill them and raise TimeoutExpired if one hangs."""
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for command in commands]
+    deadline = time.monotonic() + timeout
+    try:
+        outputs = [process.communicate(timeout=max(0.0, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):  # a process blocked inside the driver cannot be killed
+                process.wait(_KILL_TIMEOUT)
+    ended = zip(processes, outputs, strict=True)
+    return [subprocess.CompletedProcess(process.args, process.returncode, *output) for process, output in ended]
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    with suppress(subprocess.TimeoutExpired):  # a process blocked inside the driver cannot be killed
-        process.wait(_KILL_TIMEOUT)
-    for stream in (process.stdout, process.stderr):
-        assert stream
-        stream.close()
-
-
-def _parse_gpu(row: list[str], process_rows: list[list[str]]) -> Gpu:
-    index, uuid, name, total, used, driver, capability = row
-    processes = tuple(
-        f"process {pid} ({','.join(name)}, {format_bytes(_parse_mebibytes(memory))})"
-        for gpu_uuid, pid, *name, memory in (cells for cells in process_rows if len(cells) >= 4)
-        if gpu_uuid == uuid
-    )
-    return Gpu(
-        int(index),
-        uuid,
-        name,
-        _parse_mebibytes(total),
-        _parse_mebibytes(used),
-        driver,
-        _parse_float(capability),
-        processes,
-    )
-
-
-def _parse_mebibytes(cell: str) -> int:
-    return int(_parse_float(cell) * 2**20)
-
-
-def _parse_float(cell: str) -> float:
+def _parse_number(cell: str, unit: int = 1) -> float:
     """Parse a number; 0 for the `[N/A]` of MIG instances."""
     try:
-        return float(cell)
+        return float(cell) * unit
     except ValueError:
         return 0.0
 
 
-@Check(
-    "GPUs",
-    symptom="GPUs without work (wrong ids); GPUs 0 and 1 are busy; CUDA out of memory",
-    why="A GPU that another program fills runs out of memory; a GPU that is not visible does no work.",
-    fix="Choose free GPUs with --gpu_ids or CUDA_VISIBLE_DEVICES, or end the programs that use them.",
-    at_start=True,
-    per_machine=True,
-    certain=False,  # nvidia-smi may be slow, or installed without a driver; CUDA itself decides
-)
+@check("GPUs", at_start=True, per_machine=True, certain=False)
 def check_gpus(context: CheckContext) -> Finding:
     """List the GPUs that the job may use (`--gpu_ids`, `CUDA_VISIBLE_DEVICES`), their free memory and the programs that
-    use them."""
+    use them.
+
+    Symptom: GPUs without work (wrong ids); GPUs 0 and 1 are busy; CUDA out of memory
+    Otherwise: A GPU that another program fills runs out of memory; a GPU that is not visible does no work.
+    Fix: Choose free GPUs with --gpu_ids or CUDA_VISIBLE_DEVICES, or end the programs that use them.
+    """
     setting = context.environment.get("CUDA_VISIBLE_DEVICES")
     gpus, ids = context.gpus, context.gpu_ids
     if context.uses_ray:
@@ -186,17 +162,13 @@ def check_gpus(context: CheckContext) -> Finding:
     if any(entry.startswith("MIG-") for entry in entries):
         return skipped(f"MIG instances (CUDA_VISIBLE_DEVICES is {setting!r}), whose memory nvidia-smi does not list")
     visible = gpus.visible(context.environment)
-    note = f" (CUDA_VISIBLE_DEVICES is {setting!r})" if setting is not None else ""
-    if not visible:
-        fix = "Unset CUDA_VISIBLE_DEVICES, or name GPUs in it."
-        return failed(f"None of {len(gpus.listed)} GPUs is visible{note}.", fix=fix)
-    check_gpu_ids(ids, len(visible), setting)
     if len(visible) < len([entry for entry in entries if entry]):
         return failed(
             f"CUDA_VISIBLE_DEVICES is {setting!r}, but only {len(visible)} of its entries are GPUs of this machine.",
             "CUDA ignores the first invalid entry and everything after it.",
             f"Name GPUs from 0 to {len(gpus.listed) - 1}.",
         )
+    check_gpu_ids(ids, len(visible), setting)
     chosen = context.own_gpus if context.starting else gpus.visible(context.environment, ids)
     facts = {f"GPU {gpu.index}, bytes free": gpu.free for gpu in chosen}
     in_use = [gpu for gpu in chosen if gpu.total and gpu.used > _IN_USE * gpu.total]
@@ -205,6 +177,7 @@ def check_gpus(context: CheckContext) -> Finding:
         fix = f"Use the free ones ({' '.join(free)}): --gpu_ids, or CUDA_VISIBLE_DEVICES." if free else ""
         return warning(f"{format_list([_usage(gpu) for gpu in in_use])}.", fix=fix, facts=facts)
     memory = format_list([f"{gpu.index} with {format_bytes(gpu.free)}" for gpu in chosen], 8)
+    note = f" (CUDA_VISIBLE_DEVICES is {setting!r})" if setting is not None else ""
     return ok(f"{len(chosen)} free: {memory} ({', '.join(sorted({gpu.name for gpu in chosen}))}){note}", facts=facts)
 
 
@@ -213,15 +186,14 @@ def _usage(gpu: Gpu) -> str:
     return f"GPU {gpu.index} is in use: {used} held by {format_list(gpu.processes, 3) or 'unknown processes'}"
 
 
-@Check(
-    "driver",
-    symptom="a process that hangs (a GPU that does not answer)",
-    why="torch would not see the GPUs, and everything would run on the CPU or fail.",
-    fix="Install the torch build for the CUDA version of this driver (see pytorch.org), or a newer driver.",
-    per_machine=True,
-)
+@check("driver", per_machine=True)
 def check_driver(context: CheckContext) -> Finding:
-    """Compare the CUDA version that torch was built for with the newest that the driver supports."""
+    """Compare the CUDA version that torch was built for with the newest that the driver supports.
+
+    Symptom: a process that hangs (a GPU that does not answer)
+    Otherwise: torch would not see the GPUs, and everything would run on the CPU or fail.
+    Fix: Install the torch build for the CUDA version of this driver (see pytorch.org), or a newer driver.
+    """
     import torch
 
     if not context.gpus.listed:
@@ -234,22 +206,20 @@ def compare_versions(torch_version: str, torch_cuda: str | None, driver_cuda: st
     if torch_cuda is None:
         return failed(f"torch {torch_version} is built without CUDA, but this machine has GPUs.")
     if driver_cuda and int(torch_cuda.partition(".")[0]) > int(driver_cuda.partition(".")[0]):
-        return failed(
-            f"torch {torch_version} needs CUDA {torch_cuda}; driver {driver} supports CUDA {driver_cuda} at most."
-        )
+        supported = f"driver {driver} supports CUDA {driver_cuda} at most"
+        return failed(f"torch {torch_version} needs CUDA {torch_cuda}; {supported}.")
     supported = f"driver {driver}, which supports CUDA {driver_cuda or '?'}"
     return ok(f"torch {torch_version} for CUDA {torch_cuda}, {supported}")
 
 
-@Check(
-    "GPUs answer",
-    symptom="a process that hangs (a GPU that does not answer)",
-    why="A GPU that fell off the bus, or whose driver hangs, blocks every program that uses it.",
-    fix="See `nvidia-smi -q` and the kernel log (`dmesg`); reset the GPU, reboot, or leave this GPU out.",
-    per_machine=True,
-)
+@check("GPUs answer", per_machine=True)
 def check_gpus_answer(context: CheckContext) -> Finding:
-    """Multiply two matrices on every GPU, in a child process with a timeout."""
+    """Multiply two matrices on every GPU, in a child process with a timeout.
+
+    Symptom: a process that hangs (a GPU that does not answer)
+    Otherwise: A GPU that fell off the bus, or whose driver hangs, blocks every program that uses it.
+    Fix: See `nvidia-smi -q` and the kernel log (`dmesg`); reset the GPU, reboot, or leave this GPU out.
+    """
     import torch
 
     devices = [f"cuda:{index}" for index in context.gpu_ids or range(torch.cuda.device_count())]
@@ -261,28 +231,24 @@ def check_gpus_answer(context: CheckContext) -> Finding:
 def compute_on_devices(devices: Sequence[str], timeout: float) -> Finding:
     """Compute on each device, in a child process because one that hangs inside a driver cannot be interrupted."""
     began = time.monotonic()
-    child = _start([sys.executable, "-c", _TEST_PROGRAM, *devices])
     try:
-        output, errors = child.communicate(timeout=timeout)
-        reason = f"could not compute: {(errors.strip().splitlines() or ['no message'])[-1]}"
+        [child] = _run([[sys.executable, "-c", _TEST_PROGRAM, *devices]], timeout)
+        output, reason = child.stdout, f"could not compute: {(child.stderr.strip().splitlines() or ['no message'])[-1]}"
     except subprocess.TimeoutExpired as expired:
         output, reason = (expired.stdout or b"").decode(), f"did not answer within {timeout:g} s"
-    finally:
-        _kill(child)
     if silent := [device for device in devices if device not in output.split()]:
         return failed(f"{silent[0]} {reason}.")
     return ok(f"{format_list(devices, 8)} computed in {time.monotonic() - began:.1f} s")
 
 
-@Check(
-    "bf16",
-    symptom="BF16/FP16 mixed precision; --dtype bf16",
-    why="Without hardware support bf16 is emulated, many times slower, or unavailable.",
-    fix="Use fp16 or fp32.",
-    per_machine=True,
-)
+@check("bf16", per_machine=True)
 def check_bf16(context: CheckContext) -> Finding:
-    """Check that every GPU supports bf16."""
+    """Check that every GPU supports bf16.
+
+    Symptom: BF16/FP16 mixed precision; --dtype bf16
+    Otherwise: Without hardware support bf16 is emulated, many times slower, or unavailable.
+    Fix: Use fp16 or fp32.
+    """
     gpus = context.own_gpus
     if not gpus:
         return skipped("no GPU; CPUs compute bf16 slowly")
@@ -294,32 +260,21 @@ def check_bf16(context: CheckContext) -> Finding:
     if context.generate and context.generate.dtype == "bf16":
         fix = "Give --dtype fp16."
     elif context.train and context.train.use_amp and context.train.distributed.strategy not in ("auto", "ddp"):
-        strategy = context.train.distributed.strategy
-        return failed(
-            f"GPU {names} does not support bf16, and --strategy {strategy} has no loss scaling for fp16.",
-            fix="Use --strategy ddp, or leave --use_amp out.",
-        )
+        reason = f"--strategy {context.train.distributed.strategy} has no loss scaling for fp16"
+        fix = "Use --strategy ddp, or leave --use_amp out."
+        return failed(f"GPU {names} does not support bf16, and {reason}.", fix=fix)
     return warning(f"GPU {names} does not support bf16.", fix=fix)
 
 
-BYTES_PER_PIXEL = 1.6
-"""Size of a PNG of a photograph: 100 KB at 256 x 256."""
-_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-
-
-@Check(
-    "memory",
-    symptom="CUDA out of memory; error during sampling on GPU X (out of memory)",
-    why="The run would end with an out-of-memory error.",
-    fix="Training: a smaller --batch_size (4 -> 2), --use_amp, --strategy fsdp2 over more GPUs, or a smaller model. "
-    "Generation: --dtype bf16, --cpu_offload true, or GPUs that are free.",
-    jobs=TRAIN | GENERATE,
-    at_start=True,
-    per_machine=True,
-    certain=False,  # the need is an estimate
-)
+@check("memory", "train", "generate", at_start=True, per_machine=True, certain=False)
 def check_memory(context: CheckContext) -> Finding:
-    """Compare the memory that the model, its optimizer and the batch need with the free memory of every GPU."""
+    """Compare the memory that the model, its optimizer and the batch need with the free memory of every GPU.
+
+    Symptom: CUDA out of memory; error during sampling on GPU X (out of memory)
+    Otherwise: The run would end with an out-of-memory error.
+    Fix: Training: a smaller --batch_size (4 -> 2), --use_amp, --strategy fsdp2 over more GPUs, or a smaller model.
+    Generation: --dtype bf16, --cpu_offload true, or GPUs that are free.
+    """
     gpus = context.own_gpus
     free = min(gpu.free for gpu in gpus) if gpus and gpus[0].total else None
     if context.train:
@@ -328,9 +283,9 @@ def check_memory(context: CheckContext) -> Finding:
     assert context.generate
     if context.uses_ray:
         return skipped("Ray provides the GPUs")
-    weights = _generation_weights(context)
-    if not weights:
+    if context.model.folder is None:
         return skipped("a JiT model, which needs little memory")
+    weights = weight_bytes(context.model.folder, context.model.components, _DTYPE_BYTES[context.generate.dtype])
     total, (name, largest) = sum(weights.values()), max(weights.items(), key=lambda item: item[1])
     needed = f"weights take {format_bytes(total)} on each GPU, the largest part ({name}) {format_bytes(largest)}"
     if free is None:
@@ -370,64 +325,31 @@ def compare_training_memory(need: MemoryEstimate, settings: TrainSettings, free:
     return warning(message, why, fix, facts=facts)
 
 
-def _generation_weights(context: CheckContext) -> dict[str, int]:
-    """Bytes of weights by pipeline component; empty for JiT."""
-    from muralist.models.integrity import weight_bytes
-
-    assert context.generate
-    model = context.model
-    if model.folder is None:
-        return {}
-    return weight_bytes(model.folder, model.components, _DTYPE_BYTES[context.generate.dtype])
-
-
-@Check(
-    "disk space",
-    symptom="`OSError: cannot write to directory...` (disk space)",
-    why="Writing would fail in the middle; files written before that stay intact.",
-    fix="Free some space, or write to another disk.",
-    jobs=TRAIN | GENERATE,
-    at_start=True,
-)
+@check("disk space", "train", "generate", at_start=True)
 def check_disk_space(context: CheckContext) -> Finding:
-    """Compare the size of the kept checkpoints, or of the images still to generate, with the free disk space."""
+    """Compare the size of the kept checkpoints, or of the images still to generate, with the free disk space.
+
+    Symptom: `OSError: cannot write to directory...` (disk space)
+    Otherwise: Writing would fail in the middle; files written before that stay intact.
+    Fix: Free some space, or write to another disk.
+    """
+    folder, flag = context.output
     if context.train:
-        assert context.run
-        return compare_checkpoint_space(context.run, context.train)
-    assert context.generate
-    size = context.model.resolved
-    pixels = size["height"] * size["width"] * size["num_frames"]
-    return compare_image_space(Path(context.generate.output_dir), context.images, pixels)
-
-
-def compare_checkpoint_space(run: Path, settings: TrainSettings) -> Finding:
-    """Judge whether the checkpoints that a run keeps fit on the disk of its folder."""
-    size, keep = estimate_memory(settings, 1, compiled=False).checkpoint, settings.checkpoint.keep_last
-    # One more than are kept: the oldest is deleted once the newest is complete. Existing ones need no more space.
-    new = max(1, keep + 1 - len(list(run.glob("checkpoints/step_*"))))
-    need = f"a checkpoint takes {format_bytes(size)}, {keep} are kept"
-    return _compare_space(
-        run, size or 1, new, need, "--results_dir", "give a smaller --keep_last", {"checkpoint": size}
-    )
-
-
-def compare_image_space(folder: Path, images: int, pixels: int) -> Finding:
-    """Judge whether the images of a generation that are still missing fit on the disk of its output folder."""
-    size, missing = BYTES_PER_PIXEL * pixels, max(0, images - sum(1 for _ in folder.glob("*_seed*.*")))
-    need = f"{missing:,} images take about {format_bytes(missing * size)}"
-    facts = {"needed": missing * size}
-    return _compare_space(folder, size, missing, need, "--output_dir", "generate fewer images", facts)
-
-
-def _compare_space(
-    folder: Path, size: float, count: int, need: str, flag: str, reduction: str, facts: Mapping[str, object]
-) -> Finding:
-    """Judge whether `count` files of `size` bytes fit on the disk of a folder."""
+        size, keep = estimate_memory(context.train, 1, compiled=False).checkpoint, context.train.checkpoint.keep_last
+        # One more than are kept: the oldest is deleted once the newest is complete. Existing ones need no more space.
+        count = max(1, keep + 1 - len(list(folder.glob("checkpoints/step_*"))))
+        need, reduction = f"a checkpoint takes {format_bytes(size)}, {keep} are kept", "give a smaller --keep_last"
+        facts = {"checkpoint": size}
+    else:
+        pixels = math.prod(context.model.resolved[name] for name in ("height", "width", "num_frames"))
+        size, count = _BYTES_PER_PIXEL * pixels, max(0, context.images - sum(1 for _ in folder.glob("*_seed*.*")))
+        need, reduction = f"{count:,} images take about {format_bytes(count * size)}", "generate fewer images"
+        facts = {"needed": count * size}
     usage = shutil.disk_usage(_existing_parent(folder))
     if not usage.total:
         return skipped(f"the file system of {folder} does not report its size")
     message = f"{need}; {format_bytes(usage.free)} free"
-    if count and usage.free < size:
+    if count and usage.free < max(1, size):  # LoRA checkpoints have an estimated size of 0
         fix = f"Free some space, or give a {flag} on another disk."
         return failed(f"No space left on the disk that holds {folder}: {message}.", fix=fix)
     if usage.free < count * size:
@@ -436,23 +358,15 @@ def _compare_space(
     return ok(message, facts={"free": usage.free, **facts})
 
 
-@Check(
-    "write permission",
-    symptom="`OSError: cannot write to directory...` (permissions, `chmod 755 results/`)",
-    why="The run could not save its results.",
-    fix="`chmod u+rwx` the folder if you own it, or write elsewhere.",
-    jobs=TRAIN | GENERATE,
-    at_start=True,
-    per_machine=True,
-)
+@check("write permission", "train", "generate", at_start=True, per_machine=True)
 def check_writable(context: CheckContext) -> Finding:
-    """Create a temporary file where the results will be written."""
-    if context.train:
-        assert context.run
-        folder, flag = context.run, "--results_dir"
-    else:
-        assert context.generate
-        folder, flag = Path(context.generate.output_dir), "--output_dir"
+    """Create a temporary file where the results will be written.
+
+    Symptom: `OSError: cannot write to directory...` (permissions, `chmod 755 results/`)
+    Otherwise: The run could not save its results.
+    Fix: `chmod u+rwx` the folder if you own it, or write elsewhere.
+    """
+    folder, flag = context.output
     existing = _existing_parent(folder)
     if not existing.is_dir():
         return failed(f"Cannot write {folder}: {existing} is a file.", fix=f"Give another {flag}.")

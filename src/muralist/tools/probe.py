@@ -11,7 +11,7 @@ from muralist.data.loader import Batch
 from muralist.models import configs
 from muralist.models.spec import build_spec
 from muralist.settings import DataSettings, ModelSettings, OptimSettings, TrainSettings
-from muralist.tools.estimate.model import MeasuredSpeed
+from muralist.tools.estimate import MeasuredSpeed
 from muralist.train.distributed import World
 from muralist.train.memory import state_bytes
 from muralist.train.parallel import build_strategy
@@ -45,9 +45,14 @@ def probe(model: str, img_size: int, batch_size: int, seconds: float, clock: Cal
         # With CUDA graphs, as in a run on one GPU.
         return TrainState(settings, family, network, strategy, plan, rate, autocast, compiled, cuda_graphs=compiled)
 
-    images = batch_size if on_gpu else _affordable_batch(build_state(1), batch_size, img_size, seconds, clock)
-    state = build_state(images)
-    batch = _random_batch(images, img_size)
+    images = batch_size
+    if not on_gpu:  # a batch with which a CPU takes enough steps in the given time
+        state, batch = build_state(1), _random_batch(1, img_size)
+        _run_steps(state, batch, 1)
+        before = clock()
+        _run_steps(state, batch, 1)
+        images = max(1, min(batch_size, int(seconds / (_MIN_READINGS + 4) / max(1e-9, clock() - before))))
+    state, batch = build_state(images), _random_batch(images, img_size)
     if on_gpu:
         batch = batch.pin_memory()  # as the data loader does
         torch.cuda.reset_peak_memory_stats(world.device)
@@ -69,15 +74,6 @@ def probe(model: str, img_size: int, batch_size: int, seconds: float, clock: Cal
         image_bytes = max(1.0, activations / state.micro_batch)
     origin = f"a probe of {clock() - began:.0f} s on this machine"
     return MeasuredSpeed(origin, model, img_size, images, world.device_name, 1, tuple(readings), image_bytes)
-
-
-def _affordable_batch(state: TrainState, wanted: int, img_size: int, seconds: float, clock: Callable[[], float]) -> int:
-    """Batch size with which a CPU takes enough steps in the given time."""
-    batch = _random_batch(1, img_size)
-    _run_steps(state, batch, 1)
-    before = clock()
-    _run_steps(state, batch, 1)
-    return max(1, min(wanted, int(seconds / (_MIN_READINGS + 4) / max(1e-9, clock() - before))))
 
 
 def _run_steps(state: TrainState, batch: Batch, count: int) -> None:

@@ -1,1 +1,0 @@
-"""`muralist estimate`: time, cost, energy and scaling from a measured speed."""
