@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from muralist.board import generation as module
-from muralist.board.generation import Generation, summary
+from muralist.board.generation import Generation, generation_summary
 from muralist.generate.console import ProgressLines, ProgressRecorder, WorkerProgress
 from muralist.generate.ledger import note_plan
 from muralist.generate.output_dir import OutputDir
@@ -103,11 +103,11 @@ def test_a_long_ledger_is_read_over_several_requests(tmp_path: Path, monkeypatch
 
 def test_states_in_the_list(tmp_path: Path) -> None:
     folder = write_generation(tmp_path / "images")
-    assert summary(folder)["state"] == "finished"
+    assert generation_summary(folder)["state"] == "finished"
     lock(folder)
-    assert summary(folder)["state"] == "running"
+    assert generation_summary(folder)["state"] == "running"
     lock(folder, age=120)
-    assert summary(folder)["state"] == "lost"
+    assert generation_summary(folder)["state"] == "lost"
 
 
 def test_a_replaced_ledger_is_read_again(tmp_path: Path) -> None:
