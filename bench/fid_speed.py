@@ -19,9 +19,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,7 @@ def ours(paths: list[Path], weights: Path, folder: Path, precision: str) -> tupl
     """Measure the complete command, and its rate once everything is loaded."""
     from muralist.core.hardware import select_devices
     from muralist.evaluate.encoders import InceptionEncoder
-    from muralist.evaluate.extraction import hash_files
-    from muralist.evaluate.features import compute_features
+    from muralist.evaluate.features import compute_features, hash_files
 
     begun = time.perf_counter()
     items = hash_files(paths)
@@ -83,12 +82,11 @@ def parts(paths: list[Path]) -> dict[str, Any]:
 
     from muralist.core.hardware import available_cpus
     from muralist.evaluate import inception
-    from muralist.evaluate.decoders import DecodeRequest, DecoderPool
-    from muralist.evaluate.extraction import hash_files
+    from muralist.evaluate.decoders import DecoderPool
+    from muralist.evaluate.features import hash_files
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    items = hash_files(paths)
-    wanted = [DecodeRequest(path, item.key, item.shape) for path, item in zip(paths, items, strict=True)]
+    wanted = hash_files(paths)
     batches = [wanted[start : start + _ONE_SHAPE] for start in range(0, len(wanted), _ONE_SHAPE)]
     with DecoderPool(available_cpus(), _AHEAD) as decoders:
         _receive(decoders, batches)  # until all of them have started
@@ -153,9 +151,9 @@ def time_shares(paths: list[Path], weights: Path, folder: Path, precision: str) 
     """Measure how the process that feeds the GPU spends its time, once everything is loaded."""
     import torch
 
-    from muralist.evaluate import decoders, extraction
+    from muralist.evaluate import decoders, features
     from muralist.evaluate.encoders import InceptionEncoder
-    from muralist.evaluate.extraction import FeatureCache, hash_files
+    from muralist.evaluate.features import FeatureCache, hash_files
 
     seconds: dict[str, float] = defaultdict(float)
 
@@ -171,27 +169,19 @@ def time_shares(paths: list[Path], weights: Path, folder: Path, precision: str) 
 
         return patch.object(owner, name, around)
 
-    @contextmanager
-    def writer(cache: FeatureCache) -> Iterator[Any]:
-        with plain(cache) as write:
-            holder = type("Holder", (), {"write": staticmethod(write)})
-            with timed(holder, "write", "caching features"):
-                yield lambda *arguments: holder.write(*arguments)
-
-    plain = FeatureCache.writer
     items = hash_files(paths)
-    size = extraction.BATCH["cuda"]
+    size = features.BATCH["cuda"]
     left = iter([items[start : start + size] for start in range(0, len(items), size)])
     encoder = InceptionEncoder.from_file(weights, PRECISIONS[precision])
     with ExitStack() as stack:
         stack.enter_context(timed(decoders.DecoderPool, "decode", "requesting images"))
         stack.enter_context(timed(decoders.DecoderPool, "_rows", "waiting for decoders"))
-        stack.enter_context(timed(extraction, "_compute_padded", "copying to pinned memory, launching kernels"))
-        stack.enter_context(timed(extraction._DeviceRows, "to_numpy", "waiting for the GPU"))
-        stack.enter_context(patch.object(FeatureCache, "writer", writer))
+        stack.enter_context(timed(features, "_compute_padded", "copying to pinned memory, launching kernels"))
+        stack.enter_context(timed(features._DeviceRows, "to_numpy", "waiting for the GPU"))
+        stack.enter_context(timed(FeatureCache, "append", "caching features"))
         done, begun = 0, 0.0
         cache = FeatureCache(folder, encoder, "time shares")
-        for finished in extraction.extract(encoder, cache, lambda waits: next(left, None), torch.device("cuda:0")):
+        for finished in features.extract(encoder, cache, lambda waits: next(left, None), torch.device("cuda:0")):
             done += finished.items
             if not begun and done >= _WARM * len(items):
                 seconds.clear()

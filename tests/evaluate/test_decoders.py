@@ -12,16 +12,15 @@ import pytest
 
 from muralist.core.errors import UserError
 from muralist.data.decode import decode_image
-from muralist.evaluate import extraction
-from muralist.evaluate.decoders import DecodeRequest, DecoderPool, PendingDecode, SharedMemory
-from muralist.evaluate.extraction import FeatureItem, hash_files
-from muralist.evaluate.features import compute_features
+from muralist.evaluate import features
+from muralist.evaluate.decoders import DecoderPool, FeatureItem, PendingDecode, SharedMemory
+from muralist.evaluate.features import compute_features, hash_files
 from tests.support.colors import MeanColor
 from tests.support.evaluating import scenes, write_images
 
 
-def wanted(folder: Path) -> list[DecodeRequest]:
-    return [DecodeRequest(item.content, item.key, item.shape) for item in hash_files(sorted(folder.iterdir()))]  # type: ignore[arg-type]
+def wanted(folder: Path) -> list[FeatureItem]:
+    return hash_files(sorted(folder.iterdir()))
 
 
 def test_pool_decodes_the_same_pixels_as_this_process(tmp_path: Path) -> None:
@@ -32,7 +31,7 @@ def test_pool_decodes_the_same_pixels_as_this_process(tmp_path: Path) -> None:
     with DecoderPool(2, ahead=1) as decoders:
         found = decoders.decode(files).rows()
     for one, row in zip(files[:-1], found[:-1], strict=True):
-        assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.path)))
+        assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.content)))
     assert isinstance(found[-1], str) and "truncated" in found[-1]
     assert not multiprocessing.active_children()
 
@@ -52,9 +51,9 @@ def test_shared_memory_is_reused_and_grows(tmp_path: Path) -> None:
         for files in (small, large, small):
             underway = decoders.decode(files)
             for one, row in zip(files, underway.rows(), strict=True):
-                assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.path)))
+                assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.content)))
             underway.release()
-    assert np.array_equal(row.numpy(), np.asarray(decode_image(small[-1].path)))  # type: ignore[union-attr]  # it outlives them
+    assert np.array_equal(row.numpy(), np.asarray(decode_image(small[-1].content)))  # type: ignore[union-attr]  # it outlives them
 
 
 def test_shared_memory_of_large_images_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +64,7 @@ def test_shared_memory_of_large_images_is_freed(tmp_path: Path, monkeypatch: pyt
         for files, size in ((small, 2304), (large, 20736), (small, 2304)):
             underway = decoders.decode(files)
             for one, row in zip(files, underway.rows(), strict=True):
-                assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.path)))
+                assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.content)))
             assert underway.size == os.fstat(memory.descriptor).st_size == size
             underway.release()
             assert os.fstat(memory.descriptor).st_size == (size if size < 4000 else 0)
@@ -74,8 +73,8 @@ def test_shared_memory_of_large_images_is_freed(tmp_path: Path, monkeypatch: pyt
 def test_fewer_batches_of_large_images_are_decoded_ahead() -> None:
     def begun(size: int) -> list[tuple[list[FeatureItem], PendingDecode]]:
         ahead: list[tuple[list[FeatureItem], PendingDecode]] = []
-        while extraction._may_decode_ahead(ahead):
-            ahead.append(([], PendingDecode(list, lambda: None, size)))
+        while features._may_decode_ahead(ahead):
+            ahead.append(([], PendingDecode(list, size=size)))
         return ahead
 
     assert [len(begun(size)) for size in (0, 12 << 20, 1 << 30, 5 << 30)] == [6, 6, 2, 1]
@@ -103,7 +102,7 @@ def test_a_header_with_the_wrong_size(told: tuple[int, int] | None, tmp_path: Pa
     with DecoderPool(1, ahead=1) as decoders:
         rows = decoders.decode(files).rows()
     for one, row in zip(files, rows, strict=True):
-        assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.path)))
+        assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.content)))
 
 
 def test_all_descriptors_are_closed(tmp_path: Path) -> None:

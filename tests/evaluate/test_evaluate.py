@@ -15,8 +15,7 @@ import torch
 from muralist.cli import main
 from muralist.data.sources.registry import open_source
 from muralist.evaluate.encoders import InceptionEncoder
-from muralist.evaluate.extraction import hash_files
-from muralist.evaluate.features import compute_features
+from muralist.evaluate.features import compute_features, hash_files
 from muralist.evaluate.inception import load_classifier, load_inception
 from muralist.evaluate.inputs import match_prompts, read_ledger
 from muralist.evaluate.metrics import inception_score

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from muralist.core.errors import UserError
-from muralist.evaluate.extraction import hash_files
-from muralist.evaluate.features import compute_features
+from muralist.evaluate.features import compute_features, hash_files
 from tests.support.colors import MeanColor
 from tests.support.evaluating import evaluate, report, scenes, write_images
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from muralist.evaluate.encoders import ClipEncoder
-from muralist.evaluate.extraction import BATCH, hash_files, hash_texts
-from muralist.evaluate.features import compute_features
+from muralist.evaluate.features import BATCH, compute_features, hash_files, hash_texts
 from tests.support.colors import MeanColor
 from tests.support.evaluating import scenes, write_images
 

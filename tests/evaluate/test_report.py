@@ -13,8 +13,8 @@ from PIL import Image
 
 from muralist.cli import main
 from muralist.core.errors import UserError
-from muralist.evaluate import page
-from muralist.evaluate.page import write_report
+from muralist.evaluate import report as page
+from muralist.evaluate.report import write_report
 from tests.support.evaluations import HOSTILE, content, write_evaluation
 
 

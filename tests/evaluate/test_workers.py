@@ -12,8 +12,8 @@ import pytest
 
 from muralist.core.errors import UserError
 from muralist.evaluate import features
-from muralist.evaluate.extraction import FeatureItem, hash_files
-from muralist.evaluate.features import compute_features
+from muralist.evaluate.decoders import FeatureItem
+from muralist.evaluate.features import compute_features, hash_files
 from tests.support.colors import MeanColor
 from tests.support.evaluating import scenes, write_images
 

@@ -20,8 +20,7 @@ from muralist.data.ledger_reader import parse_line
 from muralist.data.prompts import open_prompt_table
 from muralist.evaluate import inputs
 from muralist.evaluate.inception import FEATURES
-from muralist.evaluate.page import write_report
-from muralist.evaluate.report import read_runs
+from muralist.evaluate.report import read_runs, write_report
 from muralist.generate import ledger
 from muralist.generate.ledger import Header, Shard
 from muralist.generate.output_dir import OutputDir, write_failures

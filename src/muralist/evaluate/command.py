@@ -23,9 +23,16 @@ from muralist.core.hardware import select_devices
 from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error
 from muralist.data.sources.registry import EMBEDDED
 from muralist.evaluate import encoders, inception, metrics
+from muralist.evaluate.decoders import FeatureItem
 from muralist.evaluate.encoders import ClipEncoder, Dinov2Encoder, Encoder, InceptionEncoder
-from muralist.evaluate.extraction import FeatureItem, hash_files, hash_texts
-from muralist.evaluate.features import Features, compute_features, device_kind, find_unreadable
+from muralist.evaluate.features import (
+    Features,
+    compute_features,
+    device_kind,
+    find_unreadable,
+    hash_files,
+    hash_texts,
+)
 from muralist.evaluate.inputs import (
     ExactPairs,
     LedgerFacts,
@@ -37,8 +44,7 @@ from muralist.evaluate.inputs import (
     read_statistics,
 )
 from muralist.evaluate.metrics import Moments
-from muralist.evaluate.page import write_report
-from muralist.evaluate.report import METRICS, REPORT, MetricInfo
+from muralist.evaluate.report import METRICS, REPORT, MetricInfo, write_report
 from muralist.settings import EvaluateSettings, StatsSettings
 
 log = logging.getLogger("muralist")

@@ -31,6 +31,8 @@ SIDE = 299
 _RESIZE_CHUNK = 64 << 20  # values of full-size images that are resized at once: 256 MB in float32, twice
 _NAN_BYTES = 2 << 30  # more than a batch of 64 uses at any time
 Kernel = int | tuple[int, int]
+Branch = Sequence[tuple[int, Kernel]]
+"""Outputs and kernel of each convolution in a row."""
 RESIZING = "bilinear to 299 x 299 without antialiasing, corners not aligned, as pytorch-fid does"
 
 
@@ -67,12 +69,9 @@ def _avg_pool(x_BCHW: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Branches side by side: convolutions in a row, each given as (outputs, kernel), and a pool.
+    """Branches side by side, and a pool with `pooled` outputs; without them, the block halves height and width."""
 
-    The pool has `pooled` outputs; without them, the block halves height and width.
-    """
-
-    def __init__(self, inputs: int, pooled: int, **branches: Sequence[tuple[int, Kernel]]) -> None:
+    def __init__(self, inputs: int, pooled: int, **branches: Branch) -> None:
         super().__init__()
         self.branches: list[list[str]] = []
         for branch, convolutions in branches.items():
@@ -100,13 +99,13 @@ class Block(nn.Module):
 
 
 def _block_a(inputs: int, pooled: int) -> Block:
-    double = [(64, 1), (96, 3), (96, 3)]
+    double: Branch = [(64, 1), (96, 3), (96, 3)]
     return Block(inputs, pooled, branch1x1=[(64, 1)], branch5x5=[(48, 1), (64, 5)], branch3x3dbl=double)
 
 
 def _block_c(middle: int) -> Block:
-    seven = [(middle, 1), (middle, (1, 7)), (192, (7, 1))]
-    double = [(middle, 1), (middle, (7, 1)), (middle, (1, 7)), (middle, (7, 1)), (192, (1, 7))]
+    seven: Branch = [(middle, 1), (middle, (1, 7)), (192, (7, 1))]
+    double: Branch = [(middle, 1), (middle, (7, 1)), (middle, (1, 7)), (middle, (7, 1)), (192, (1, 7))]
     return Block(768, 192, branch1x1=[(192, 1)], branch7x7=seven, branch7x7dbl=double)
 
 
@@ -154,7 +153,7 @@ class Inception(nn.Module):
         self.Mixed_6c = _block_c(middle=160)
         self.Mixed_6d = _block_c(middle=160)
         self.Mixed_6e = _block_c(middle=192)
-        seven = [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3)]
+        seven: Branch = [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3)]
         self.Mixed_7a = Block(768, 0, branch3x3=[(192, 1), (320, 3)], branch7x7x3=seven)
         self.Mixed_7b = BlockE(1280, max_pool=False)
         self.Mixed_7c = BlockE(2048, max_pool=True)
