@@ -213,21 +213,17 @@ def _read(folder: Path) -> Report:
     path = folder / REPORT
     fix = "Give folders that `muralist evaluate` wrote."
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return Report.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} holds no {REPORT}.", fix=fix) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.", fix=fix) from None
-    except (ValueError, RecursionError) as error:
-        reason = f"It is not JSON: {error}."
-        raise UserError(f"{path} is damaged.", reason, "Run the evaluation again.") from error
-    try:
-        return Report.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        reason = f"{where} is invalid: {first['msg']}."
+        reason = f"{'.'.join(map(str, first['loc'])) or 'the file'} is invalid: {first['msg']}."
         raise UserError(f"{path} is damaged, or not a report of an evaluation.", reason, fix) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged.", f"It is not JSON: {error}.", "Run the evaluation again.") from error
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -237,12 +233,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{number} {'/'.join(part)}" for number, part in enumerate(parts, start=1)]
-
-
-def available_metrics(runs: Sequence[EvaluationRun]) -> list[str]:
-    """Return the metrics that at least one run has, known ones first."""
-    found = dict.fromkeys(metric for run in runs for metric in run.scores)
-    return [metric for metric in METRICS if metric in found] + [metric for metric in found if metric not in METRICS]
 
 
 class BestRun(NamedTuple):
@@ -280,7 +270,7 @@ _MAX_FAILURES = 300
 _MAX_UNREADABLE = 50
 _MAX_TEXT = 1000  # characters of a prompt or an error message
 _MAX_LABEL = 24
-_MAX_FOLDERS_UP = 4  # originals further away are not linked
+_MAX_FOLDERS_UP = 4
 _SIDES_AND_QUALITIES = ((448, 82), (320, 80), (256, 75), (192, 70), (128, 60), (96, 40), (48, 20))
 _HISTOGRAM_BINS = 30
 _STATIC = Path(__file__).parent / "static"
@@ -309,7 +299,8 @@ def render(runs: Sequence[EvaluationRun], selection: ImageSelection, destination
     environment.filters |= {"short": _format_value, "truncated": _truncate, "duration": format_duration}
     environment.globals |= {"metric_title": metric_title, "metrics": METRICS, "find_best": find_best}
     thumbnails, images = _page_images(runs, selection, destination)
-    metrics = available_metrics(runs)
+    scored = {metric for run in runs for metric in run.scores}
+    metrics = [metric for metric in METRICS if metric in scored] + sorted(scored - METRICS.keys())
     charts = [_score_chart(metric, runs) for metric in metrics] if len(runs) > 1 else []
     clip_chart, speed_chart = _clip_chart(runs), _speed_chart(runs)
     charts += [chart for chart in (clip_chart, speed_chart) if chart]
@@ -381,23 +372,9 @@ def _evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
 
 
-class PageImage(NamedTuple):
-    """An image on the page."""
-
-    file: str
-    prompt: str
-    score: float | None
-    about: str
-    search_text: str
-    thumbnail: int | None
-    """The index of its thumbnail, which the page holds once; None if the image cannot be read."""
-    original: str | None
-    """The relative address of the image file, unless it is too far away to be moved together with the page."""
-
-
 def _page_images(
     runs: Sequence[EvaluationRun], selection: ImageSelection, destination: Path
-) -> tuple[list[str], dict[tuple[int, int], PageImage]]:
+) -> tuple[list[str], dict[tuple[int, int], dict[str, Any]]]:
     """Return the thumbnails as data URIs, and the selected images by run and index."""
     places = [(number, index) for number, shown in enumerate(selection.shown) for index in shown]
     paths = [runs[number].path(index) for number, index in places]
@@ -408,15 +385,15 @@ def _page_images(
         file, prompt, score = run.files[index], run.prompts[index], run.clip_scores[index]
         about = [run.name] if len(runs) > 1 else []
         about += [file] if score is None else [file, f"CLIP score {_format_value(score)}"]
-        images[number, index] = PageImage(
-            file,
-            prompt,
-            score,
-            " · ".join(about),
-            f"{prompt} {file}"[:_MAX_TEXT].lower(),
-            None if data is None else len(thumbnails),
-            _relative_address(path, destination),
-        )
+        images[number, index] = {
+            "file": file,
+            "prompt": prompt,
+            "score": score,
+            "about": " · ".join(about),
+            "search_text": f"{prompt} {file}"[:_MAX_TEXT].lower(),
+            "thumbnail": None if data is None else len(thumbnails),  # the page holds each thumbnail once
+            "original": _relative_address(path, destination),
+        }
         thumbnails += [] if data is None else [data]
     return thumbnails, images
 
@@ -441,6 +418,7 @@ def _encode_thumbnail(path: Path, bound: int) -> str | None:
 
 
 def _relative_address(path: Path, destination: Path) -> str | None:
+    """Return the address of an image, unless it is too far away to be moved together with the page."""
     relative = Path(os.path.relpath(path.absolute(), destination.absolute()))
     if relative.parts.count("..") > _MAX_FOLDERS_UP:
         return None
