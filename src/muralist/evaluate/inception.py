@@ -282,23 +282,19 @@ def load_inception(file: Path) -> Inception:
     with torch.device("meta"):
         network = Inception()
     wanted = network.state_dict()
-    try:
-        named = _to_pytorch_fid_names(tensors, network)
-    except (ValueError, KeyError) as error:
-        raise _damaged(file, error) from None
     for name, tensor in wanted.items():
         if name.endswith("num_batches_tracked"):
-            named[name] = torch.zeros((), dtype=torch.int64)
+            tensors[name] = torch.zeros((), dtype=torch.int64)
         elif name.endswith("bn.weight"):
-            named.setdefault(name, torch.ones(tensor.shape))  # TensorFlow's batch norms have no scale
-    bad = next((name for name in wanted if name not in named or named[name].shape != wanted[name].shape), None)
+            tensors.setdefault(name, torch.ones(tensor.shape))  # TensorFlow's batch norms have no scale
+    bad = next((name for name in wanted if name not in tensors or tensors[name].shape != wanted[name].shape), None)
     if bad:
         raise UserError(
             f"{file} does not hold the Inception weights of 2015-12-05.",
-            f"The tensor {bad} is {'missing' if bad not in named else 'of another shape'}.",
+            f"The tensor {bad} is {'missing' if bad not in tensors else 'of another shape'}.",
             f"{_SOURCE}.",
         )
-    network.load_state_dict({name: named[name] for name in wanted}, assign=True)
+    network.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
     return network.float().eval().requires_grad_(False)
 
 
@@ -311,22 +307,15 @@ def load_classifier(file: Path) -> np.ndarray | None:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read all tensors of a .safetensors, PyTorch or TorchScript file."""
+    """Read all tensors of a .safetensors, PyTorch or TorchScript file, under the names of pytorch-fid."""
     try:
         found = _read_torchscript(file) if _is_torchscript(file) else read_file(file)
-        return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
+        return _to_pytorch_fid_names({str(name): value for name, value in found.items() if isinstance(value, Tensor)})
     except UserError as error:
         raise UserError(error.what, error.why, f"{_SOURCE}.") from None
     except Exception as error:  # the readers raise nearly any exception on foreign files
-        raise _damaged(file, error) from None
-
-
-def _damaged(file: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{file} cannot be read: it is truncated, damaged, or not a weights file.",
-        f"The reader reported: {first_line(error)}.",
-        f"{_SOURCE}.",
-    )
+        what = f"{file} cannot be read: it is truncated, damaged, or not a weights file."
+        raise UserError(what, f"The reader reported: {first_line(error)}.", f"{_SOURCE}.") from None
 
 
 def _is_torchscript(file: Path) -> bool:
@@ -400,16 +389,17 @@ _GRAPH_PREFIX = "net.layers."
 _PARTS = {"weight": "conv.weight", "beta": "bn.bias", "mean": "bn.running_mean", "var": "bn.running_var"}
 
 
-def _to_pytorch_fid_names(tensors: dict[str, Tensor], network: Inception) -> dict[str, Tensor]:
+def _to_pytorch_fid_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename tensors of TensorFlow's graph, which has the same convolutions in the same order; others stay as they are.
 
     The graph counts blocks and convolutions: mixed, mixed_1, mixed_2, ...
     """
     graph = [name for name in tensors if name.startswith(_GRAPH_PREFIX)]
     if not graph:
-        return dict(tensors)
+        return tensors
     graph.sort(key=lambda name: [(part.isdigit(), part.zfill(2)) for part in re.split(r"[._]", name)])
-    convolutions = [name for name, module in network.named_modules() if isinstance(module, Convolution)]
+    with torch.device("meta"):
+        convolutions = [name for name, module in Inception().named_modules() if isinstance(module, Convolution)]
     places = dict.fromkeys(name.rpartition(".")[0] for name in graph)
     renamed = dict(zip(places, convolutions, strict=True))
     parts = ((name.rpartition("."), tensors[name]) for name in graph)
