@@ -15,14 +15,14 @@ import queue
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ from muralist.evaluate.decoders import DecoderPool, FeatureItem, PendingDecode
 from muralist.evaluate.encoders import GPU_BATCH, Encoder, LoadedEncoder
 
 log = logging.getLogger("muralist")
-_CPU = "cpu"  # as a kind of device
 _REVISION = "2"  # raised whenever features are computed differently, even if only their last bits change
 BATCH = {"cpu": 1, "cuda": GPU_BATCH}  # larger batches are no faster on a CPU
 DECODING_AHEAD = 6  # batches: every core of a large machine has images to decode, and the next ones when it is done
@@ -53,8 +52,6 @@ _NAMES_SHOWN = 3
 Batch = Sequence[FeatureItem]
 NextBatch = Callable[[bool], Batch | None]
 """Return the next batch. None: there is none yet, or, if the argument (wait) is true, there are no more."""
-Progress = Callable[[int, int], None]
-"""Called with the number of finished items and their total."""
 
 
 def hash_files(paths: Sequence[Path]) -> list[FeatureItem]:
@@ -84,7 +81,7 @@ class FeatureCache:
 
     def __init__(self, folder: Path, encoder: Encoder, device_kind: str) -> None:
         versions = [version(name) for name in ("torch", "pillow", "transformers")]
-        precision = ("TF32",) if encoder.tf32 and device_kind != _CPU else ()
+        precision = ("TF32",) if encoder.tf32 and device_kind != "cpu" else ()
         identity = "/".join((encoder.sha256, device_kind, *versions, _REVISION, *precision))
         self.folder = folder / f"{encoder.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
         self.record = np.dtype([("key", "u1", 32), ("row", "<f4", encoder.width), ("check", "<u4")])
@@ -255,23 +252,23 @@ def _reproducible() -> Iterator[None]:
 
 
 def _extract_together(
-    encoder: Encoder, cache: FeatureCache, batches: Sequence[Batch], devices: dict[str, str], progress: Progress
-) -> dict[bytes, str]:
-    """Compute and cache the features of all batches; returns which items cannot be decoded, and why."""
+    encoder: Encoder, cache: FeatureCache, batches: Sequence[Batch], devices: dict[str, str]
+) -> Iterator[FinishedBatch]:
+    """Compute and cache batches in one process per device."""
     labels = list(devices)[: len(batches)]
     arguments = {label: (encoder, cache, devices[label], len(labels)) for label in labels}
     pool = ProcessPool("muralist-evaluate", _work, arguments)
-    scheduler = _Scheduler(pool, labels, deque(batches), progress)
+    scheduler = _Scheduler(pool, labels, deque(batches))
     try:
         for label in labels:
             pool.start(label)
+        finished = scheduler.run()
         with loading_progress(f"the weights of {encoder.name}", encoder.source):
-            scheduler.run(until_first=True)
-        scheduler.run()
+            yield next(finished)
+        yield from finished
         for label in scheduler.pending:
             pool.send(label, None)
         pool.close(_EXIT_SECONDS)
-        return scheduler.broken
     finally:
         pool.close(0.0)
 
@@ -279,20 +276,29 @@ def _extract_together(
 class _Scheduler:
     """Hands batches to processes, and those of a lost process to the others."""
 
-    def __init__(self, pool: ProcessPool, labels: list[str], waiting: deque[Batch], progress: Progress) -> None:
-        self.pool, self.waiting, self.progress = pool, waiting, progress
+    def __init__(self, pool: ProcessPool, labels: list[str], waiting: deque[Batch]) -> None:
+        self.pool, self.waiting = pool, waiting
         # Batches that a process has and has not finished, in its order.
         self.pending: dict[str, deque[Batch]] = {label: deque() for label in labels}
-        self.broken: dict[bytes, str] = {}
-        self.done, self.total = 0, sum(map(len, waiting))
 
-    def run(self, until_first: bool = False) -> None:
-        """Return when every batch is finished, or one is."""
-        while (self.waiting or any(self.pending.values())) and not (until_first and self.done):
+    def run(self) -> Iterator[FinishedBatch]:
+        """Yield every batch when it is finished."""
+        while self.waiting or any(self.pending.values()):
             self._hand_out()
             for label, message in self.pool.receive(_POLL):
-                if label in self.pending:
-                    self._handle(label, message)
+                if label not in self.pending:
+                    continue
+                match message:
+                    case FinishedBatch():
+                        self.pending[label].popleft()
+                        yield message
+                    case WorkerExited(reason):
+                        self._lose(label, reason)
+                    case BaseException():
+                        raise message
+                    case str():
+                        self.pool.kill(label)
+                        self._lose(label, f"failed: {message}")
             for label in [label for label, batches in self.pending.items() if batches]:
                 if self.pool.silence(label) > TIMEOUT:
                     self.pool.kill(label)
@@ -307,21 +313,6 @@ class _Scheduler:
                         self.pool.reset_silence(label)
                     batches.append(self.waiting.popleft())
                     self.pool.send(label, batches[-1])
-
-    def _handle(self, label: str, message: Any) -> None:
-        match message:
-            case FinishedBatch():
-                self.pending[label].popleft()
-                self.done += message.items
-                self.broken |= message.broken
-                self.progress(self.done, self.total)
-            case WorkerExited(reason):
-                self._lose(label, reason)
-            case BaseException():
-                raise message
-            case str():
-                self.pool.kill(label)
-                self._lose(label, f"failed: {message}")
 
     def _lose(self, label: str, how: str) -> None:
         batches = self.pending.pop(label)
@@ -393,10 +384,8 @@ def find_unreadable(items: Sequence[FeatureItem]) -> Features:
     """Decode every image without an encoder: where no metric reads the images, the report still names broken ones."""
 
     def problem(item: FeatureItem) -> str | None:
-        data = item.read()
-        assert isinstance(data, bytes)
         try:
-            decode_pixels(data)
+            decode_pixels(item.read())
         except ImageDecodeError as error:
             return error.reason
         return None
@@ -409,7 +398,7 @@ def find_unreadable(items: Sequence[FeatureItem]) -> Features:
 
 def device_kind(devices: dict[str, str]) -> str:
     """Return the model names of the devices: other models compute features with other last bits."""
-    names = {_CPU if name == "cpu" else torch.cuda.get_device_name(torch.device(name)) for name in devices.values()}
+    names = {name if name == "cpu" else torch.cuda.get_device_name(torch.device(name)) for name in devices.values()}
     return " and ".join(sorted(names))
 
 
@@ -419,22 +408,35 @@ def compute_features(
     devices: dict[str, str],
     cache_dir: Path,
     what: str = "images",
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Features:
-    """Return the features of all items: cached ones from disk, the rest computed on all devices."""
+    """Return the features of all items: cached ones from disk, the rest computed on all devices.
+
+    `progress` is called with the number of finished items and their total.
+    """
     cache = FeatureCache(cache_dir, encoder, device_kind(devices))
     keys = {item.key for item in items}
     found = cache.read(keys)
     missing = list({item.key: item for item in items if item.key not in found}.values())
     broken: dict[bytes, str] = {}
-    if missing:
-        try:
-            broken = _compute_missing(encoder, missing, devices, cache, _logged(what, progress))
-        except OSError as error:
-            raise disk_write_error(error, cache_dir) from None
-        found = cache.read(keys)
-        if lost := next((item for item in missing if item.key not in found and item.key not in broken), None):
-            raise UserError(f"The features of {lost.content} are missing.", fix="Run the same command again.")
+    done, started = 0, time.monotonic()
+    logged = started
+    try:
+        with closing(_compute(encoder, missing, devices, cache)) as batches:
+            for finished in batches:
+                done += finished.items
+                broken |= finished.broken
+                now = time.monotonic()
+                if now - logged >= _LOG_INTERVAL:
+                    logged, speed = now, done / (now - started)
+                    log.info("%s: %s of %s, %.1f per second.", what, f"{done:,}", f"{len(missing):,}", speed)
+                if progress:
+                    progress(done, len(missing))
+    except OSError as error:
+        raise disk_write_error(error, cache_dir) from None
+    found = cache.read(keys) if missing else found
+    if lost := next((item for item in missing if item.key not in found and item.key not in broken), None):
+        raise UserError(f"The features of {lost.content} are missing.", fix="Run the same command again.")
     indices = [index for index, item in enumerate(items) if item.key in found]
     rows = np.stack([found[items[i].key] for i in indices]) if indices else np.zeros((0, encoder.width), np.float32)
     unreadable = {index: broken[item.key] for index, item in enumerate(items) if item.key not in found}
@@ -443,35 +445,17 @@ def compute_features(
     return features
 
 
-def _logged(what: str, progress: Progress | None) -> Progress:
-    """Log the progress now and then, and pass it on."""
-    start = last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _LOG_INTERVAL:
-            last = now
-            log.info("%s: %s of %s, %.1f per second.", what, f"{done:,}", f"{total:,}", done / (now - start))
-        if progress:
-            progress(done, total)
-
-    return report
-
-
-def _compute_missing(
-    encoder: Encoder, items: Sequence[FeatureItem], devices: dict[str, str], cache: FeatureCache, progress: Progress
-) -> dict[bytes, str]:
-    """Compute and cache features; returns why some items cannot be decoded, by key."""
+def _compute(
+    encoder: Encoder, items: Sequence[FeatureItem], devices: dict[str, str], cache: FeatureCache
+) -> Generator[FinishedBatch]:
+    """Compute and cache features, in this process or in several."""
+    if not items:
+        return
     size = BATCH[torch.device(next(iter(devices.values()))).type]
     batches = [items[start : start + size] for start in range(0, len(items), size)]
     if "cpu" not in devices.values() or min(len(devices), len(batches)) > 1:
         # Even a single GPU gets its own process: a driver may hang, or kill the process.
-        return _extract_together(encoder, cache, batches, devices, progress)
-    broken: dict[bytes, str] = {}
-    done, remaining = 0, iter(batches)
-    for finished in extract(encoder, cache, lambda waits: next(remaining, None), torch.device("cpu")):
-        done += finished.items
-        broken |= finished.broken
-        progress(done, len(items))
-    return broken
+        yield from _extract_together(encoder, cache, batches, devices)
+    else:
+        remaining = iter(batches)
+        yield from extract(encoder, cache, lambda waits: next(remaining, None), torch.device("cpu"))
