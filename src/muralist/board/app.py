@@ -8,14 +8,14 @@ import ipaddress
 import json
 import socket
 import webbrowser
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Header, Query, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import FileResponse, PlainTextResponse, Response
 from pydantic_core import to_json
 from starlette.middleware.gzip import GZipMiddleware
@@ -51,8 +51,6 @@ _STATIC = Path(__file__).parent / "static"
 _STATIC_PACKAGES: list[str | tuple[str, str]] = [("muralist.core", "static"), ("plotly", "package_data")]
 _MAX_IMAGES = 500
 
-ETag = Annotated[str | None, Header(alias="if-none-match")]
-
 
 def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) -> FastAPI:
     """Create the board of one folder, as an ASGI application."""
@@ -68,7 +66,7 @@ def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) 
         return PlainTextResponse("Not found.", 404)
 
     @app.get("/api/overview")
-    def get_overview(known: ETag = None) -> Response:
+    def get_overview() -> Response:
         """Return a summary of everything under the root."""
         entries: dict[str, list[dict[str, Any]]] = {"run": [], "generation": [], "evaluation": []}
         summaries = {"run": run_summary, "generation": generation_summary, "evaluation": evaluation_summary}
@@ -76,7 +74,7 @@ def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) 
             if (found := summaries[kind](folder)) is not None:
                 page = {"page": root.relative(found["page"])} if found.get("page") else {}
                 entries[kind].append({"id": root.relative(name), **found, **page})
-        return _json({"root": str(root.path), "name": root.path.name, "metrics": metrics, **entries}, known)
+        return _json({"root": str(root.path), "name": root.path.name, "metrics": metrics, **entries})
 
     @app.get("/api/curves")
     def get_curves(
@@ -85,49 +83,41 @@ def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) 
         low: float | None = None,
         high: float | None = None,
         have: Annotated[str | None, Query(pattern=r"^[0-9a-f]{8}\.\d{1,12}\.\d{1,12}$")] = None,
-        known: ETag = None,
     ) -> Response:
         """Return the curves of a run; `have` is version.width.row of what the page already shows."""
-        return _json(series.get(root.folder(run) / "metrics.jsonl").window(x, have, low, high), known)
+        return _json(series.get(root.folder(run) / "metrics.jsonl").window(x, have, low, high))
 
     @app.get("/api/samples")
-    def get_samples(run: str, known: ETag = None) -> Response:
+    def get_samples(run: str) -> Response:
         """Return the sample grid of a run."""
-        return _json(sample_grid(root.folder(run) / "samples"), known)
+        return _json(sample_grid(root.folder(run) / "samples"))
 
     @app.get("/api/generation")
-    def get_generation(folder: str, known: ETag = None) -> Response:
+    def get_generation(folder: str) -> Response:
         """Return the progress of a generation folder."""
-        return _json(generation(root.folder(folder)).progress(), known)
+        return _json(generation(root.folder(folder)).progress())
 
     @app.get("/api/images")
     def get_images(
         folder: str,
         begin: Annotated[int, Query(ge=0, lt=1 << 40)] = 0,
         count: Annotated[int, Query(ge=1, le=_MAX_IMAGES)] = 100,
-        known: ETag = None,
     ) -> Response:
         """Return some images of a generation folder."""
-        return _json(generation(root.folder(folder)).images(begin, count), known)
+        return _json(generation(root.folder(folder)).images(begin, count))
 
     @app.get("/api/facts")
-    def get_facts(path: str, known: ETag = None) -> Response:
+    def get_facts(path: str) -> Response:
         """Return the size and the text fields of an image."""
-        return _json(image_facts(root.file(path, IMAGES)[0]), known)
+        return _json(image_facts(root.file(path, IMAGES)[0]))
 
     @app.get("/thumb")
-    def get_thumbnail(path: str, side: int = SIDES[1], known: ETag = None) -> Response:
+    def get_thumbnail(path: str, side: int = SIDES[1]) -> Response:
         """Return a thumbnail."""
-        image, _ = root.file(path, IMAGES)
-        status = image.stat()
-        headers = {"ETag": f'"{status.st_mtime_ns:x}-{status.st_size:x}"', **_CACHE_ONE_MINUTE}
-        if headers["ETag"] == known:
-            return Response(status_code=304, headers=headers)
-        thumbnail = thumbnails.get(image, min(SIDES, key=lambda available: (available < side, available)))
-        if thumbnail is None:
+        side = min(SIDES, key=lambda available: (available < side, available))
+        if (thumbnail := thumbnails.get(root.file(path, IMAGES)[0], side)) is None:
             raise NotFound
-        data, media_type = thumbnail
-        return Response(data, media_type=media_type, headers=headers)
+        return _tagged(*thumbnail, _CACHE_ONE_MINUTE)
 
     @app.get("/files/{path:path}")
     def get_file(path: str) -> Response:
@@ -142,13 +132,17 @@ def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) 
 
     @app.middleware("http")
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Refuse every method but GET and foreign host names, and add the headers of every answer."""
+        """Refuse every method but GET and foreign host names; add the headers of every answer; send none again."""
         if request.method != "GET":
             response: Response = PlainTextResponse("The board is read-only.", 405, {"Allow": "GET"})
         elif not _is_own_host(request.headers.get("host", ""), own_names):
             response = PlainTextResponse("The board has another host name.", 421)
         else:
             response = await call_next(request)
+        tag = response.headers.get("etag")
+        if tag and request.headers.get("if-none-match") in (tag, f"W/{tag}"):  # the page has this answer already
+            kept = {name: response.headers[name] for name in ("etag", "cache-control") if name in response.headers}
+            response = Response(status_code=304, headers=kept)
         for name, value in _HEADERS.items():
             response.headers.setdefault(name, value)
         return response
@@ -168,16 +162,18 @@ def _is_own_host(host: str, own_names: Set[str]) -> bool:
         return False
 
 
-def _json(content: Any, known: str | None) -> Response:
-    """Return JSON whose ETag is a hash of the content, or 304 where the page has it already."""
+def _json(content: Any) -> Response:
     try:
         data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:  # a NaN from a file of another tool
         data = to_json(content, inf_nan_mode="null")
-    headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()[:20]}"'}
-    if known in (headers["ETag"], f"W/{headers['ETag']}"):
-        return Response(status_code=304, headers=headers)
-    return Response(data, media_type="application/json", headers=headers)
+    return _tagged(data, "application/json")
+
+
+def _tagged(data: bytes, media_type: str, headers: Mapping[str, str] = {}) -> Response:
+    """Return an answer whose ETag is a hash of the content."""
+    tag = f'"{hashlib.sha256(data).hexdigest()[:20]}"'
+    return Response(data, media_type=media_type, headers={"ETag": tag, **headers})
 
 
 _PORTS_TRIED = 50

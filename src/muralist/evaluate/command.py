@@ -41,7 +41,7 @@ from muralist.evaluate.inputs import (
     read_ledger,
     read_statistics,
 )
-from muralist.evaluate.report import METRICS, REPORT, MetricInfo, write_report
+from muralist.evaluate.report import METRICS, REPORT, MetricInfo, group_by_reason, write_report
 from muralist.settings import EvaluateSettings, StatsSettings
 
 log = logging.getLogger("muralist")
@@ -60,11 +60,8 @@ def evaluate(settings: EvaluateSettings) -> int:
         log.warning("%d more cannot be read; %s names them.", len(unreadable) - _UNREADABLE_LOGGED, REPORT)
     for warning in report["warnings"]:
         log.warning("%s", warning)
-    by_reason: dict[str, list[str]] = {}
-    for line in report["missing"]:
-        by_reason.setdefault(line["reason"], []).append(line["metric"])
-    for reason, missing in by_reason.items():
-        log.warning("No %s: %s", ", ".join(missing), reason)
+    for reason, names in group_by_reason((line["metric"], line["reason"]) for line in report["missing"]).items():
+        log.warning("No %s: %s", names, reason)
     for name, score in report["scores"].items():
         if score["value"] is not None:
             interval = "" if score["low"] is None else f"  ({score['low']:.6g} to {score['high']:.6g})"

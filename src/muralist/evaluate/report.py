@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
@@ -82,6 +82,14 @@ METRICS = {
         "Confidence and diversity of Inception's classes; uses no reference.",
     ),
 }  # fmt: skip
+
+
+def group_by_reason(missing: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Return the names of missing metrics by their reason: several often lack the same file."""
+    names: dict[str, list[str]] = {}
+    for name, reason in missing:
+        names.setdefault(reason, []).append(name)
+    return {reason: ", ".join(of_reason) for reason, of_reason in names.items()}
 
 
 def metric_title(metric: str) -> str:
@@ -435,11 +443,8 @@ def _group(texts: Sequence[Sequence[T]]) -> list[tuple[list[int], T]]:
 
 
 def _missing_by_reason(run: EvaluationRun) -> list[tuple[str, str]]:
-    """Return titles and reason of missing metrics; several often lack the same file."""
-    titles: dict[str, list[str]] = {}
-    for missing in run.report.missing:
-        titles.setdefault(missing.reason, []).append(metric_title(missing.metric))
-    return [(", ".join(of_reason), reason) for reason, of_reason in titles.items()]
+    named = group_by_reason((metric_title(missing.metric), missing.reason) for missing in run.report.missing)
+    return [(names, reason) for reason, names in named.items()]
 
 
 def _protocol(report: Report) -> tuple[str | None, int | None]:
