@@ -60,6 +60,8 @@ def test_shards_of_running_workers_are_read(tmp_path: Path) -> None:
     output.work.rmdir()
     told = generation.progress()
     assert (told["state"], told["done"], told["failed"]) == ("finished", 5, 1) and told["version"] != version
+    (write_generation(tmp_path / "other", rows=2, failed=()) / "ledger.jsonl").replace(output.ledger)
+    assert generation.progress()["done"] == 2, "a replaced ledger is read again"
 
 
 def test_the_planned_count_is_that_of_the_last_command(tmp_path: Path) -> None:
@@ -108,12 +110,3 @@ def test_states_in_the_list(tmp_path: Path) -> None:
     assert generation_summary(folder)["state"] == "running"
     lock(folder, age=120)
     assert generation_summary(folder)["state"] == "lost"
-
-
-def test_a_replaced_ledger_is_read_again(tmp_path: Path) -> None:
-    folder = write_generation(tmp_path / "images", rows=50, failed=())
-    generation = Generation(folder)
-    assert generation.progress()["done"] == 50
-    other = write_generation(tmp_path / "other", rows=2, failed=())
-    (other / "ledger.jsonl").replace(folder / "ledger.jsonl")
-    assert generation.progress()["done"] == 2
