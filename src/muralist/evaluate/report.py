@@ -117,11 +117,6 @@ class MetricScore(_Model):
     note: str | None = None
 
 
-class _Missing(_Model):
-    metric: str = ""
-    reason: str = ""
-
-
 class _Images(_Model):
     folder: str | None = None
     count: int | None = None
@@ -151,30 +146,18 @@ class _PerImage(_Model):
         return self
 
 
-class _Failure(_Model):
-    id: str | None = None
-    seed: str | None = None
-    prompt: str | None = None
-    error: str | None = None
-    gpu: str | None = None
-
-
-class _Speed(_Model):
-    images_per_second: Number = None
-
-
 class Report(_Model):
     """The content of report.json; any field may be missing, and none may be damaged."""
 
     fid: Number = None
     scores: dict[str, MetricScore | None] = {}
-    missing: list[_Missing] = []
+    missing: list[dict[str, str]] = []  # metric and reason
     images: _Images = _Images()
     reference: _Reference | None = None
     settings: dict[str, Any] = {}
     per_image: _PerImage = _PerImage()
-    failures: list[_Failure] = []
-    speed: dict[str, _Speed] = {}
+    failures: list[dict[str, str | None]] = []  # id, seed, prompt, error and gpu
+    speed: dict[str, dict[str, Number]] = {}  # images_per_second, by GPU
     warnings: list[str] = []
     versions: dict[str, Any] = {}
     seconds: Number = None
@@ -195,7 +178,7 @@ class EvaluationRun:
     @property
     def images_per_second(self) -> float:
         """Return the throughput of all GPUs together."""
-        return sum(speed.images_per_second or 0.0 for speed in self.report.speed.values())
+        return sum(speed.get("images_per_second") or 0.0 for speed in self.report.speed.values())
 
     def path(self, index: int) -> Path:
         """Return the path of an image; its folder is relative to where evaluate ran, or to the evaluation."""
@@ -309,6 +292,7 @@ def render(runs: Sequence[EvaluationRun], selection: ImageSelection, destination
     thumbnails, images = _page_images(runs, selection, destination)
     scored = {metric for run in runs for metric in run.scores}
     metrics = [metric for metric in METRICS if metric in scored] + sorted(scored - METRICS.keys())
+    reports = [run.report for run in runs]
     charts = [_score_chart(metric, runs) for metric in metrics] if len(runs) > 1 else []
     clip_chart, speed_chart = _clip_chart(runs), _speed_chart(runs)
     charts += [chart for chart in (clip_chart, speed_chart) if chart]
@@ -317,10 +301,10 @@ def render(runs: Sequence[EvaluationRun], selection: ImageSelection, destination
         selection=selection,
         images=images,
         available_metrics=metrics,
-        warnings=_group([run.report.warnings for run in runs]),
-        comparable=len({_protocol(run.report) for run in runs}) == 1,
+        warnings=_group([report.warnings for report in reports]),
+        comparable=len({(report.reference and report.reference.path, report.images.count) for report in reports}) == 1,
         missing=_group([_missing_by_reason(run) for run in runs]),
-        failures=[run.report.failures[: _MAX_FAILURES // len(runs)] for run in runs],
+        failures=[report.failures[: _MAX_FAILURES // len(runs)] for report in reports],
         max_unreadable=_MAX_UNREADABLE,
         settings=_settings_table(runs),
         thumbnails=thumbnails,
@@ -443,13 +427,8 @@ def _group(texts: Sequence[Sequence[T]]) -> list[tuple[list[int], T]]:
 
 
 def _missing_by_reason(run: EvaluationRun) -> list[tuple[str, str]]:
-    named = group_by_reason((metric_title(missing.metric), missing.reason) for missing in run.report.missing)
-    return [(names, reason) for reason, names in named.items()]
-
-
-def _protocol(report: Report) -> tuple[str | None, int | None]:
-    """Return what two evaluations must have in common for their scores to be comparable."""
-    return report.reference.path if report.reference else None, report.images.count
+    pairs = ((metric_title(line.get("metric", "")), line.get("reason", "")) for line in run.report.missing)
+    return [(names, reason) for reason, names in group_by_reason(pairs).items()]
 
 
 def _settings_table(runs: Sequence[EvaluationRun]) -> list[tuple[str, list[str]]]:
@@ -547,7 +526,7 @@ def _speed_chart(runs: Sequence[EvaluationRun]) -> Chart | None:
             "type": "bar",
             "name": name,
             "x": [f"GPU {html.escape(gpu)}" for gpu in run.report.speed],
-            "y": [speed.images_per_second for speed in run.report.speed.values()],
+            "y": [speed.get("images_per_second") for speed in run.report.speed.values()],
             "hovertemplate": "%{x}: %{y:.3g} images/s<extra></extra>",
         }
         for name, run in zip(_chart_labels(runs), runs, strict=True)
