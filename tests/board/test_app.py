@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import io
 import os
 import re
 import signal
 import socket
+import sys
 import urllib.request
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -206,18 +205,15 @@ def test_impossible_settings_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("package", ["fastapi", "uvicorn"])
 def test_a_missing_extra_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = importlib.util.find_spec
-
-    def without(name: str, *more: Any) -> Any:
-        return None if name == "uvicorn" else real(name, *more)
-
-    monkeypatch.setattr(importlib.util, "find_spec", without)
+    monkeypatch.delitem(sys.modules, "muralist.board.app")
+    monkeypatch.setitem(sys.modules, package, None)
     assert main(["board", str(tmp_path)]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "muralist: `muralist board` needs uvicorn, not installed here.",
+        f"muralist: `muralist board` needs {package}, not installed here.",
         "Run `pip install 'muralist[board]'`.",
     ]
 

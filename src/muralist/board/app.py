@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import ipaddress
 import json
 import socket
@@ -15,11 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from fastapi import FastAPI, Query, Request
-from fastapi.responses import FileResponse, PlainTextResponse, Response
 from pydantic_core import to_json
-from starlette.middleware.gzip import GZipMiddleware
-from starlette.staticfiles import StaticFiles
 
 from muralist.board.curves import Axis, RecentSeries
 from muralist.board.files import IMAGES, PAGES, SIDES, BoardRoot, NotFound, Thumbnails, image_facts
@@ -28,6 +23,16 @@ from muralist.board.readers import evaluation_summary, find_entries, run_summary
 from muralist.core.errors import UserError
 from muralist.evaluate.report import METRICS
 from muralist.settings import BoardSettings
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, Query, Request
+    from fastapi.responses import FileResponse, PlainTextResponse, Response
+    from starlette.middleware.gzip import GZipMiddleware
+    from starlette.staticfiles import StaticFiles
+except ImportError as error:
+    fix = "Run `pip install 'muralist[board]'`."
+    raise UserError(f"`muralist board` needs {error.name}, not installed here.", fix=fix) from None
 
 _CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
@@ -187,20 +192,12 @@ def board(settings: BoardSettings) -> int:
         raise UserError(
             f"{root} {what}.", fix="Give the folder that holds your runs, such as `muralist board results/`."
         )
-    if missing := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise UserError(
-            f"`muralist board` needs {' and '.join(missing)}, not installed here.",
-            fix="Run `pip install 'muralist[board]'`.",
-        )
     listener = _listen(settings.host, settings.port)
     port = listener.getsockname()[1]
     host = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(settings.host, settings.host)
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
     taken = f" (port {settings.port} is taken)" if settings.port not in (0, port) else ""
     print(f"{address} shows {root.resolve()}{taken}. Ctrl+C ends it.", flush=True)
-
-    import uvicorn
-
     if settings.open:
         webbrowser.open(address)
     options: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False, "ws": "none"}
