@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ class FeatureCache:
         identity = "/".join((encoder.sha256, device_kind, *versions, _REVISION, *precision))
         self.folder = folder / f"{encoder.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
         self.record = np.dtype([("key", "u1", 32), ("row", "<f4", encoder.width), ("check", "<u4")])
-        self._file: Path | None = None
+        self._file: IO[bytes] | None = None
 
     def read(self, keys: set[bytes]) -> dict[bytes, np.ndarray]:
         """Return the features of all intact records with one of these keys."""
@@ -103,13 +103,18 @@ class FeatureCache:
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             names = (self.folder / f"{os.getpid()}-{number}.bin" for number in count())
-            self._file = next(path for path in names if not path.exists())
+            self._file = next(path for path in names if not path.exists()).open("xb")
         records = np.zeros(len(keys), self.record)
         records["key"] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
         records["row"] = rows
         records["check"] = [_crc32(key, row) for key, row in zip(keys, rows, strict=True)]
-        with self._file.open("ab") as file:
-            file.write(records.tobytes())
+        self._file.write(records.tobytes())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close this process's file."""
+        if self._file:
+            self._file.close()
 
 
 def _crc32(key: bytes, row: np.ndarray) -> int:
@@ -132,6 +137,7 @@ def extract(
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         stack.enter_context(_reproducible())
+        stack.callback(cache.close)
         with loading_progress(f"the weights of {encoder.name}", encoder.source):
             loaded = encoder.load(device)
         prepare = stack.enter_context(_preparing(loaded, max(1, available_cpus() // processes)))
