@@ -87,7 +87,7 @@ class Series:
         if not self._file.is_unchanged():
             self._restart()
         for _, data in self._file.new_lines():
-            rows = _parse_rows(data)
+            rows = [row for line in data.splitlines() if (row := parse_row(line)) is not None]
             for name in {name for row in rows for name in row}:
                 if "/" in name and name not in self._columns and len(self._columns) < _MAX_COLUMNS:
                     self._columns[name] = array("f", [math.nan]) * self.rows
@@ -131,15 +131,6 @@ def _buckets(values: np.ndarray, width: int) -> dict[str, list[float | None]]:
         mean = np.add.reduceat(np.where(known, values, 0.0), starts) / np.add.reduceat(known, starts, dtype=np.int64)
     low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
     return {"mean": _to_json(mean), "low": _to_json(low), "high": _to_json(high)}
-
-
-def _parse_rows(data: bytes) -> list[dict[str, Any]]:
-    lines = data.splitlines()
-    try:
-        rows = from_json(b"[" + b",".join(lines) + b"]")
-    except ValueError:  # a line that a crash truncated, or an empty one
-        rows = map(parse_row, lines)
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
