@@ -215,10 +215,11 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(
             f"--host {host} is not an address of this machine.", fix="Leave it out, or give 0.0.0.0."
         ) from None
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     reason = ""
     for number in range(port, min(port + _PORTS_TRIED, 1 << 16)) if port else (0,):
         try:
-            return socket.create_server((host, number), family=family, dualstack_ipv6=family == socket.AF_INET6)
+            return socket.create_server((host, number), family=family, dualstack_ipv6=both)
         except OSError as error:
             reason = error.strerror or str(error)
     raise UserError(f"Cannot listen on {host}, port {port} or one after it: {reason}.", fix="Give another --port.")
