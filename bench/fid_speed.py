@@ -45,8 +45,7 @@ def ours(paths: list[Path], weights: Path, folder: Path, precision: str) -> tupl
     """Measure the complete command, and its rate once everything is loaded."""
     from muralist.core.hardware import select_devices
     from muralist.evaluate.encoders import InceptionEncoder
-    from muralist.evaluate.extraction import hash_files
-    from muralist.evaluate.features import compute_features
+    from muralist.evaluate.features import compute_features, hash_files
 
     begun = time.perf_counter()
     items = hash_files(paths)
@@ -77,12 +76,11 @@ def parts(paths: list[Path]) -> dict[str, Any]:
 
     from muralist.core.hardware import available_cpus
     from muralist.evaluate import inception
-    from muralist.evaluate.decoders import DecodeRequest, DecoderPool
-    from muralist.evaluate.extraction import hash_files
+    from muralist.evaluate.decoders import DecoderPool
+    from muralist.evaluate.features import hash_files
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    items = hash_files(paths)
-    wanted = [DecodeRequest(path, item.key, item.shape) for path, item in zip(paths, items, strict=True)]
+    wanted = hash_files(paths)
     batches = [wanted[start : start + _ONE_SHAPE] for start in range(0, len(wanted), _ONE_SHAPE)]
     with DecoderPool(available_cpus(), _AHEAD) as decoders:
         _receive(decoders, batches)  # until all of them have started

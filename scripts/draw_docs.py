@@ -143,10 +143,10 @@ EVALUATION = Diagram(
     "One evaluated image",
     (
         Box(0, 0, "inputs", "evaluate/inputs.py", ("images, prompts,", "reference"), "data"),
-        Box(1, 0, "feature cache", "evaluate/extraction.py", ("hash of the file;", "known features"), "file"),
+        Box(1, 0, "feature cache", "evaluate/features.py", ("hash of the file;", "known features"), "file"),
         Box(2, 0, "features", "evaluate/features.py", ("missing items, on one", "process or several")),
         Box(3, 0, "workers", "evaluate/features.py", ("one process per device", "(worker pool)")),
-        Box(4, 0, "extraction", "evaluate/extraction.py", ("decode ahead, compute,", "store")),
+        Box(4, 0, "extraction", "evaluate/features.py", ("decode ahead, compute,", "store")),
         Box(4, 1, "decoders", "evaluate/decoders.py", ("processes with", "shared memory"), "data"),
         Box(3, 1, "decode", "data/decode.py", ("ISA-L and libspng,", "or Pillow"), "data"),
         Box(2, 1, "encoder", "evaluate/encoders.py", ("Inception, CLIP,", "DINOv2")),

@@ -138,7 +138,7 @@ def _export(settings: ExportSettings) -> int:
 
 
 def _report(settings: ReportSettings) -> int:
-    from muralist.evaluate.page import write_report
+    from muralist.evaluate.report import write_report
 
     folders = [Path(folder).expanduser() for folder in settings.folders]
     page = write_report(folders, Path(settings.output_dir).expanduser())

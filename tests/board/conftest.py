@@ -23,6 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root.parent / "secret.png").write_bytes((root / "scenes" / "row-0.png").read_bytes())
     (root / "leak.png").symlink_to(root.parent / "secret.png")
     (root / "away").symlink_to(root.parent)
+    (root / "best").symlink_to("first")
     (root / "notes.txt").write_text("private")
     return root
 

@@ -1,25 +1,34 @@
-"""What the board answers over HTTP, and what it never answers."""
+"""What the board answers over HTTP, what it never answers, and `muralist board` as a person starts it."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import os
+import re
+import signal
+import socket
+import sys
+import urllib.request
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from PIL import Image
 
+from muralist.cli import main
 from tests.support.boards import PROMPTS, Board, ledger_line, running_board, write_generation, write_run
 from tests.support.evaluations import write_evaluation
+from tests.support.runs import finish, start
 
 
 def test_everything_under_the_root_is_listed(board: Board, results: Path) -> None:
     told = board.get("/api/overview").json()
     assert told["name"] == "results" and told["root"] == str(results)
     runs = {run["id"]: run for run in told["run"]}
-    assert list(runs) == ["first", "group/second"]
+    assert list(runs) == ["best", "first", "group/second"], "best is a link to first"
+    assert board.get("/api/curves?run=best").json()["rows"] == 100
+    assert board.get("/files/best/samples/step_0000010/gpu_0_sample.png").status == 200
     first = runs["first"]
     assert (first["state"], first["step"], first["steps"], first["images"]) == ("finished", 100, 100, 400)
     assert first["loss"] == 0.01 and first["sparkline"][0] == 1.0 and first["sparkline"][-1] == 0.01
@@ -30,13 +39,7 @@ def test_everything_under_the_root_is_listed(board: Board, results: Path) -> Non
 
 
 def test_unchanged_answers_are_304(board: Board) -> None:
-    for path in (
-        "/api/overview",
-        "/api/samples?run=first",
-        "/thumb?path=scenes/row-0.png",
-        "/main.js",
-        "/plotly.min.js",
-    ):
+    for path in ("/api/overview", "/api/samples?run=first", "/thumb?path=scenes/row-0.png", "/main.js"):
         first = board.get(path)
         again = board.get(path, if_none_match=first.headers["etag"])
         assert (first.status, again.status, again.body) == (200, 304, b"")
@@ -86,16 +89,19 @@ OUTSIDE = [
 @pytest.mark.parametrize("path", OUTSIDE)
 def test_nothing_outside_the_root_and_no_other_kind_of_file_is_served(board: Board, results: Path, path: str) -> None:
     path = path.replace("{root}", str(results))
-    for address in (
-        f"/thumb?path={quote(path)}",
-        f"/api/facts?path={quote(path)}",
-        f"/files/{quote(path, safe='')}",
-        f"/files/{quote(path)}",
-        f"/{quote(path, safe='')}",
-    ):
+    readers = ("/thumb?path=", "/api/facts?path=", "/files/", "/")
+    for address in (*(f"{reader}{quote(path, safe='')}" for reader in readers), f"/files/{quote(path)}"):
         answer = board.get(address)
         assert answer.status in (404, 200 if address == "/" else 404), address
         assert b"root:" not in answer.body and b"PNG" not in answer.body and b"private" not in answer.body
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["/files/../secret.png", "/files/..%2fsecret.png", "/../secret.png", "//etc/passwd", "/files//etc/passwd"],
+)
+def test_dots_in_an_address_are_refused(board: Board, address: str) -> None:
+    assert board.get(address).status == 404
 
 
 @pytest.mark.parametrize("run", ["..", "away", "/etc", "nowhere", "first/metrics.jsonl", "%00"])
@@ -135,31 +141,6 @@ def test_links_inside_a_run_are_not_followed(tmp_path: Path) -> None:
         assert grid_found["steps"] == [10] and grid_found["prompts"][0] == ""
         assert board.get("/api/generation?folder=images").json()["done"] == 0
         assert board.get("/thumb?path=scores/pipe.png").status == 404
-
-
-def test_a_linked_run_is_shown_unless_it_is_outside_the_root(tmp_path: Path) -> None:
-    root = tmp_path / "results"
-    write_run(root / "day" / "run", steps=30, checkpoints=1)
-    write_run(tmp_path / "secret")
-    (root / "best").symlink_to("day/run")
-    (root / "leak").symlink_to(tmp_path / "secret")
-    with running_board(root, tmp_path / "cache") as board:
-        assert [run["id"] for run in board.get("/api/overview").json()["run"]] == ["best", "day/run"]
-        assert board.get("/api/curves?run=best").json()["rows"] == 30
-        image = "samples/step_0000010/gpu_0_sample.png"
-        assert board.get(f"/files/best/{image}").status == 200 and board.get(f"/files/leak/{image}").status == 404
-        assert board.get("/api/curves?run=leak").status == 404
-
-
-def test_dots_in_an_address_are_refused(board: Board) -> None:
-    for address in (
-        "/files/../secret.png",
-        "/files/..%2fsecret.png",
-        "/../secret.png",
-        "//etc/passwd",
-        "/files//etc/passwd",
-    ):
-        assert board.get(address).status == 404
 
 
 def test_only_get_is_answered(board: Board) -> None:
@@ -204,3 +185,51 @@ def test_a_damaged_file_does_not_hide_others(tmp_path: Path) -> None:
         assert board.get("/api/generation?folder=images").json()["done"] == 3, "the last line has all that counts"
         images = board.get("/api/images?folder=images").json()["images"]
         assert [(one["index"], one["width"]) for one in images] == [(0, 32), (1, 32), (7, None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere"], "nowhere does not exist."),
+        (["file"], "file is a file, not a folder"),
+        ([".", "--host", "192.0.2.1"], "Cannot listen on 192.0.2.1"),
+        ([".", "--port", "70000"], "--port is '70000': expected an integer at least 0 and below 65536"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    assert main(["board", *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["fastapi", "uvicorn"])
+def test_a_missing_extra_is_named(
+    package: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "muralist.board.app")
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["board", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"muralist: `muralist board` needs {package}, not installed here.",
+        "Run `pip install 'muralist[board]'`.",
+    ]
+
+
+@pytest.mark.slow
+def test_the_address_is_printed_and_ctrl_c_exits(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = start("muralist", "board", tmp_path, "--port", port, XDG_CACHE_HOME=str(tmp_path / "cache"))
+        assert process.stdout is not None
+        said = process.stdout.readline()
+    found = re.fullmatch(r"(http://127\.0\.0\.1:(\d+)/) shows (.*) \(port (\d+) is taken\)\. Ctrl\+C ends it\.\n", said)
+    assert found, said
+    assert int(found[2]) > port and int(found[4]) == port and found[3] == str(tmp_path)
+    with urllib.request.urlopen(f"{found[1]}api/overview", timeout=30) as answer:
+        assert b'"id":"run"' in answer.read()
+    process.send_signal(signal.SIGINT)
+    assert finish(process, expect=0, timeout=30) == ""

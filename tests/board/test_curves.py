@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from muralist.board import curves as module
-from muralist.board.curves import POINTS, ClientState, Curves, Series
+from muralist.board.curves import POINTS, RecentSeries, Series
 from tests.support.boards import line
 
 
@@ -50,15 +50,15 @@ def test_only_new_buckets_are_sent(tmp_path: Path) -> None:
     assert first["width"] == 4 and first["next"] == 5000
     with path.open("a") as file:
         file.write(line(5001, 7.0) + line(5002, 9.0) + '{"step": 5003, "train/lo')
-    news = series.window("step", ClientState(first["version"], 4, first["next"]))
+    news = series.window("step", f"{first['version']}.4.{first['next']}")
     assert news["begin"] == 5000 and news["rows"] == 5002 and news["x"] == [5002]
     assert news["series"]["train/loss"] == {"mean": [8.0], "low": [7.0], "high": [9.0]}
     with path.open("a") as file:
         file.write('ss": 3.0}\n')
-    assert series.window("step", ClientState(first["version"], 4, news["next"]))["series"]["train/loss"]["mean"] == [
+    assert series.window("step", f"{first['version']}.4.{news['next']}")["series"]["train/loss"]["mean"] == [
         pytest.approx(19 / 3, rel=1e-5)
     ]
-    other = series.window("step", ClientState("ffffffff", 4, 5000))
+    other = series.window("step", "ffffffff.4.5000")
     assert other["begin"] == 0, "another version is told everything"
 
 
@@ -69,7 +69,7 @@ def test_a_truncated_run_is_read_again(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_text("".join(line(step) for step in range(1, 51)) + line(51, 5.0) * 60)
     other.replace(path)
-    again = series.window("step", ClientState(first["version"], 1, 100))
+    again = series.window("step", f"{first['version']}.1.100")
     assert again["version"] != first["version"] and again["begin"] == 0 and again["rows"] == 110
 
 
@@ -109,10 +109,13 @@ def test_a_missing_file_is_an_empty_curve(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded_over_runs_and_columns(tmp_path: Path) -> None:
-    held = Curves(max_cells=25_000)
-    for number in range(6):
-        held.window(write(tmp_path / f"{number}.jsonl", 1000), "step")
-    assert 0 < held.cells <= 25_000
+    recent = RecentSeries(max_cells=25_000)
+    paths = [write(tmp_path / f"{number}.jsonl", 1000) for number in range(4)]
+    series = [recent.get(path) for path in paths]
+    for one in series:
+        one.window("step")
+    assert recent.get(paths[3]) is series[3] and recent.get(paths[2]) is series[2]
+    assert recent.get(paths[0]) is not series[0], "the least recently viewed are dropped"
     crowd = tmp_path / "crowd.jsonl"
     crowd.write_text(json.dumps({"step": 1, **{f"a/{n}": n for n in range(500)}}) + "\n")
     assert len(Series(crowd).window("step")["series"]) == module._MAX_COLUMNS - 3

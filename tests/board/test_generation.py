@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from muralist.board import generation as module
-from muralist.board.generation import Generation, summary
+from muralist.board.generation import Generation, generation_summary
 from muralist.generate.console import ProgressLines, WorkerProgress
 from muralist.generate.output_dir import OutputDir, note_plan
 from tests.support.boards import ledger_line, write_generation
@@ -59,6 +59,8 @@ def test_shards_of_running_workers_are_read(tmp_path: Path) -> None:
     output.work.rmdir()
     told = generation.progress()
     assert (told["state"], told["done"], told["failed"]) == ("finished", 5, 1) and told["version"] != version
+    (write_generation(tmp_path / "other", rows=2, failed=()) / "ledger.jsonl").replace(output.ledger)
+    assert generation.progress()["done"] == 2, "a replaced ledger is read again"
 
 
 def test_the_planned_count_is_that_of_the_last_command(tmp_path: Path) -> None:
@@ -102,17 +104,8 @@ def test_a_long_ledger_is_read_over_several_requests(tmp_path: Path, monkeypatch
 
 def test_states_in_the_list(tmp_path: Path) -> None:
     folder = write_generation(tmp_path / "images")
-    assert summary(folder)["state"] == "finished"
+    assert generation_summary(folder)["state"] == "finished"
     lock(folder)
-    assert summary(folder)["state"] == "running"
+    assert generation_summary(folder)["state"] == "running"
     lock(folder, age=120)
-    assert summary(folder)["state"] == "lost"
-
-
-def test_a_replaced_ledger_is_read_again(tmp_path: Path) -> None:
-    folder = write_generation(tmp_path / "images", rows=50, failed=())
-    generation = Generation(folder)
-    assert generation.progress()["done"] == 50
-    other = write_generation(tmp_path / "other", rows=2, failed=())
-    (other / "ledger.jsonl").replace(folder / "ledger.jsonl")
-    assert generation.progress()["done"] == 2
+    assert generation_summary(folder)["state"] == "lost"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from muralist.evaluate.page import write_report
+from muralist.evaluate.report import write_report
 from tests.support.evaluations import HOSTILE, write_evaluation
 
 pytestmark = pytest.mark.slow

@@ -9,32 +9,63 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from muralist.core.errors import UserError
 from muralist.data.decode import decode_image
-from muralist.evaluate import extraction
-from muralist.evaluate.decoders import DecodeRequest, DecoderPool, PendingDecode, SharedMemory
-from muralist.evaluate.extraction import FeatureItem, hash_files
-from muralist.evaluate.features import compute_features
+from muralist.evaluate import features
+from muralist.evaluate.decoders import DecoderPool, FeatureItem, PendingDecode, SharedMemory
+from muralist.evaluate.features import compute_features, hash_files
 from tests.support.colors import MeanColor
 from tests.support.evaluating import scenes, write_images
 
 
-def wanted(folder: Path) -> list[DecodeRequest]:
-    return [DecodeRequest(item.content, item.key, item.shape) for item in hash_files(sorted(folder.iterdir()))]  # type: ignore[arg-type]
+def wanted(folder: Path) -> list[FeatureItem]:
+    return hash_files(sorted(folder.iterdir()))
+
+
+def check(items: list[FeatureItem], rows: list[torch.Tensor | str]) -> None:
+    for item, row in zip(items, rows, strict=True):
+        assert isinstance(item.content, Path) and not isinstance(row, str)
+        assert np.array_equal(row.numpy(), np.asarray(decode_image(item.content)))
 
 
 def test_pool_decodes_the_same_pixels_as_this_process(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", scenes(17, 0, side=24))
     write_images(folder, scenes(2, 1, side=300))  # another size: 000000 and 000001
     (folder / "torn ü\n.png").write_bytes((folder / "000004.png").read_bytes()[:60])
-    files = wanted(folder)
+    files, descriptors = wanted(folder), len(list(Path("/proc/self/fd").iterdir()))
     with DecoderPool(2, ahead=1) as decoders:
         found = decoders.decode(files).rows()
-    for one, row in zip(files[:-1], found[:-1], strict=True):
-        assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.path)))
+    check(files[:-1], found[:-1])
     assert isinstance(found[-1], str) and "truncated" in found[-1]
+    del found
     assert not multiprocessing.active_children()
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+def test_shared_memory_is_reused_grows_and_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muralist.evaluate.decoders._KEPT", 10_000)
+    sizes = (16, 32, 48, 16)
+    batches = [wanted(write_images(tmp_path / str(side), scenes(3, side, side))) for side in sizes]
+    with DecoderPool(2, ahead=1) as decoders:
+        (memory,) = decoders._memories
+        for files, size, kept in zip(batches, (2304, 9216, 20736, 2304), (2304, 9216, 0, 2304), strict=True):
+            underway = decoders.decode(files)
+            rows = underway.rows()
+            check(files, rows)
+            assert underway.size == os.fstat(memory.descriptor).st_size == size
+            underway.release()
+            assert os.fstat(memory.descriptor).st_size == kept
+    check(batches[-1], rows)  # they outlive the pool
+
+
+@pytest.mark.parametrize("told", [None, (24, 23), (12, 48)])
+def test_a_header_with_the_wrong_size(told: tuple[int, int] | None, tmp_path: Path) -> None:
+    files = wanted(write_images(tmp_path / "images", scenes(3, 0, side=24)))
+    files[1] = replace(files[1], shape=told)
+    with DecoderPool(1, ahead=1) as decoders:
+        check(files, decoders.decode(files).rows())
 
 
 def test_a_changed_file_is_an_error_and_later_batches_work(tmp_path: Path) -> None:
@@ -46,36 +77,11 @@ def test_a_changed_file_is_an_error_and_later_batches_work(tmp_path: Path) -> No
         assert len(decoders.decode(files).rows()) == 2
 
 
-def test_shared_memory_is_reused_and_grows(tmp_path: Path) -> None:
-    small, large = (wanted(write_images(tmp_path / str(side), scenes(3, side, side))) for side in (16, 48))
-    with DecoderPool(2, ahead=1) as decoders:
-        for files in (small, large, small):
-            underway = decoders.decode(files)
-            for one, row in zip(files, underway.rows(), strict=True):
-                assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.path)))
-            underway.release()
-    assert np.array_equal(row.numpy(), np.asarray(decode_image(small[-1].path)))  # type: ignore[union-attr]  # it outlives them
-
-
-def test_shared_memory_of_large_images_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("muralist.evaluate.decoders._KEPT", 4000)
-    small, large = (wanted(write_images(tmp_path / str(side), scenes(3, side, side))) for side in (16, 48))
-    with DecoderPool(2, ahead=1) as decoders:
-        (memory,) = decoders._memories
-        for files, size in ((small, 2304), (large, 20736), (small, 2304)):
-            underway = decoders.decode(files)
-            for one, row in zip(files, underway.rows(), strict=True):
-                assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.path)))
-            assert underway.size == os.fstat(memory.descriptor).st_size == size
-            underway.release()
-            assert os.fstat(memory.descriptor).st_size == (size if size < 4000 else 0)
-
-
 def test_fewer_batches_of_large_images_are_decoded_ahead() -> None:
     def begun(size: int) -> list[tuple[list[FeatureItem], PendingDecode]]:
         ahead: list[tuple[list[FeatureItem], PendingDecode]] = []
-        while extraction._may_decode_ahead(ahead):
-            ahead.append(([], PendingDecode(list, lambda: None, size)))
+        while features._may_decode_ahead(ahead):
+            ahead.append(([], PendingDecode(list, size=size)))
         return ahead
 
     assert [len(begun(size)) for size in (0, 12 << 20, 1 << 30, 5 << 30)] == [6, 6, 2, 1]
@@ -94,24 +100,6 @@ def test_shared_memory_without_memfd(refused: bool, monkeypatch: pytest.MonkeyPa
     os.pwrite(memory.descriptor, b"abc", 0)
     assert bytes(memory.view(3)) == b"abc"
     memory.close()
-
-
-@pytest.mark.parametrize("told", [None, (24, 23), (12, 48)])
-def test_a_header_with_the_wrong_size(told: tuple[int, int] | None, tmp_path: Path) -> None:
-    files = wanted(write_images(tmp_path / "images", scenes(3, 0, side=24)))
-    files[1] = replace(files[1], shape=told)
-    with DecoderPool(1, ahead=1) as decoders:
-        rows = decoders.decode(files).rows()
-    for one, row in zip(files, rows, strict=True):
-        assert not isinstance(row, str) and np.array_equal(row.numpy(), np.asarray(decode_image(one.path)))
-
-
-def test_all_descriptors_are_closed(tmp_path: Path) -> None:
-    files = wanted(write_images(tmp_path / "images", scenes(2, 0)))
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with DecoderPool(1, ahead=2) as decoders:
-        decoders.decode(files).rows()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_killed_decoder_is_an_error(tmp_path: Path) -> None:

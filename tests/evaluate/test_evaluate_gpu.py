@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from muralist.evaluate import inception
+from muralist.evaluate.decoders import FeatureItem
 from muralist.evaluate.encoders import ClipEncoder, Dinov2Encoder, Encoder, InceptionEncoder
-from muralist.evaluate.extraction import FeatureItem, hash_files, hash_texts
-from muralist.evaluate.features import compute_features
+from muralist.evaluate.features import compute_features, hash_files, hash_texts
 from muralist.evaluate.metrics import compute_moments, frechet_distance
 from tests.support.evaluating import inception_weights, scenes, small_clip, small_dinov2, write_images
 

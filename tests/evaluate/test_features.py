@@ -1,7 +1,10 @@
-"""Features: computed once, cached, and equal in every batch."""
+"""Features: computed once, cached, and equal in every batch and any number of processes, which may fail."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,13 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from muralist.core.errors import UserError
+from muralist.evaluate import features
+from muralist.evaluate.decoders import FeatureItem
 from muralist.evaluate.encoders import ClipEncoder
-from muralist.evaluate.extraction import BATCH, hash_files, hash_texts
-from muralist.evaluate.features import compute_features
+from muralist.evaluate.features import BATCH, compute_features, hash_files, hash_texts
 from tests.support.colors import MeanColor
 from tests.support.evaluating import scenes, write_images
 
 ALONE = {"0": "cpu"}
+
+
+def items_of(folder: Path, count: int) -> list[FeatureItem]:
+    return hash_files(sorted(write_images(folder / "images", scenes(count, 0)).iterdir()))
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +33,7 @@ def encoders(clip: Path) -> tuple[ClipEncoder, ClipEncoder]:
 
 
 def test_an_interrupted_evaluation_resumes(tmp_path: Path, encoders: tuple[ClipEncoder, ClipEncoder]) -> None:
-    items = hash_files(sorted(write_images(tmp_path / "images", scenes(10, 0)).iterdir()))
+    items = items_of(tmp_path, 10)
     whole = compute_features(encoders[0], items, ALONE, tmp_path / "other").rows
 
     def stop(done: int, total: int) -> None:
@@ -42,16 +51,36 @@ def test_an_interrupted_evaluation_resumes(tmp_path: Path, encoders: tuple[ClipE
 
 
 def test_torn_and_damaged_records_are_computed_again(tmp_path: Path, encoders: tuple[ClipEncoder, ClipEncoder]) -> None:
+    """A flipped bit in the key, the features or the checksum of a record; a truncated file, and a foreign one."""
     items = hash_texts(["a red car", "a blue car", "rain"])
     first = compute_features(encoders[1], items, ALONE, tmp_path)
-    (path,) = tmp_path.glob("*/*.bin")
-    data = bytearray(path.read_bytes())
-    data[40] ^= 1  # inside the first record
-    path.write_bytes(data[:-3])
-    second = compute_features(encoders[1], items, ALONE, tmp_path)
-    assert (second.computed, second.cached) == (2, 1)
-    assert np.array_equal(first.rows, second.rows)
     assert len({row.tobytes() for row in first.rows}) == 3
+    (path,) = tmp_path.glob("*/*.bin")
+    intact = path.read_bytes()
+    record = len(intact) // 3
+    for place, kept in ((5, record * 3), (40, record * 3 - 3), (record - 1, record + 7)):
+        path.write_bytes(intact[:place] + bytes([intact[place] ^ 16]) + intact[place + 1 : kept])
+        (path.parent / "0-0.bin").write_bytes(os.urandom(1000))
+        again = compute_features(encoders[1], items, ALONE, tmp_path)
+        assert again.cached == kept // record - 1 and again.computed + again.cached == 3
+        assert np.array_equal(first.rows, again.rows)
+        for other in path.parent.glob(f"{os.getpid()}-*.bin"):
+            other.unlink()
+
+
+def test_a_changed_image_is_not_cached_under_its_old_hash(tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "images", scenes(3, 0))
+    items = hash_files(sorted(folder.iterdir()))
+    before = (folder / "000001.png").read_bytes()
+    (folder / "000001.png").write_bytes((folder / "000002.png").read_bytes())
+    with pytest.raises(UserError, match="000001.png changed while it was evaluated. Another process still writes"):
+        compute_features(MeanColor(), items, ALONE, tmp_path / "cache")
+    (folder / "000001.png").unlink()
+    with pytest.raises(UserError, match="000001.png could not be read: No such file"):
+        compute_features(MeanColor(), items, ALONE, tmp_path / "cache")
+    (folder / "000001.png").write_bytes(before)
+    found = compute_features(MeanColor(), items, ALONE, tmp_path / "cache").rows
+    np.testing.assert_allclose(found, scenes(3, 0).astype(float).mean((1, 2)), rtol=1e-5)
 
 
 def test_duplicates_are_computed_once_and_broken_files_reported(
@@ -87,10 +116,64 @@ class Watched(MeanColor):
 
 def test_batches_have_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last batch is padded; where features depend on the position in a batch, every image is computed alone."""
-    items = hash_files(sorted(write_images(tmp_path / "images", scenes(6, 0)).iterdir()))
+    items = items_of(tmp_path, 6)
     alone = compute_features(MeanColor(), items, ALONE, tmp_path / "alone").rows
     monkeypatch.setitem(BATCH, "cpu", 4)
     for encoder, seen in ((Watched(), [4, 4, 4, 4]), (Watched(by_place=1.0), [4, 4, *[1] * 6])):
         found = compute_features(encoder, items, ALONE, tmp_path / str(len(seen))).rows
         assert encoder.seen == seen  # the first two batches test for it
         assert np.array_equal(found, alone)
+
+
+def processes() -> dict[str, int]:
+    return {one.name.rpartition("-")[2]: one.pid or 0 for one in multiprocessing.active_children()}
+
+
+@pytest.mark.slow
+def test_the_others_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four processes one fails, one is killed and one hangs; the features are equal."""
+    captured: list[str] = []
+    monkeypatch.setattr(features.log, "warning", lambda text, *values: captured.append(text % values))
+    items = items_of(tmp_path, 40)
+    hung = 0
+
+    def disturb(done: int, total: int) -> None:
+        nonlocal hung
+        if not hung and {"1", "2", "3"} <= processes().keys():
+            hung = processes()["2"]
+            os.kill(hung, signal.SIGSTOP)
+            os.kill(processes()["1"], signal.SIGKILL)
+        if done == 16:  # more than those two can have done: the last one is at work
+            monkeypatch.setattr(features, "TIMEOUT", 3.0)
+
+    found = compute_features(
+        MeanColor(fails_as="muralist-evaluate-0"), items, {str(n): "cpu" for n in range(4)}, tmp_path, progress=disturb
+    )
+    taken = "The others take over its share."
+    assert sorted(captured) == [
+        f"Process 0, which computes features, failed: RuntimeError: out of memory. {taken}",
+        f"Process 1, which computes features, was killed by SIGKILL. {taken}",
+        f"Process 2, which computes features, finished nothing for 3 s and was killed. {taken}",
+    ]
+    assert found.computed == 40 and len(np.unique(found.rows, axis=0)) == 40
+    assert np.array_equal(found.rows, compute_features(MeanColor(), items, ALONE, tmp_path / "alone").rows)
+    with pytest.raises(ProcessLookupError):
+        os.kill(hung, 0)
+
+
+@pytest.mark.slow
+def test_the_same_command_resumes_when_all_processes_died(tmp_path: Path) -> None:
+    items = items_of(tmp_path, 12)
+
+    def kill_all(done: int, total: int) -> None:
+        for pid in processes().values():
+            os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(UserError) as told:
+        compute_features(MeanColor(), items, {"0": "cpu", "1": "cpu"}, tmp_path / "cache", progress=kill_all)
+    assert "was killed by SIGKILL. No other process is left. It was busy with " in str(told.value)
+    assert str(told.value).endswith(".png. Run the same command again to resume.")
+    assert processes() == {}
+    resumed = compute_features(MeanColor(), items, ALONE, tmp_path / "cache")
+    assert 0 < resumed.cached < 12 and resumed.computed + resumed.cached == 12
+    assert np.array_equal(resumed.rows, compute_features(MeanColor(), items, ALONE, tmp_path / "alone").rows)

@@ -15,16 +15,7 @@ import torch
 
 from muralist.core.errors import UserError
 from muralist.evaluate import inception
-from muralist.evaluate.inception import (
-    Convolution,
-    Inception,
-    find_weights,
-    fold_batch_norms,
-    fuse_if_bit_exact,
-    load_inception,
-    preprocess,
-    preprocess_batch,
-)
+from muralist.evaluate.inception import Convolution, Inception, find_weights, load_inception, preprocess
 from tests.conftest import SHARED_DATA
 from tests.support.evaluating import inception_weights
 
@@ -46,7 +37,7 @@ def test_folded_batch_norms_change_only_rounding() -> None:
     with torch.inference_mode():
         inputs = torch.stack([preprocess(image[None])[0] for image in images])
         before = network(inputs)
-        folded = fold_batch_norms(network)
+        folded = inception.fold_batch_norms(network)
         after = folded(inputs)
     assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in folded.modules())
     assert before.std() > 0.1 and (before - after).abs().max() < 1e-5
@@ -80,10 +71,10 @@ def test_fused_kernels_are_used_only_if_bit_exact(
     kernel: Callable[..., torch.Tensor], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inception, "fused_conv_relu", kernel)
-    network = fold_batch_norms(Inception().eval())
+    network = inception.fold_batch_norms(Inception().eval())
     spoiled: list[bool] = []
     with torch.inference_mode():
-        fuse_if_bit_exact(network, network, torch.rand(1, 3, 299, 299), lambda: spoiled.append(True))
+        inception.fuse_if_bit_exact(network, network, torch.rand(1, 3, 299, 299), lambda: spoiled.append(True))
     found = {module.fused for module in network.modules() if isinstance(module, Convolution)}
     assert found == {taken} and len(spoiled) == 2
 
@@ -92,7 +83,7 @@ def test_batches_of_mixed_sizes_are_resized_like_single_images() -> None:
     generator = np.random.default_rng(0)
     sizes = [(32, 32), (31, 40), (32, 32), (400, 300)]
     images = [torch.from_numpy(generator.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
-    batch = preprocess_batch(images, torch.device("cpu"))
+    batch = inception.preprocess_batch(images, torch.device("cpu"))
     assert batch.shape == (4, 3, 299, 299)
     assert all(torch.equal(row, preprocess(image[None])[0]) for row, image in zip(batch, images, strict=True))
     scaled = torch.nn.functional.interpolate(images[1].permute(2, 0, 1)[None] / 255, size=(299, 299), mode="bilinear")
@@ -141,13 +132,8 @@ def test_search_order_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found, reason = find_weights(None)
     assert found is None
-    for part in (
-        "pt_inception-2015-12-05-6726825d.pth",
-        "--inception_weights",
-        "MURALIST_INCEPTION",
-    ):
-        assert part in reason
-    assert str(tmp_path / "muralist") in reason
+    file, cache = "pt_inception-2015-12-05-6726825d.pth", str(tmp_path / "muralist")
+    assert all(part in reason for part in (file, "--inception_weights", "MURALIST_INCEPTION", cache))
     cached = tmp_path / "muralist" / "default_1.pt"
     cached.parent.mkdir()
     cached.touch()

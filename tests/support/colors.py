@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from muralist.data.decode import decode_image
-from muralist.evaluate.encoders import LoadedEncoder
+from muralist.evaluate.encoders import Encoder, LoadedEncoder
 
 
 @dataclass(frozen=True)
-class MeanColor:
+class MeanColor(Encoder):
     """The mean color of an image; the process named `fails_as` runs out of memory."""
 
-    name: str = "color"
+    source: Path = Path()
     sha256: str = "color"
     width: int = 3
+    name: str = "color"
     fails_as: str = ""
-    source: Path = Path()
     takes_pixels: bool = False
-    tf32: bool = False
 
     def load(self, device: torch.device) -> LoadedEncoder:
         return LoadedEncoder(self.prepare, self.compute, takes_pixels=self.takes_pixels)

@@ -64,14 +64,10 @@ def small_clip(folder: Path) -> Path:
     return folder
 
 
-def evaluate(*arguments: object, expect: int = 0) -> None:
-    """Run `muralist evaluate`."""
-    assert main(["evaluate", *map(str, arguments)]) == expect
-
-
-def report(output: Path) -> dict[str, Any]:
-    """Read report.json."""
-    return json.loads((output / "report.json").read_text())
+def evaluate(output: Path, *arguments: object, expect: int = 0) -> dict[str, Any]:
+    """Run `muralist evaluate`, and return the content of report.json."""
+    assert main(["evaluate", *map(str, arguments), "--output_dir", str(output)]) == expect
+    return {} if expect else json.loads((output / "report.json").read_text())
 
 
 def small_dinov2(folder: Path, seed: int = 0) -> Path:

@@ -13,7 +13,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from pydantic_core import from_json
@@ -24,17 +24,9 @@ Axis = Literal["step", "images", "hours"]
 POINTS = 2000
 _AXES: tuple[str, ...] = ("step", "images", "time")
 _MAX_COLUMNS = 64
-_MAX_CELLS = 24_000_000  # of all runs together, 4 to 8 bytes each; beyond, the least recently used run is dropped
+_MAX_CELLS = 24_000_000  # of all runs together, 4 to 8 bytes each
 _LONGEST_PAUSE = 600.0  # seconds between two lines; a longer pause means that the run was stopped
 _DIGITS = 6
-
-
-class ClientState(NamedTuple):
-    """The part of a run's curves that a page already has."""
-
-    version: str
-    width: int
-    row: int
 
 
 class Series:
@@ -57,9 +49,12 @@ class Series:
         return self.rows * len(self._columns)
 
     def window(
-        self, axis: Axis, have: ClientState | None = None, low: float | None = None, high: float | None = None
+        self, axis: Axis, have: str | None = None, low: float | None = None, high: float | None = None
     ) -> dict[str, Any]:
-        """Return the curves over a range of the axis, or all of it; with `have`, only new buckets."""
+        """Return the curves over a range of the axis, or all of it.
+
+        `have` is version.width.row of what the page already shows: then only new buckets are returned.
+        """
         with self._lock:
             self._read()
             positions = self._positions(axis)
@@ -68,108 +63,74 @@ class Series:
                 # One row beyond each side, so that lines reach the edge.
                 begin = max(0, int(np.searchsorted(positions, low)) - 1)
                 end = min(self.rows, int(np.searchsorted(positions, high, side="right")) + 1)
-            width = _bucket_width(end - begin)
+            width = 1 << max(0, (-(-(end - begin) // POINTS) - 1).bit_length())
             begin -= begin % width
-            if have and have.version == self.version and have.width == width and begin <= have.row <= end:
-                begin = have.row - have.row % width
+            version, known_width, row = have.split(".") if have else ("", 0, 0)
+            if version == self.version and int(known_width) == width and begin <= int(row) <= end:
+                begin = int(row) - int(row) % width
+            starts = np.arange(begin, end, width)
             return {
                 "version": self.version,
                 "rows": self.rows,
                 "width": width,
                 "begin": begin,
                 "next": end - end % width,  # the first bucket that may still change
-                "x": _to_json(_bucket_ends(positions[begin:end], width)),
-                "series": self._series(begin, end, width),
+                "x": _to_json(positions[np.minimum(starts + width, end) - 1]),
+                "series": {
+                    name: _buckets(np.array(column[begin:end], np.float64), width)
+                    for name, column in self._columns.items()
+                    if name not in _AXES
+                },
             }
 
     def _read(self) -> None:
         if not self._file.is_unchanged():
             self._restart()
         for _, data in self._file.new_lines():
-            rows = _parse_rows(data)
+            rows = [row for line in data.splitlines() if (row := parse_row(line)) is not None]
             for name in {name for row in rows for name in row}:
                 if "/" in name and name not in self._columns and len(self._columns) < _MAX_COLUMNS:
                     self._columns[name] = array("f", [math.nan]) * self.rows
             for name, column in self._columns.items():
-                column.extend([_number(row.get(name)) for row in rows])
+                values = [number(row.get(name)) for row in rows]
+                column.extend([math.nan if value is None else value for value in values])
             self.rows += len(rows)
 
     def _positions(self, axis: Axis) -> np.ndarray:
         if axis != "hours":
             return np.array(self._columns[axis])
         times = np.array(self._columns["time"])
-        if not len(times):
-            return times
-        elapsed = np.nan_to_num(np.diff(times))
-        training = np.where((elapsed < 0) | (elapsed > _LONGEST_PAUSE), 0, elapsed)
-        return np.concatenate(([0.0], np.cumsum(training))) / 3600
-
-    def _series(self, begin: int, end: int, width: int) -> dict[str, dict[str, list[float | None]]]:
-        series: dict[str, dict[str, list[float | None]]] = {}
-        for name, column in self._columns.items():
-            if name in _AXES:
-                continue
-            values = np.array(column[begin:end], dtype=np.float64)
-            if width == 1:
-                series[name] = {"mean": _to_json(values)}
-                continue
-            starts = np.arange(0, len(values), width)
-            known = np.isfinite(values)
-            if not len(starts):
-                series[name] = {"mean": [], "low": [], "high": []}
-                continue
-            counts = np.add.reduceat(known, starts, dtype=np.int64)
-            sums = np.add.reduceat(np.where(known, values, 0.0), starts)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                mean = np.where(counts > 0, sums / counts, np.nan)
-            finite = np.where(known, values, np.nan)
-            series[name] = {
-                "mean": _to_json(mean),
-                "low": _to_json(np.fmin.reduceat(finite, starts)),
-                "high": _to_json(np.fmax.reduceat(finite, starts)),
-            }
-        return series
+        elapsed = np.nan_to_num(np.diff(times, prepend=times[:1]))
+        return np.cumsum(np.where((elapsed < 0) | (elapsed > _LONGEST_PAUSE), 0, elapsed)) / 3600
 
 
-class Curves:
-    """The series of recently viewed runs, in bounded memory."""
+class RecentSeries:
+    """The series of recently viewed runs; while they hold too many values, the least recently viewed are dropped."""
 
     def __init__(self, max_cells: int = _MAX_CELLS) -> None:
         self.max_cells = max_cells
         self._series: OrderedDict[Path, Series] = OrderedDict()
         self._lock = threading.Lock()
 
-    def window(
-        self,
-        path: Path,
-        axis: Axis,
-        have: ClientState | None = None,
-        low: float | None = None,
-        high: float | None = None,
-    ) -> dict[str, Any]:
-        """Return the curves of one metrics.jsonl; see `Series.window`."""
+    def get(self, path: Path) -> Series:
+        """Return the series of a metrics.jsonl."""
         with self._lock:
             series = self._series.setdefault(path, Series(path))
             self._series.move_to_end(path)
-        window = series.window(axis, have, low, high)
-        with self._lock:
             while len(self._series) > 1 and sum(kept.cells for kept in self._series.values()) > self.max_cells:
                 self._series.popitem(last=False)
-        return window
-
-    @property
-    def cells(self) -> int:
-        """Return how many values are held."""
-        return sum(series.cells for series in self._series.values())
+            return series
 
 
-def _parse_rows(data: bytes) -> list[dict[str, Any]]:
-    lines = data.splitlines()
-    try:
-        rows = from_json(b"[" + b",".join(lines) + b"]")
-    except ValueError:  # a line that a crash truncated, or an empty one
-        rows = [row for line in lines if (row := parse_row(line)) is not None]
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
+def _buckets(values: np.ndarray, width: int) -> dict[str, list[float | None]]:
+    if width == 1:
+        return {"mean": _to_json(values)}
+    starts = np.arange(0, len(values), width)
+    known = ~np.isnan(values)
+    with np.errstate(invalid="ignore"):  # a bucket without values
+        mean = np.add.reduceat(np.where(known, values, 0.0), starts) / np.add.reduceat(known, starts, dtype=np.int64)
+    low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
+    return {"mean": _to_json(mean), "low": _to_json(low), "high": _to_json(high)}
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
@@ -181,18 +142,9 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and "step" in row else None
 
 
-def _number(value: Any) -> float:
-    return value if type(value) in (int, float) and abs(value) < 1e38 else math.nan
-
-
-def _bucket_width(rows: int) -> int:
-    return 1 << max(0, (-(-rows // POINTS) - 1).bit_length())
-
-
-def _bucket_ends(positions: np.ndarray, width: int) -> np.ndarray:
-    """Return the last position of each bucket."""
-    ends = np.arange(width - 1, len(positions) + width - 1, width)
-    return positions[np.minimum(ends, len(positions) - 1)] if len(positions) else positions
+def number(value: Any) -> float | None:
+    """Return a finite number of a file; None for anything else."""
+    return value if type(value) in (int, float) and abs(value) < 1e38 else None
 
 
 def _to_json(values: np.ndarray) -> list[float | None]:

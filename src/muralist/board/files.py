@@ -1,17 +1,30 @@
-"""Files under the board's root: the only way from an address to a path, and reading of files that grow."""
+"""Files under the board's root: the only way from an address to a path, files that grow, and thumbnails."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import re
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+from PIL import Image
+from pydantic_core import from_json
+
+from muralist.core.hardware import available_cpus, cache_dir
+from muralist.core.images import IMAGE_FORMATS, thumbnail
+from muralist.core.run_dir import atomic_write
 
 IMAGES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 PAGES = {".html": "text/html; charset=utf-8"}
 _BLOCK = 4 << 20  # bytes that are read at once
 _FINGERPRINT = 256  # bytes before the offset, by which a file is recognized
+_MTIME_RESOLUTION = 2_000_000_000  # nanoseconds after which another change has another modification time
 
 
 class NotFound(Exception):
@@ -55,6 +68,15 @@ class BoardRoot:
         return path.relative_to(self.path).as_posix()
 
 
+def version_of(path: Path) -> int:
+    """Return a file's or folder's modification time in nanoseconds, by which what was read of it is cached.
+
+    Right after a change it is the current time instead: the next change might have the same modification time.
+    """
+    changed, now = path.stat().st_mtime_ns, time.time_ns()
+    return now if now - changed < _MTIME_RESOLUTION else changed
+
+
 def open_regular(path: Path | str) -> IO[bytes]:
     """Open a file; a link, which may lead out of the root, is refused, and a pipe does not block."""
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
@@ -66,6 +88,15 @@ def read_regular(path: Path | str, limit: int) -> bytes:
         return file.read(limit)
 
 
+def read_object(path: Path, limit: int = 1 << 20) -> dict[str, Any]:
+    """Read a JSON object; empty where the file is missing, a link or damaged."""
+    try:
+        content = from_json(read_regular(path, limit))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def is_real_folder(path: Path) -> bool:
     """Return whether a path is a folder and not a link to one."""
     return path.is_dir() and not path.is_symlink()
@@ -73,13 +104,11 @@ def is_real_folder(path: Path) -> bool:
 
 def list_matching(folder: Path, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], os.DirEntry[str]]]:
     """Return the entries of a folder whose names match; none where the folder is a link or cannot be read."""
-    if not is_real_folder(folder):
-        return []
-    try:
-        with os.scandir(folder) as entries:
-            return [(match, entry) for entry in entries if (match := pattern.fullmatch(entry.name))]
-    except OSError:
-        return []
+    with suppress(OSError):
+        if is_real_folder(folder):
+            with os.scandir(folder) as entries:
+                return [(match, entry) for entry in entries if (match := pattern.fullmatch(entry.name))]
+    return []
 
 
 class GrowingFile:
@@ -112,15 +141,14 @@ class GrowingFile:
             while self.offset < self.size:
                 file.seek(self.offset)
                 data = file.read(block)
-                end = data.rfind(b"\n") + 1
-                if not end:
-                    if len(data) < block:
-                        return  # the last line is still being written
+                if end := data.rfind(b"\n") + 1:
+                    offset, self.offset = self.offset, self.offset + end
+                    self._fingerprint = data[max(0, end - _FINGERPRINT) : end]
+                    yield offset, data[:end]
+                elif len(data) < block:
+                    return  # the last line is still being written
+                else:
                     block *= 2
-                    continue
-                offset, self.offset = self.offset, self.offset + end
-                self._fingerprint = data[max(0, end - _FINGERPRINT) : end]
-                yield offset, data[:end]
 
 
 def read_tail(path: Path, limit: int = 8192) -> bytes:
@@ -140,18 +168,77 @@ def last_line(text: bytes) -> bytes:
 
 def sample_lines(path: Path, count: int, longest: int = 2048) -> list[bytes]:
     """Return some lines evenly spaced over a file of any length, with one seek for each."""
-    found: list[bytes] = []
+    found: dict[bytes, None] = {}
+    with suppress(OSError), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        for number in range(count):
+            offset = size * number // count
+            file.seek(max(0, offset - 1))
+            data = file.read(longest)
+            rest = data if offset == 0 else data.partition(b"\n")[2]
+            line, end, _ = rest.partition(b"\n")
+            if end and line:
+                found[line] = None
+    return list(found)
+
+
+SIDES = (96, 192, 384)
+_MAX_CACHE_BYTES = 512 << 20
+_SMALL_FILE = 96 << 10
+_MAX_FACTS = 32
+
+
+class Thumbnails:
+    """Creates thumbnails, at most one per core at a time, and caches them outside the folders that are shown."""
+
+    def __init__(self, cache: Path | None = None) -> None:
+        self.cache = cache or cache_dir() / "board"
+        self._slots = threading.Semaphore(available_cpus())
+        self.shrink()
+
+    def get(self, path: Path, side: int) -> tuple[bytes, str] | None:
+        """Return an image that fits into a square of this side, and its media type; None where it cannot be read."""
+        status = path.stat()
+        if status.st_size <= _SMALL_FILE:
+            facts = image_facts(path)
+            if facts and max(facts["width"], facts["height"]) <= side:
+                return path.read_bytes(), IMAGES[path.suffix.lower()]
+        name = hashlib.sha256(f"{path}\n{status.st_mtime_ns}\n{status.st_size}\n{side}".encode()).hexdigest()
+        cached = self.cache / name[:2] / f"{name[2:]}.webp"
+        with suppress(OSError):
+            return cached.read_bytes(), "image/webp"
+        with self._slots:
+            image = thumbnail(path, side)
+        if image is None:
+            return None
+        buffer = io.BytesIO()
+        image.save(buffer, "WEBP", quality=82, method=2)
+        with suppress(OSError):  # without a cache the page is only slower
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(cached, buffer.getvalue())
+        return buffer.getvalue(), "image/webp"
+
+    def shrink(self, max_bytes: int = _MAX_CACHE_BYTES) -> None:
+        """Remove the oldest thumbnails until the rest fits."""
+        files = []
+        for path in self.cache.glob("??/*.webp"):
+            with suppress(OSError):
+                status = path.stat()
+                files.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if total <= max_bytes:
+                return
+            with suppress(OSError):
+                path.unlink()
+                total -= size
+
+
+def image_facts(path: Path) -> dict[str, Any]:
+    """Return the size of an image and its text fields, such as prompt, seed and step; reads the header only."""
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            for number in range(count):
-                offset = size * number // count
-                file.seek(max(0, offset - 1))
-                data = file.read(longest)
-                begin = 0 if offset == 0 else data.find(b"\n") + 1
-                line, end, _ = data[begin:].partition(b"\n")
-                if end and line and (begin or offset == 0) and (not found or line != found[-1]):
-                    found.append(line)
-    except OSError:
-        pass
-    return found
+        with Image.open(path, formats=IMAGE_FORMATS) as image:
+            texts = [(str(key), value[:2000]) for key, value in image.info.items() if isinstance(value, str)]
+            return {**dict(texts[:_MAX_FACTS]), "width": image.width, "height": image.height}
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return {}

@@ -10,14 +10,14 @@ import secrets
 import threading
 import time
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic_core import from_json
 
-from muralist.board.files import GrowingFile, is_real_folder, open_regular, read_regular
+from muralist.board.files import GrowingFile, is_real_folder, open_regular, read_object
 from muralist.data.ledger_reader import DONE, LEDGER, PLANNED, PROGRESS, WORK_DIR, is_sample_record
 
 NEWEST = 48
@@ -25,30 +25,10 @@ _ALIVE = 60.0  # seconds: a running command updates its lock every ten
 _MAX_READ_SECONDS = 1.0  # per request; a longer ledger is continued by the next request
 _MAX_FAILURES = 500  # kept with their reasons; all are counted
 _RECENT = 256  # images that determine the speed of a GPU
-_MAX_FOLDERS = 32
 _MAX_ROW = 1 << 28  # a larger index comes from a damaged line
 _MAX_COPIES = 4096
-_ABSENT, _DONE, _FAILED = 0, 1, 2
 _FIELDS = ("index", "copy", "id", "seed", "prompt", "negative_prompt", "height", "width", "file", "gpu", "seconds")
 _MAX_TEXT = 2000
-
-
-class _Samples:
-    """State and ledger position of one copy of every row."""
-
-    def __init__(self) -> None:
-        self.states = bytearray()
-        self.positions = array("q")
-
-    def update(self, row: int, state: int, position: int) -> int:
-        """Record the newest line about a row, and return its earlier state."""
-        if (missing := row + 1 - len(self.states)) > 0:
-            missing += len(self.states) // 8  # amortized growth
-            self.states.extend(bytes(missing))
-            self.positions.extend([0] * missing)
-        before = self.states[row]
-        self.states[row], self.positions[row] = state, position
-        return before
 
 
 class Generation:
@@ -62,10 +42,10 @@ class Generation:
     def _restart(self) -> None:
         self.version = secrets.token_hex(4)
         self._files = [GrowingFile(self.folder / LEDGER)]
-        self._samples: dict[int, _Samples] = {}  # by copy
+        self._lines: dict[int, array[int]] = {}  # by copy, then row: see _record
         self._done: Counter[str] = Counter()  # by GPU
         self._failed: Counter[str] = Counter()
-        self._failures: OrderedDict[tuple[int, int], dict[str, Any]] = OrderedDict()
+        self._failures: dict[tuple[int, int], dict[str, Any]] = {}
         self._newest: deque[tuple[int, int, int]] = deque(maxlen=NEWEST)  # time, copy, row
         self._times: dict[str, deque[int]] = {}  # by GPU
         self._order: np.ndarray | None = None
@@ -75,18 +55,19 @@ class Generation:
         """Return everything about the folder except the list of its images."""
         with self._lock:
             self._read()
-            running, owner = _owner(self.folder)
+            state, owner = _state(self.folder)
+            running = state == "running"
             reported, unassigned = self._reported_progress() if running else ({}, 0)
-            gpus = sorted({*self._done, *reported}, key=_natural_order)
+            gpus = sorted({*self._done, *self._failed, *reported}, key=_natural_order)
             newest = [self._line(copy, row) for _, copy, row in sorted(self._newest, reverse=True)]
             size = sum(file.size for file in self._files)
             return {
                 "version": self.version,
-                "state": _state(running, owner),
+                "state": state,
                 "owner": owner,
                 "read": round(sum(file.offset for file in self._files) / size, 3) if size else 1.0,
-                "done": sum(self._done.values()),
-                "failed": sum(self._failed.values()),
+                "done": self._done.total(),
+                "failed": self._failed.total(),
                 "planned": self._planned,
                 "workers": [self._worker(gpu, reported.get(gpu), running) for gpu in gpus],
                 "unassigned": unassigned,
@@ -101,9 +82,12 @@ class Generation:
         with self._lock:
             self._read()
             if self._order is None:
-                self._order = self._sort_done()
-            codes = self._order[begin : begin + count].tolist()
-            lines = [self._line(code % _MAX_COPIES, code // _MAX_COPIES) for code in codes]
+                codes = [
+                    np.flatnonzero(np.array(lines) > 0) * _MAX_COPIES + copy for copy, lines in self._lines.items()
+                ]
+                self._order = np.sort(np.concatenate(codes)) if codes else np.empty(0, np.int64)
+            codes_shown = self._order[begin : begin + count].tolist()
+            lines = [self._line(code % _MAX_COPIES, code // _MAX_COPIES) for code in codes_shown]
             return {"version": self.version, "total": len(self._order), "begin": begin, "images": lines}
 
     def _read(self) -> None:
@@ -130,17 +114,21 @@ class Generation:
             except (ValueError, AttributeError):
                 line = None  # truncated by a kill
             if is_sample_record(line) and 0 <= line["index"] < _MAX_ROW and 0 <= line["copy"] < _MAX_COPIES:
-                self._record(line, file << 48 | offset)
+                self._record(line, 1 + (file << 48 | offset))
             offset += len(raw)
 
     def _record(self, line: dict[str, Any], position: int) -> None:
+        """Record the newest line about a row: its position, negative where the row failed; 0 stands for no line."""
         row, copy, gpu, done = line["index"], line["copy"], line["gpu"], line["status"] == DONE
-        before = self._samples.setdefault(copy, _Samples()).update(row, _DONE if done else _FAILED, position)
-        if before == _FAILED:
+        lines = self._lines.setdefault(copy, array("q"))
+        if row >= len(lines):
+            lines.frombytes(bytes(8 * (row + 1 - len(lines) + len(lines) // 8)))  # amortized growth
+        before, lines[row] = lines[row], position if done else -position
+        if before < 0:
             earlier = self._failures.pop((row, copy), None)
             self._failed[earlier["gpu"] if earlier else gpu] -= 1
-        if done != (before == _DONE):
-            self._done[gpu] += 1 if done else -1 if before == _DONE else 0
+        if done != (before > 0):
+            self._done[gpu] += 1 if done else -1
             self._order = None
         if done:
             self._times.setdefault(gpu, deque(maxlen=_RECENT)).append(line["changed"])
@@ -148,20 +136,12 @@ class Generation:
                 self._newest.append((line["changed"], copy, row))
             return
         self._failed[gpu] += 1
-        self._done[gpu] += 0  # so that a GPU that has only failed is listed
-        self._failures[row, copy] = _visible(line) | {"error": _truncate(line["error"])}
+        self._failures[row, copy] = _visible(line) | {"error": line["error"][:_MAX_TEXT]}
         if len(self._failures) > _MAX_FAILURES:
-            self._failures.popitem(last=False)
-
-    def _sort_done(self) -> np.ndarray:
-        codes = [
-            np.flatnonzero(np.frombuffer(samples.states, np.uint8) == _DONE) * _MAX_COPIES + copy
-            for copy, samples in self._samples.items()
-        ]
-        return np.sort(np.concatenate(codes)) if codes else np.empty(0, np.int64)
+            del self._failures[next(iter(self._failures))]
 
     def _line(self, copy: int, row: int) -> dict[str, Any]:
-        position = self._samples[copy].positions[row]
+        position = abs(self._lines[copy][row]) - 1
         try:
             with open_regular(self._files[position >> 48].path) as file:
                 file.seek(position & ((1 << 48) - 1))
@@ -179,15 +159,13 @@ class Generation:
 
     def _reported_progress(self) -> tuple[dict[str, tuple[int, int, int]], int]:
         """Return done, failed and total of each worker of the running command, and how many samples are unassigned."""
+        progress = read_object(self.folder / WORK_DIR / PROGRESS) if is_real_folder(self.folder / WORK_DIR) else {}
         try:
-            if not is_real_folder(self.folder / WORK_DIR):
-                return {}, 0
-            progress = from_json(read_regular(self.folder / WORK_DIR / PROGRESS, 1 << 20))
             workers = {
                 gpu: (int(done), int(failed), int(total)) for gpu, (done, failed, total) in progress["workers"].items()
             }
             return workers, int(progress["unassigned"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             return {}, 0
 
     def _settings(self) -> dict[str, Any]:
@@ -198,31 +176,13 @@ class Generation:
             return {}
 
 
-class Generations:
-    """The recently viewed generation folders."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[Path, Generation] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, folder: Path) -> Generation:
-        """Return a folder with what was read so far."""
-        with self._lock:
-            found = self._known.setdefault(folder, Generation(folder))
-            self._known.move_to_end(folder)
-            if len(self._known) > _MAX_FOLDERS:
-                self._known.popitem(last=False)
-            return found
-
-
-def summary(folder: Path) -> dict[str, Any]:
+def generation_summary(folder: Path) -> dict[str, Any]:
     """Return what the list shows of a folder, without reading its ledger."""
-    running, owner = _owner(folder)
     try:
         changed = max(path.stat().st_mtime for path in (folder / LEDGER, *_shards(folder)))
-    except (OSError, ValueError):
+    except OSError:
         changed = 0.0
-    return {"state": _state(running, owner), "changed": round(changed)}
+    return {"state": _state(folder)[0], "changed": round(changed)}
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -230,25 +190,17 @@ def _shards(folder: Path) -> list[Path]:
     return sorted(work.glob("*.jsonl")) if is_real_folder(work) else []
 
 
-def _owner(folder: Path) -> tuple[bool, dict[str, Any]]:
-    """Return whether a command is running in a folder, and the content of its lock."""
-    try:
-        owner = dict(from_json(read_regular(folder / "lock", 1 << 16)))
-        return time.time() - float(owner["heartbeat"]) < _ALIVE, owner
-    except (OSError, ValueError, TypeError, KeyError):
-        return False, {}
-
-
-def _state(running: bool, owner: dict[str, Any]) -> str:
-    return "running" if running else "lost" if owner else "finished"  # a command that ends normally removes its lock
+def _state(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Return the state of a folder and the content of its lock, which a command that ends normally removes."""
+    owner = read_object(folder / "lock")
+    if not isinstance(heartbeat := owner.get("heartbeat"), int | float):
+        return "finished", {}
+    return "running" if time.time() - heartbeat < _ALIVE else "lost", owner
 
 
 def _visible(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: _truncate(line[name]) for name in _FIELDS if name in line}
-
-
-def _truncate(value: Any) -> Any:
-    return value[:_MAX_TEXT] if isinstance(value, str) else value
+    shown = {name: line[name] for name in _FIELDS if name in line}
+    return {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in shown.items()}
 
 
 def _natural_order(gpu: str) -> tuple[int, str]:

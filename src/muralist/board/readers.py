@@ -1,20 +1,29 @@
-"""What the list shows: runs, generation folders and evaluations found under the root, and the state of each."""
+"""What the page shows of the folders under the root: runs with their samples, and evaluations, in their states.
+
+What was read of a file or folder is cached with its modification time: unchanged ones are not read again.
+"""
 
 from __future__ import annotations
 
-import math
 import os
 import re
-import threading
 import time
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic_core import from_json
-
-from muralist.board.curves import parse_row
-from muralist.board.files import BoardRoot, last_line, list_matching, read_regular, read_tail, sample_lines
+from muralist.board.curves import number, parse_row
+from muralist.board.files import (
+    last_line,
+    list_matching,
+    read_object,
+    read_regular,
+    read_tail,
+    sample_lines,
+    version_of,
+)
 from muralist.core.run_dir import RunDir
 from muralist.data.ledger_reader import LEDGER, WORK_DIR
 
@@ -23,8 +32,6 @@ _MAX_DEPTH = 6
 _MAX_ENTRIES = 20_000  # of one folder: a larger one is full of images
 _MAX_FOLDERS = 20_000
 _RUN_FOLDERS = {"checkpoints", "samples", "logs", "tensorboard", "heartbeats", "wandb"}
-_MTIME_RESOLUTION = 2.0  # seconds after which another change of a folder has another modification time
-_SCAN_INTERVAL = 1.0
 
 
 class BoardEntry(NamedTuple):
@@ -38,83 +45,49 @@ class BoardEntry(NamedTuple):
 
 
 class _Listing(NamedTuple):
-    """The relevant content of a folder."""
-
-    kinds: tuple[Kind, ...] = ()
-    folders: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()  # to folders
+    kinds: Sequence[Kind] = ()
+    folders: Sequence[str] = ()
+    links: Sequence[str] = ()  # to folders
 
 
-_Listings = dict[Path, tuple[int, _Listing]]  # with the modification time
+def find_entries(root: Path) -> list[BoardEntry]:
+    """Return all entries under the root, sorted by path."""
+    return sorted(_walk(root), key=lambda entry: (entry.name, entry.kind))
 
 
-class Scanner:
-    """Finds entries under the root; a folder that has not changed is not read again."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self._listings: _Listings = {}
-        self._entries: list[BoardEntry] = []
-        self._scanned = -_SCAN_INTERVAL
-        self._lock = threading.Lock()
-
-    def entries(self) -> list[BoardEntry]:
-        """Return all entries sorted by path, scanned at most once per second."""
-        with self._lock:
-            if time.monotonic() - self._scanned >= _SCAN_INTERVAL:
-                before, self._listings = self._listings, {}
-                self._entries = sorted(self._walk(before), key=lambda entry: (entry.name, entry.kind))
-                self._scanned = time.monotonic()
-            return self._entries
-
-    def _walk(self, before: _Listings) -> Iterator[BoardEntry]:
-        level = [self.root]
-        for _ in range(_MAX_DEPTH):
-            below: list[Path] = []
-            for folder in level:
-                if len(self._listings) >= _MAX_FOLDERS:
-                    return
-                listing = self._listing(folder, before)
-                yield from (BoardEntry(kind, folder, folder) for kind in listing.kinds)
-                for name in listing.links:
-                    yield from self._follow(folder / name, before)
-                below.extend(folder / name for name in listing.folders)
-            level = below
-
-    def _follow(self, link: Path, before: _Listings) -> Iterator[BoardEntry]:
-        """Yield the target of a link if it is under the root and not hidden, but nothing below it: links may loop."""
-        folder = Path(os.path.realpath(link))  # each time: the target may have been replaced by another link
-        if folder.is_relative_to(self.root) and all(map(_is_shown, folder.relative_to(self.root).parts)):
-            yield from (BoardEntry(kind, folder, link) for kind in self._listing(folder, before).kinds)
-
-    def _listing(self, folder: Path, before: _Listings) -> _Listing:
+def _walk(root: Path) -> Iterator[BoardEntry]:
+    waiting = deque([(root, root, 1)])  # real path, name and depth of folders, the highest ones first
+    for _ in range(_MAX_FOLDERS):
+        if not waiting:
+            return
+        folder, name, depth = waiting.popleft()
         try:
-            changed = folder.stat().st_mtime_ns
-            if folder in before and before[folder][0] == changed:
-                listing = before[folder][1]
-            else:
-                listing = _list_folder(folder)
-                if time.time() - changed / 1e9 < _MTIME_RESOLUTION:
-                    changed = -1
+            listing = _list_folder(folder, version_of(folder))
         except OSError:
-            return _Listing()
-        self._listings[folder] = changed, listing
-        return listing
+            continue
+        yield from (BoardEntry(kind, folder, name) for kind in listing.kinds)
+        if folder != name:
+            continue  # nothing below a link: links may loop
+        for link in listing.links:
+            target = Path(os.path.realpath(folder / link))
+            if target.is_relative_to(root) and all(map(_is_shown, target.relative_to(root).parts)):
+                waiting.append((target, folder / link, depth))
+        if depth < _MAX_DEPTH:
+            waiting.extend((folder / below, folder / below, depth + 1) for below in listing.folders)
 
 
-def _list_folder(folder: Path) -> _Listing:
+@lru_cache(maxsize=_MAX_FOLDERS)
+def _list_folder(folder: Path, version: int) -> _Listing:
     names: set[str] = set()
     folders: list[str] = []
     links: list[str] = []
     with os.scandir(folder) as entries:
-        for number, entry in enumerate(entries):
-            if number == _MAX_ENTRIES:
-                break
+        for _, entry in zip(range(_MAX_ENTRIES), entries, strict=False):
             if entry.is_dir(follow_symlinks=False):
                 folders.append(entry.name)
             elif entry.is_symlink() and Path(entry).is_dir():  # entry.is_dir() would raise on circular links
                 links.append(entry.name)
-            elif entry.name.endswith((".jsonl", ".json", ".yaml")):
+            else:
                 names.add(entry.name)
     kinds: list[Kind] = []
     if is_run := "config.yaml" in names and ("metrics.jsonl" in names or "checkpoints" in folders):
@@ -123,8 +96,8 @@ def _list_folder(folder: Path) -> _Listing:
         kinds.append("generation")
     if (folder / "report.json").is_file():
         kinds.append("evaluation")
-    below = (name for name in folders if _is_shown(name) and not (is_run and name in _RUN_FOLDERS))
-    return _Listing(tuple(kinds), tuple(sorted(below)), tuple(filter(_is_shown, links)))
+    below = [name for name in folders if _is_shown(name) and not (is_run and name in _RUN_FOLDERS)]
+    return _Listing(kinds, sorted(below), list(filter(_is_shown, links)))
 
 
 def _is_shown(name: str) -> bool:
@@ -145,81 +118,56 @@ _LENGTH = re.compile(rb"epoch = ([\d,]+) steps")
 _END = re.compile(rb"(Finished) at step |(Stopped) by ")
 
 
-class Runs:
-    """Summarizes training runs; files that have not changed are not read again."""
-
-    def __init__(self) -> None:
-        self._known: dict[Path, tuple[Any, dict[str, Any]]] = {}
-
-    def summary(self, folder: Path) -> dict[str, Any]:
-        """Return state, step, loss and sparkline of a run."""
-        run = RunDir(folder)
-        beats = _heartbeats(run.heartbeats)
-        metrics = _size_and_mtime(run.metrics)
-        signature = metrics, _size_and_mtime(run.log), beats
-        if folder not in self._known or self._known[folder][0] != signature:
-            # Files much older than the newest one are from an earlier launch on more processes.
-            launch = [run.heartbeats / name for name, changed in beats if changed > beats[0][1] - _ALIVE * 1e9]
-            self._known[folder] = signature, _facts(run, launch)
-        facts = dict(self._known[folder][1])
-        end, failure = facts.pop("end"), facts.pop("failure")
-        newest = max((changed for _, changed in beats), default=0 if end else metrics[1]) / 1e9
-        facts["changed"] = round(max(newest, metrics[1] / 1e9))
-        if failure:
-            return facts | {"state": "failed", "message": failure}
-        if newest > time.time() - _ALIVE:
-            return facts | {"state": "running"}
-        if beats:
-            return facts | {"state": "lost", "message": "No sign of life: it was killed, or its machine is gone."}
-        complete = facts["step"] is not None and facts["step"] == facts["steps"]
-        return facts | {"state": "finished" if complete or end == "Finished" else "stopped"}
+def run_summary(folder: Path) -> dict[str, Any]:
+    """Return state, step, loss and sparkline of a run."""
+    run = RunDir(folder)
+    beats = _heartbeats(run.heartbeats)
+    metrics = _size_and_mtime(run.metrics)
+    facts = dict(_run_facts(run, (metrics, _size_and_mtime(run.log))))
+    # Files much older than the newest one are from an earlier launch on more processes.
+    failure = _failure([run.heartbeats / name for name, changed in beats if changed > beats[0][1] - _ALIVE * 1e9])
+    ended = facts.pop("ended")
+    newest = max((changed for _, changed in beats), default=0 if ended else metrics[1]) / 1e9
+    facts["changed"] = round(max(newest, metrics[1] / 1e9))
+    if failure:
+        return facts | {"state": "failed", "message": failure}
+    if newest > time.time() - _ALIVE:
+        return facts | {"state": "running"}
+    if beats:
+        return facts | {"state": "lost", "message": "No sign of life: it was killed, or its machine is gone."}
+    complete = facts["step"] is not None and facts["step"] == facts["steps"]
+    return facts | {"state": "finished" if complete or ended == "Finished" else "stopped"}
 
 
-def _facts(run: RunDir, heartbeats: list[Path]) -> dict[str, Any]:
+@lru_cache(maxsize=4096)
+def _run_facts(run: RunDir, version: tuple[Any, ...]) -> dict[str, Any]:
     last = parse_row(last_line(read_tail(run.metrics))) or {}
     log = read_tail(run.log, 16384)
-    steps = [int(match[2]) for match in _STEPS.finditer(log)]
-    steps = steps or [int(match[1].replace(b",", b"")) for match in _LENGTH.finditer(log)]
+    steps = [total for _, total in _STEPS.findall(log)] or _LENGTH.findall(log)
     end = _END.search(last_line(log))
     rows = [row for line in sample_lines(run.metrics, _SPARKLINE_POINTS) if (row := parse_row(line))]
-    losses = [_number(row.get("train/loss")) for row in [*rows, last]]
+    losses = [number(row.get("train/loss")) for row in [*rows, last]]
     return {
-        "step": _number(last.get("step")),
-        "steps": steps[-1] if steps else None,
-        "images": _number(last.get("images")),
-        "loss": _number(last.get("train/loss")),
+        "step": number(last.get("step")),
+        "steps": int(steps[-1].replace(b",", b"")) if steps else None,
+        "images": number(last.get("images")),
+        "loss": number(last.get("train/loss")),
         "sparkline": [round(loss, 5) for loss in losses if loss is not None],
-        "end": (end[1] or end[2]).decode() if end else "",
-        "failure": _failure(heartbeats),
+        "ended": (end[1] or end[2]).decode() if end else "",
     }
-
-
-def _number(value: Any) -> float | None:
-    return value if type(value) in (int, float) and abs(value) < 1e38 else None
 
 
 def _failure(heartbeats: list[Path]) -> str:
     """Return why processes ended, if one recorded it; a failed one knows more than those that lost contact."""
-    messages: dict[str, str] = {}
-    for path in heartbeats:
-        try:
-            record = from_json(read_regular(path, 1 << 16))
-            messages.setdefault(record["left"], str(record["message"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+    records = [read_object(path, 1 << 16) for path in heartbeats]
+    messages = {str(record.get("left")): str(record.get("message")) for record in reversed(records)}
     return messages.get("failed") or messages.get("lost contact") or ""
 
 
 def _heartbeats(folder: Path) -> tuple[tuple[str, int], ...]:
-    """Return names and modification times, newest first."""
-    beats = []
-    for _, entry in list_matching(folder, _HEARTBEAT):
-        try:
-            if entry.is_file():
-                beats.append((entry.name, entry.stat().st_mtime_ns))
-        except OSError:
-            continue
-    return tuple(sorted(beats, key=lambda beat: -beat[1])[:_MAX_HEARTBEATS])
+    """Return names and modification times, newest first; a file that was removed meanwhile does not count."""
+    beats = [(entry.name, _size_and_mtime(Path(entry))[1]) for _, entry in list_matching(folder, _HEARTBEAT)]
+    return tuple(sorted((beat for beat in beats if beat[1]), key=lambda beat: -beat[1])[:_MAX_HEARTBEATS])
 
 
 def _size_and_mtime(path: Path) -> tuple[int, int]:
@@ -234,37 +182,24 @@ _MAX_REPORT_BYTES = 256 << 20
 _REPORT_PAGES = ("report/index.html", "index.html")
 
 
-class Evaluations:
-    """Summarizes evaluations; a report that has not changed is not read again."""
-
-    def __init__(self, root: BoardRoot) -> None:
-        self.root = root
-        self._known: dict[Path, tuple[int, dict[str, Any] | None]] = {}
-
-    def summary(self, folder: Path) -> dict[str, Any] | None:
-        """Return scores and the address of the page; None where report.json is not an evaluation's."""
-        path = folder / "report.json"
-        try:
-            status = path.stat()
-        except OSError:
-            return None
-        if folder not in self._known or self._known[folder][0] != status.st_mtime_ns:
-            report = _read_report(path) if status.st_size < _MAX_REPORT_BYTES else None
-            self._known[folder] = status.st_mtime_ns, report
-        report = self._known[folder][1]
-        if report is None:
-            return None
-        page = next((folder / name for name in _REPORT_PAGES if (folder / name).is_file()), None)
-        address = self.root.relative(page) if page else None
-        return report | {"state": "finished", "changed": round(status.st_mtime), "page": address}
+def evaluation_summary(folder: Path) -> dict[str, Any] | None:
+    """Return scores and the path of the page; None where report.json is not an evaluation's."""
+    path = folder / "report.json"
+    size, changed = _size_and_mtime(path)
+    report = _read_report(path, changed) if size < _MAX_REPORT_BYTES else None
+    if report is None:
+        return None
+    page = next((folder / name for name in _REPORT_PAGES if (folder / name).is_file()), None)
+    return report | {"state": "finished", "changed": round(changed / 1e9), "page": page}
 
 
-def _read_report(path: Path) -> dict[str, Any] | None:
+@lru_cache(maxsize=4096)
+def _read_report(path: Path, version: int) -> dict[str, Any] | None:
     """Read the fields that the board shows; a damaged report of any kind is left out."""
+    report = read_object(path, _MAX_REPORT_BYTES)
     try:
-        report = from_json(read_regular(path, _MAX_REPORT_BYTES))
         scores = {
-            name: {key: _finite(score.get(key)) for key in ("value", "low", "high")}
+            name: {key: number(score.get(key)) for key in ("value", "low", "high")}
             for name, score in report["scores"].items()
             if score
         }
@@ -277,9 +212,70 @@ def _read_report(path: Path) -> dict[str, Any] | None:
             "failures": len(report.get("failures") or []),
             "warnings": [str(warning) for warning in report.get("warnings") or []][:20],
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return None
 
 
-def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+_STEP = re.compile(r"step_(\d+)")
+_SAMPLE = re.compile(r"gpu_(\d+)_sample(?:_(\d+))?\.png")
+_ERROR = re.compile(r"gpu_(\d+)_error\.txt")
+_MAX_PROMPT = 2000  # characters
+
+
+class _Checkpoint(NamedTuple):
+    samples: Sequence[tuple[str, str]] = ()  # file and prompt
+    errors: Sequence[tuple[str, str]] = ()  # GPU and reason
+
+
+def sample_grid(folder: Path) -> dict[str, Any]:
+    """Return the prompts and steps of a run's samples, and for each step the file of each prompt, or null.
+
+    A prompt with several samples per checkpoint has as many rows.
+    """
+    rows: dict[tuple[str, int], int] = {}
+    columns: list[tuple[int, dict[int, str], _Checkpoint]] = []
+    folders = [(int(match[1]), entry) for match, entry in list_matching(folder, _STEP)]
+    for step, entry in sorted(folders, key=lambda found: found[0]):
+        if not entry.is_dir(follow_symlinks=False):
+            continue
+        try:
+            checkpoint = _read_checkpoint(entry.path, version_of(Path(entry)))
+        except OSError:
+            continue
+        repeats: Counter[str] = Counter()
+        files: dict[int, str] = {}
+        for name, prompt in checkpoint.samples:
+            repeats[prompt] += 1
+            files[rows.setdefault((prompt, repeats[prompt]), len(rows))] = name
+        if files or checkpoint.errors:
+            columns.append((step, files, checkpoint))
+    return {
+        "prompts": [prompt for prompt, _ in rows],
+        "steps": [step for step, _, _ in columns],
+        "files": [[files.get(row) for row in range(len(rows))] for _, files, _ in columns],
+        "errors": [
+            {"step": step, "gpu": gpu, "reason": reason}
+            for step, _, checkpoint in columns
+            for gpu, reason in checkpoint.errors
+        ],
+    }
+
+
+@lru_cache(maxsize=8192)
+def _read_checkpoint(folder: str, version: int) -> _Checkpoint:
+    names = set(os.listdir(folder))  # noqa: PTH208  # a Path for each of many files would be slow
+    found = sorted((int(match[1]), int(match[2] or 1), name) for name in names if (match := _SAMPLE.fullmatch(name)))
+    samples = []
+    for _, _, name in found:
+        prompt_file = name.replace("_sample", "_prompt", 1).replace(".png", ".txt")
+        if prompt_file in names:  # written after the image: without it, the image may be incomplete
+            samples.append((name, _read_text(f"{folder}/{prompt_file}")))
+    errors = [(match[1], _read_text(f"{folder}/{name}")) for name in sorted(names) if (match := _ERROR.fullmatch(name))]
+    return _Checkpoint(samples, errors)
+
+
+def _read_text(path: str) -> str:
+    try:
+        return read_regular(path, 4 * _MAX_PROMPT).decode(errors="replace").strip()[:_MAX_PROMPT]
+    except OSError:
+        return ""

@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,18 @@ from muralist.core.hardware import select_devices
 from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error
 from muralist.data.sources.registry import EMBEDDED
 from muralist.evaluate import encoders, inception, metrics
+from muralist.evaluate.decoders import FeatureItem
 from muralist.evaluate.encoders import ClipEncoder, Dinov2Encoder, Encoder, InceptionEncoder
-from muralist.evaluate.extraction import FeatureItem, hash_files, hash_texts
-from muralist.evaluate.features import Features, compute_features, device_kind, find_unreadable
+from muralist.evaluate.features import (
+    Features,
+    compute_features,
+    device_kind,
+    find_unreadable,
+    hash_files,
+    hash_texts,
+)
 from muralist.evaluate.inputs import (
     ExactPairs,
-    LedgerFacts,
     Statistics,
     dataset_images,
     find_images,
@@ -36,9 +41,7 @@ from muralist.evaluate.inputs import (
     read_ledger,
     read_statistics,
 )
-from muralist.evaluate.metrics import Moments
-from muralist.evaluate.page import write_report
-from muralist.evaluate.report import METRICS, REPORT, MetricInfo
+from muralist.evaluate.report import METRICS, REPORT, MetricInfo, group_by_reason, write_report
 from muralist.settings import EvaluateSettings, StatsSettings
 
 log = logging.getLogger("muralist")
@@ -57,11 +60,8 @@ def evaluate(settings: EvaluateSettings) -> int:
         log.warning("%d more cannot be read; %s names them.", len(unreadable) - _UNREADABLE_LOGGED, REPORT)
     for warning in report["warnings"]:
         log.warning("%s", warning)
-    by_reason: dict[str, list[str]] = {}
-    for line in report["missing"]:
-        by_reason.setdefault(line["reason"], []).append(line["metric"])
-    for reason, missing in by_reason.items():
-        log.warning("No %s: %s", ", ".join(missing), reason)
+    for reason, names in group_by_reason((line["metric"], line["reason"]) for line in report["missing"]).items():
+        log.warning("No %s: %s", names, reason)
     for name, score in report["scores"].items():
         if score["value"] is not None:
             interval = "" if score["low"] is None else f"  ({score['low']:.6g} to {score['high']:.6g})"
@@ -72,8 +72,7 @@ def evaluate(settings: EvaluateSettings) -> int:
 
 def measure(settings: EvaluateSettings) -> tuple[dict[str, Any], Path]:
     """Compute every metric whose inputs are there; returns the content of report.json and the path of its page."""
-    report = Evaluation.prepare(settings).run()
-    output = Path(settings.output_dir)
+    report, output = Evaluation(settings).run(), Path(settings.output_dir)
     try:
         atomic_write_json(output / REPORT, report)
     except OSError as error:
@@ -81,58 +80,37 @@ def measure(settings: EvaluateSettings) -> tuple[dict[str, Any], Path]:
     return report, write_report([output], output / "report")
 
 
-@dataclass
 class Evaluation:
     """One call of `muralist evaluate`, checked as far as possible before anything is computed."""
 
-    settings: EvaluateSettings
-    images: list[Path]
-    reference: list[Path] | Statistics | None
-    prompts: dict[str, str]
-    inception: InceptionEncoder | None
-    classifier: np.ndarray | None
-    clip: tuple[ClipEncoder, ClipEncoder] | None
-    """Encoders of images and of prompts."""
-    dinov2: Dinov2Encoder | None
-    devices: dict[str, str]
-    ledger: LedgerFacts
-    missing: dict[str, str] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    scores: dict[str, dict[str, Any]] = field(default_factory=dict)
-    clip_scores: list[float | None] | None = None
-    """Of each readable image; None where its prompt is unknown."""
-
-    @classmethod
-    def prepare(cls, settings: EvaluateSettings) -> Evaluation:
-        """Find all inputs; a path that does not exist is an error before anything is computed."""
-        folder, output = Path(settings.images), Path(settings.output_dir)
-        images = find_images(folder, "--images", output)
-        reference: list[Path] | Statistics | None = None
+    def __init__(self, settings: EvaluateSettings) -> None:
+        """Find all inputs; a path that does not exist is an error."""
+        self.settings = settings
+        folder, self.output = Path(settings.images), Path(settings.output_dir)
+        self.images = find_images(folder, "--images", self.output)
+        self.reference: list[Path] | Statistics | None = None
         if settings.reference is not None:
             path = Path(settings.reference)
             is_file = path.suffix == ".npz"
-            reference = read_statistics(path) if is_file else find_images(path, "--reference", output)
-        ledger = read_ledger(folder)
-        table = match_prompts(settings.prompts_csv, images) if settings.prompts_csv else {}
+            self.reference = read_statistics(path) if is_file else find_images(path, "--reference", self.output)
+        self.ledger = read_ledger(folder)
+        table = match_prompts(settings.prompts_csv, self.images) if settings.prompts_csv else {}
+        self.prompts = self.ledger.prompts | table
         weights, reason = inception.find_weights(settings.inception_weights)
-        evaluation = cls(
-            settings,
-            images,
-            reference,
-            ledger.prompts | table,
-            InceptionEncoder.from_file(weights) if weights else None,
-            inception.load_classifier(weights) if weights else None,
-            ClipEncoder.from_checkpoint(Path(settings.clip_path)) if settings.clip_path else None,
-            Dinov2Encoder.from_checkpoint(Path(settings.dinov2_path)) if settings.dinov2_path else None,
-            select_devices(settings.gpu_ids),
-            ledger,
-        )
+        self.inception = InceptionEncoder.from_file(weights) if weights else None
+        self.classifier = inception.load_classifier(weights) if weights else None
+        # Encoders of images and of prompts.
+        self.clip = ClipEncoder.from_checkpoint(Path(settings.clip_path)) if settings.clip_path else None
+        self.dinov2 = Dinov2Encoder.from_checkpoint(Path(settings.dinov2_path)) if settings.dinov2_path else None
+        self.devices = select_devices(settings.gpu_ids)
+        self.metrics_device = next(iter(self.devices.values()))
+        self.warnings: list[str] = []
+        self.scores: dict[str, dict[str, Any]] = {}
+        self.clip_scores: list[float | None] | None = None  # of each readable image; None where its prompt is unknown
         no_weights = f"{reason} The other metrics are computed without it."
-        for name, metric in METRICS.items():
-            if why := evaluation._why_missing(name, metric, no_weights):
-                evaluation.missing[name] = why
-        output.mkdir(parents=True, exist_ok=True)
-        return evaluation
+        reasons = {name: self._why_missing(name, metric, no_weights) for name, metric in METRICS.items()}
+        self.missing = {name: why for name, why in reasons.items() if why}
+        self.output.mkdir(parents=True, exist_ok=True)
 
     def _why_missing(self, name: str, metric: MetricInfo, no_weights: str) -> str:
         """Say which input of a metric is missing; empty where all are there."""
@@ -162,9 +140,9 @@ class Evaluation:
                 )
             if isinstance(reference, Statistics):
                 fix = "`muralist stats --dinov2_path` writes them."
-                if reference.dinov2 is None:
+                if reference.dinov2_features is None:
                     return f"{path} holds no DINOv2 features; {fix}"
-                if reference.dinov2.sha256 != self.dinov2.sha256:
+                if reference.dinov2_sha256 != self.dinov2.sha256:
                     return f"{path} holds features of another DINOv2 than --dinov2_path names; {fix}"
         return ""
 
@@ -180,8 +158,7 @@ class Evaluation:
             ("dinov2", self.dinov2, self._score_dinov2),
         ):
             if encoder and any(m.encoder == name and key not in self.missing for key, m in METRICS.items()):
-                both = compute_features(encoder, [*items, *reference_items], self.devices, self._cache_dir)
-                sets = self._split(both, len(items))
+                sets = self._split(self._features(encoder, [*items, *reference_items]), len(items))
                 score(*sets)
         images, reference = sets or self._split(find_unreadable([*items, *reference_items]), len(items))
         if isinstance(self.reference, list):
@@ -230,13 +207,8 @@ class Evaluation:
             "seconds": round(time.monotonic() - started, 3),
         }
 
-    @property
-    def _cache_dir(self) -> Path:
-        return Path(self.settings.output_dir) / "features"
-
-    @property
-    def _metrics_device(self) -> str:
-        return next(iter(self.devices.values()))
+    def _features(self, encoder: Encoder, items: Sequence[FeatureItem], what: str = "images") -> Features:
+        return compute_features(encoder, items, self.devices, self.output / "features", what)
 
     def _split(self, both: Features, images: int) -> tuple[Features, Features]:
         """Split the features of images and reference, which are computed together so that processes start once."""
@@ -247,19 +219,17 @@ class Evaluation:
         return of_images, of_reference
 
     def _reference_count(self, reference: Features) -> int | None:
-        if not isinstance(self.reference, Statistics):
-            return len(reference.indices) if self.reference is not None else None
-        return self.reference.count if self.reference.features is None else len(self.reference.features)
+        if isinstance(self.reference, Statistics):
+            return self.reference.count
+        return len(reference.indices) if self.reference is not None else None
 
     def _score_inception(self, images: Features, reference: Features) -> None:
-        rows, seed, device = images.rows, self.settings.seed, self._metrics_device
+        rows, seed, device = images.rows, self.settings.seed, self.metrics_device
         if self.reference is not None:
-            real: np.ndarray | None = reference.rows
             if isinstance(self.reference, Statistics):
-                moments: Moments = self.reference.moments
-                real = self.reference.features
+                moments, real = self.reference.moments, self.reference.features
             else:
-                moments = metrics.compute_moments(reference.rows)
+                moments, real = metrics.compute_moments(reference.rows), reference.rows
             count = self._reference_count(reference)
             self._warn_if_few("FID", inception.FEATURES, len(rows), count, " KID does not have this bias.")
             fid = metrics.frechet_distance(metrics.compute_moments(rows), moments, rows, real)
@@ -293,7 +263,7 @@ class Evaluation:
         assert self.clip
         name = f"CLIP {Path(self.settings.clip_path or '').name}"
         if "cmmd" not in self.missing:
-            cmmd = metrics.cmmd(images.rows, reference.rows, self._metrics_device)
+            cmmd = metrics.cmmd(images.rows, reference.rows, self.metrics_device)
             self._add("cmmd", cmmd, f"{name}, Gaussian kernel of width 10")
         if "clip_score" in self.missing:
             return
@@ -303,7 +273,7 @@ class Evaluation:
             self.missing["clip_score"] = "no image that can be read has a prompt."
             return
         texts = [prompt for _, prompt in known]
-        embeddings = compute_features(self.clip[1], hash_texts(texts), self.devices, self._cache_dir, "prompts").rows
+        embeddings = self._features(self.clip[1], hash_texts(texts), "prompts").rows
         values = metrics.clip_scores(images.rows[[place for place, _ in known]], embeddings)
         if truncated := self.clip[1].count_truncated(texts):
             self.warnings.append(
@@ -323,8 +293,8 @@ class Evaluation:
         assert self.dinov2
         rows, real = images.rows, reference.rows
         if isinstance(self.reference, Statistics):
-            assert self.reference.dinov2 is not None
-            real = self.reference.dinov2.features
+            assert self.reference.dinov2_features is not None
+            real = self.reference.dinov2_features
         if self.dinov2.size != encoders.DINOV2_REPORTED:
             self.warnings.append(
                 f"FD-DINOv2 is computed with {self.dinov2.size}: published values use {encoders.DINOV2_REPORTED} "
@@ -365,8 +335,7 @@ class Evaluation:
                 share = 100 * found["inception_distance"] / found["inception_distance_of_two_pictures"]
                 summary += f"; their Inception features differ by {share:.0f}% of the distance between two images"
         if self.clip and (rows := self._pair_features(self.clip[0], pairs)):
-            items = hash_texts(pairs.prompts)
-            texts = compute_features(self.clip[1], items, self.devices, self._cache_dir, "prompts").rows
+            texts = self._features(self.clip[1], hash_texts(pairs.prompts), "prompts").rows
             fast, exact = (round(float(metrics.clip_scores(part, texts).mean()), 3) for part in rows)
             found["clip_score"] = {"fast": fast, "exact": exact}
             summary += f"; CLIP score {fast:.2f}, in exact mode {exact:.2f}"
@@ -375,30 +344,19 @@ class Evaluation:
 
     def _pair_features(self, encoder: Encoder, pairs: ExactPairs) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the features of both sides; None where an image cannot be read."""
-        items = hash_files([*pairs.fast, *pairs.exact])
-        both = compute_features(encoder, items, self.devices, self._cache_dir, "images of both modes")
+        both = self._features(encoder, hash_files([*pairs.fast, *pairs.exact]), "images of both modes")
         return None if both.unreadable else (both.rows[: len(pairs.fast)], both.rows[len(pairs.fast) :])
 
     def _protocol(self) -> dict[str, Any]:
         """Return how the scores were computed, beyond the settings."""
         tf32 = bool(self.inception and self.inception.tf32) and "cpu" not in self.devices.values()
         precision = "float32, Inception's convolutions in TF32" if tf32 else "float32"
-        protocol = {
-            "resizing": inception.RESIZING,
-            "features": f"{precision}; statistics in float64",
-            "resamples": metrics.RESAMPLES,
-        }
-        if self.inception:
-            protocol["inception_sha256"] = self.inception.sha256
-        if self.clip:
-            protocol["clip_sha256"] = self.clip[0].sha256
+        protocol: dict[str, Any] = {"resizing": inception.RESIZING, "resamples": metrics.RESAMPLES}
+        protocol["features"] = f"{precision}; statistics in float64"
         if self.dinov2:
-            protocol |= {
-                "dinov2": self.dinov2.size,
-                "dinov2_resizing": encoders.DINOV2_RESIZING,
-                "dinov2_sha256": self.dinov2.sha256,
-            }
-        return protocol
+            protocol |= {"dinov2": self.dinov2.size, "dinov2_resizing": encoders.DINOV2_RESIZING}
+        used = (self.inception, self.clip and self.clip[0], self.dinov2)
+        return protocol | {f"{encoder.name}_sha256": encoder.sha256 for encoder in used if encoder}
 
 
 def _count_sizes(items: Sequence[FeatureItem], features: Features) -> Counter[str]:

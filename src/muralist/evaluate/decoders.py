@@ -1,4 +1,4 @@
-"""Processes that decode images for one GPU into shared memory.
+"""Items whose features are computed, and processes that decode images for one GPU into shared memory.
 
 Many cores feed one GPU; the threads of one process would share an interpreter, and pixels sent through pipes would be
 copied by the process that feeds the GPU. The processes import this module, which therefore imports nothing heavy.
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import accumulate, count, cycle
 from multiprocessing import reduction
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,9 +26,34 @@ from muralist.data.decode import ImageDecodeError, decode_pixels, read_unchanged
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from muralist.evaluate.inputs import DatasetImage
+
 _KEPT = 256 << 20  # bytes of a buffer that is kept for the next batch: 64 images of more than a million pixels
 _CHUNK = 8  # images of one message
 _POLL = 1.0  # seconds
+
+
+@dataclass(frozen=True)
+class FeatureItem:
+    """An image file, an image of a data set or a prompt, and the SHA-256 of its content."""
+
+    key: bytes
+    content: Path | DatasetImage | str
+    shape: tuple[int, int] | None = None
+    """Height and width of an image file whose header can be read."""
+
+    @property
+    def size(self) -> int:
+        """The bytes of its pixels."""
+        return 3 * self.shape[0] * self.shape[1] if self.shape else 0
+
+    def read(self) -> Any:
+        """Return the prompt, or the bytes of the image file; a file that changed since it was hashed is an error."""
+        if isinstance(self.content, str):
+            return self.content
+        if isinstance(self.content, Path):
+            return read_unchanged_image(self.content, self.key)
+        return self.content.file_bytes()
 
 
 class SharedMemory:
@@ -81,44 +105,47 @@ def _nameless_file() -> int:
             return os.dup(file.fileno())
 
 
-@dataclass(frozen=True)
-class DecodeRequest:
-    """A file, the SHA-256 of its content, and the height and width in its header."""
-
-    path: Path
-    key: bytes
-    shape: tuple[int, int] | None
-
-    @property
-    def size(self) -> int:
-        """The bytes of its pixels."""
-        return 3 * self.shape[0] * self.shape[1] if self.shape else 0
-
-
 class _Chunk(NamedTuple):
     """Some images of a batch: each with the place of its pixels in one of the shared memories."""
 
     number: int
     memory: int
-    requests: Sequence[DecodeRequest]
+    items: Sequence[FeatureItem]
     starts: Sequence[int]
 
 
 def _serve(inbox: Inbox, send: Send, memories: Sequence[SharedMemory]) -> None:
-    """Run in a process: decode chunks, answer with the shape of each image, the reason why it has none, or an error."""
-    while (chunk := inbox.get()) is not None:
-        answers: list[tuple[int, ...] | str | UserError] = []
-        for request, start in zip(chunk.requests, chunk.starts, strict=True):
-            try:
-                pixels = decode_pixels(read_unchanged_image(request.path, request.key))
-                if pixels.nbytes == request.size:  # else the header is wrong, and there is no place for the pixels
-                    memories[chunk.memory].write(pixels, start)
-                answers.append(pixels.shape[:2])
-            except ImageDecodeError as error:
-                answers.append(error.reason)
-            except UserError as error:
-                answers.append(error)
-        send((chunk.number, answers))
+    """Run in a process: decode chunks of images."""
+    while True:
+        chunk = inbox.get()
+        memory = memories[chunk.memory]
+        send((chunk.number, [_decode(*place, memory) for place in zip(chunk.items, chunk.starts, strict=True)]))
+
+
+def _decode(item: FeatureItem, start: int, memory: SharedMemory) -> np.ndarray | str | UserError | None:
+    """Write the pixels of an image; return them if there is no place for them, or why there are none."""
+    try:
+        pixels = decode_pixels(item.read())
+    except ImageDecodeError as error:
+        return error.reason
+    except UserError as error:
+        return error
+    if pixels.shape[:2] != item.shape:  # rare: the header tells another size than the image has
+        return pixels
+    memory.write(pixels, start)
+    return None
+
+
+@dataclass
+class PendingDecode:
+    """A batch that other processes or threads prepare."""
+
+    rows: Callable[[], list[Tensor | str]]
+    """Waits for each item's row, such as pixels, uint8 [H, W, 3], or the reason why there is none."""
+    release: Callable[[], None] = lambda: None
+    """Call it when nobody reads the rows any more: their memory is used again."""
+    size: int = 0
+    """Bytes of memory that the batch holds."""
 
 
 class DecoderPool:
@@ -135,14 +162,14 @@ class DecoderPool:
         for label in labels:
             self._pool.start(label)
 
-    def decode(self, requests: Sequence[DecodeRequest]) -> PendingDecode:
+    def decode(self, items: Sequence[FeatureItem]) -> PendingDecode:
         """Start a batch; up to `ahead` batches may be started and not released."""
         memory = self._unused.pop()
-        *starts, size = accumulate((request.size for request in requests), initial=0)
+        *starts, size = accumulate((item.size for item in items), initial=0)
         pixels = self._memories[memory].view(size)
         chunks = [
-            _Chunk(next(self._numbers), memory, requests[first : first + _CHUNK], starts[first : first + _CHUNK])
-            for first in range(0, len(requests), _CHUNK)
+            _Chunk(next(self._numbers), memory, items[first : first + _CHUNK], starts[first : first + _CHUNK])
+            for first in range(0, len(items), _CHUNK)
         ]
         for chunk, label in zip(chunks, self._labels, strict=False):
             self._pending[label].append(chunk)
@@ -158,57 +185,37 @@ class DecoderPool:
         while chunk.number not in self._answers:
             for label, message in self._pool.receive(_POLL):
                 if isinstance(message, WorkerExited):
-                    raise self._lost(label, message)
+                    busy = ", ".join(
+                        str(item.content) for lost in list(self._pending[label])[:1] for item in lost.items
+                    )
+                    raise UserError(
+                        f"A process that decodes images {message.reason}.",
+                        f"It was busy with {busy}." if busy else "",
+                        "Run the same command again to resume.",
+                    )
                 number, answers = message
                 self._answers[number] = answers
                 self._pending[label].popleft()
         answers = self._answers.pop(chunk.number)
-        return [
-            _row(request, answer, pixels[start:])
-            for request, answer, start in zip(chunk.requests, answers, chunk.starts, strict=True)
-        ]
-
-    def _lost(self, label: str, exited: WorkerExited) -> UserError:
-        busy = ", ".join(str(request.path) for chunk in list(self._pending[label])[:1] for request in chunk.requests)
-        return UserError(
-            f"A process that decodes images {exited.reason}.",
-            f"It was busy with {busy}." if busy else "",
-            "Run the same command again to resume.",
-        )
+        return [_to_row(*found, pixels) for found in zip(chunk.items, answers, chunk.starts, strict=True)]
 
     def __enter__(self) -> DecoderPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._pool.close(0.0)  # they hold nothing that could be lost
         for memory in self._memories:
             memory.close()
 
 
-@dataclass
-class PendingDecode:
-    """A batch that other processes or threads prepare."""
-
-    rows: Callable[[], list[Tensor | str]]
-    """Waits for each item's row, such as pixels, uint8 [H, W, 3], or the reason why there is none."""
-    release: Callable[[], None]
-    """Call it when nobody reads the rows any more: their memory is used again."""
-    size: int = 0
-    """Bytes of memory that the batch holds."""
-
-
-def _row(request: DecodeRequest, answer: Any, pixels: np.ndarray) -> Tensor | str:
+def _to_row(item: FeatureItem, answer: Any, start: int, pixels: np.ndarray) -> Tensor | str:
     import torch  # not in the processes that decode
 
     if isinstance(answer, UserError):
         raise answer
     if isinstance(answer, str):
         return answer
-    if answer == request.shape:
-        return torch.from_numpy(pixels[: request.size].reshape(*answer, 3))
-    try:  # rare: the header tells another size than the image has, so that there was no place for it
-        return torch.from_numpy(decode_pixels(read_unchanged_image(request.path, request.key)))
-    except ImageDecodeError as error:
-        return error.reason
+    if answer is None:
+        assert item.shape
+        answer = pixels[start : start + item.size].reshape(*item.shape, 3)
+    return torch.from_numpy(answer)

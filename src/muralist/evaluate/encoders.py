@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,10 @@ from muralist.evaluate import inception
 
 GPU_BATCH = 64
 TEXT_LENGTH = 77  # tokens of a prompt that CLIP reads
-_CLIP_FIX = "Give the folder of a CLIP model as transformers saves it, such as a copy of openai/clip-vit-large-patch14."
-_DINOV2_FIX = "Give the folder of a DINOv2 model as transformers saves it, best a copy of facebook/dinov2-large."
+_FIXES = {
+    "CLIP": "Give the folder of a CLIP model as transformers saves it, such as a copy of openai/clip-vit-large-patch14.",
+    "DINOv2": "Give the folder of a DINOv2 model as transformers saves it, best a copy of facebook/dinov2-large.",
+}
 
 
 @dataclass(frozen=True)
@@ -42,29 +45,22 @@ class LoadedEncoder:
     """Whether `prepare` only decodes an image to uint8 [H, W, 3]: then the decoder processes do it."""
 
 
-class Encoder(Protocol):
+@dataclass(frozen=True)
+class Encoder(ABC):
     """Defines features: `sha256` and `tf32` determine them, apart from the device."""
 
-    @property
-    def name(self) -> str:
-        """A short name, used for folders."""
+    source: Path
+    """The file or folder of the weights."""
+    sha256: str
+    """SHA-256 of the weights."""
+    width: int
+    """The number of features of an item."""
+    name: str
+    """A short name, used for folders."""
+    tf32: bool = False
+    """Whether a GPU may convolve and multiply in TF32."""
 
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the weights."""
-
-    @property
-    def width(self) -> int:
-        """The number of features of an item."""
-
-    @property
-    def source(self) -> Path:
-        """The file or folder of the weights."""
-
-    @property
-    def tf32(self) -> bool:
-        """Whether a GPU may convolve and multiply in TF32."""
-
+    @abstractmethod
     def load(self, device: torch.device) -> LoadedEncoder:
         """Read the weights."""
 
@@ -75,21 +71,13 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@dataclass(frozen=True)
-class InceptionEncoder:
+class InceptionEncoder(Encoder):
     """The 2048 features of FID."""
-
-    source: Path
-    sha256: str
-    tf32: bool = True
-    """As in pytorch-fid; bench/fid_speed.py measures the effect."""
-    name: str = "inception"
-    width: int = inception.FEATURES
 
     @classmethod
     def from_file(cls, weights: Path, tf32: bool = True) -> InceptionEncoder:
-        """Describe the encoder with the weights of a file."""
-        return cls(weights, file_sha256(weights), tf32)
+        """Describe the encoder with the weights of a file; TF32 as in pytorch-fid."""
+        return cls(weights, file_sha256(weights), inception.FEATURES, "inception", tf32)
 
     def load(self, device: torch.device) -> LoadedEncoder:
         """Read the weights."""
@@ -123,22 +111,15 @@ def _stack_on(stream: torch.cuda.Stream, images: list[Tensor], device: torch.dev
     return batch
 
 
-@dataclass(frozen=True)
-class ClipEncoder:
+class ClipEncoder(Encoder):
     """L2-normalized CLIP embeddings of images (name clip) or of prompts (name clip-text)."""
-
-    source: Path
-    sha256: str
-    width: int
-    name: str
-    tf32: bool = False
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> tuple[ClipEncoder, ClipEncoder]:
         """Check a checkpoint, and describe its image and text encoders."""
         from transformers import CLIPConfig
 
-        config, sha256 = _inspect_checkpoint(folder, CLIPConfig, "CLIP", "--clip_path", _CLIP_FIX)
+        config, sha256 = _inspect_checkpoint(folder, CLIPConfig, "CLIP")
         width = int(config.projection_dim or 0)
         return cls(folder, sha256, width, "clip"), cls(folder, sha256, width, "clip-text")
 
@@ -146,7 +127,7 @@ class ClipEncoder:
         """Read the weights: the complete model, because some checkpoints' halves do not record their widths."""
         from transformers import CLIPModel
 
-        model = _load_checkpoint(self.source, CLIPModel, "CLIP", _CLIP_FIX).to(device)
+        model = _load_checkpoint(self.source, CLIPModel, "CLIP").to(device)
         return self._text_encoder(model, device) if self.name == "clip-text" else self._image_encoder(model, device)
 
     def _image_encoder(self, model: Any, device: torch.device) -> LoadedEncoder:
@@ -208,39 +189,34 @@ _DINOV2_SIZES = {(384, 12): "S", (768, 12): "B", (1024, 24): "L", (1536, 40): "g
 
 
 @dataclass(frozen=True)
-class Dinov2Encoder:
+class Dinov2Encoder(Encoder):
     """The class token of DINOv2 after the last norm, as dgm-eval and EDM2 compute FD-DINOv2."""
 
-    source: Path
-    sha256: str
-    width: int
-    size: str
+    size: str = ""
     """The model's usual name, such as ViT-L/14."""
-    name: str = "dinov2"
-    tf32: bool = False
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Dinov2Encoder:
         """Check a checkpoint, and describe its encoder."""
         from transformers import Dinov2Config
 
-        config, sha256 = _inspect_checkpoint(folder, Dinov2Config, "DINOv2", "--dinov2_path", _DINOV2_FIX)
+        config, sha256 = _inspect_checkpoint(folder, Dinov2Config, "DINOv2")
         layers, width, patch = config.num_hidden_layers, config.hidden_size, config.patch_size
         if DINOV2_SIDE % patch:
             raise UserError(
                 f"The DINOv2 in {folder} has patches of {patch} pixels.",
                 f"{DINOV2_SIDE} is not a multiple of {patch}.",
-                _DINOV2_FIX,
+                _FIXES["DINOv2"],
             )
         known = _DINOV2_SIZES.get((width, layers))
         size = f"ViT-{known}/{patch}" if known else f"ViT/{patch} of {layers} layers, {width} wide"
-        return cls(folder, sha256, width, size)
+        return cls(folder, sha256, width, "dinov2", size=size)
 
     def load(self, device: torch.device) -> LoadedEncoder:
         """Read the weights."""
         from transformers import Dinov2Model
 
-        model = _load_checkpoint(self.source, Dinov2Model, "DINOv2", _DINOV2_FIX)
+        model = _load_checkpoint(self.source, Dinov2Model, "DINOv2")
         _resize_position_embeddings(model)
         model.to(device)
         return LoadedEncoder(_dinov2_input, lambda batch: model(pixel_values=batch.to(device)).pooler_output)
@@ -269,25 +245,24 @@ def _resize_position_embeddings(model: Any) -> None:
     model.embeddings.position_embeddings = torch.nn.Parameter(torch.cat((embeddings[:, :1], positions), 1), False)
 
 
-def _inspect_checkpoint(folder: Path, config_class: Any, name: str, flag: str, fix: str) -> tuple[Any, str]:
+def _inspect_checkpoint(folder: Path, config_class: Any, name: str) -> tuple[Any, str]:
     """Return the configuration of a transformers checkpoint, and the SHA-256 of its files."""
     if not folder.is_dir():
-        raise UserError(f"The folder {folder}, which {flag} names, does not exist.", fix=fix)
+        raise UserError(f"The folder {folder}, which --{name.lower()}_path names, does not exist.", fix=_FIXES[name])
     try:
         config = config_class.from_pretrained(folder, local_files_only=True)
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+        if kind != config_class.model_type or not weights:
+            raise ValueError(f"the model type is {kind}, with {len(weights)} files of weights")
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{folder} is not a {name} checkpoint.", f"The reader reported: {first_line(error)}.", fix
-        ) from None
-    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
-    if kind != config_class.model_type or not weights:
-        raise UserError(f"{folder} is not a {name} checkpoint.", fix=fix)
+        why = f"The reader reported: {first_line(error)}."
+        raise UserError(f"{folder} is not a {name} checkpoint.", why, _FIXES[name]) from None
     settings = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".txt"))
     return config, hashlib.sha256("".join(map(file_sha256, weights + settings)).encode()).hexdigest()
 
 
-def _load_checkpoint(folder: Path, model_class: Any, name: str, fix: str) -> Any:
+def _load_checkpoint(folder: Path, model_class: Any, name: str) -> Any:
     """Load a transformers model in float32, for inference."""
     from transformers.utils import logging
 
@@ -295,7 +270,6 @@ def _load_checkpoint(folder: Path, model_class: Any, name: str, fix: str) -> Any
     try:
         model = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"The {name} model in {folder} cannot be loaded.", f"The reader reported: {first_line(error)}.", fix
-        ) from None
+        why = f"The reader reported: {first_line(error)}."
+        raise UserError(f"The {name} model in {folder} cannot be loaded.", why, _FIXES[name]) from None
     return model.eval().requires_grad_(False)

@@ -1,19 +1,32 @@
-"""Features of many items, computed by one process per device; the others finish the batches of one that fails."""
+"""Features of many items: decoded ahead, computed in batches and cached, all at the same time, on every device.
+
+The features of an item are cached under the hash of its content. They are the same to the last bit whichever process
+computes them, in whichever batch: batches have one shape, padded where items are missing; a CPU process computes in one
+thread; a device whose results depend on the position in a batch is detected at the start and computes one item at a
+time. One process per device computes; the others finish the batches of one that fails.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import queue
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from muralist.core.errors import UserError, first_line
 from muralist.core.formatting import format_list
@@ -21,78 +34,277 @@ from muralist.core.hardware import available_cpus
 from muralist.core.progress import loading_progress
 from muralist.core.run_dir import disk_write_error
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited
-from muralist.data.decode import ImageDecodeError, decode_pixels
-from muralist.evaluate.encoders import Encoder
-from muralist.evaluate.extraction import (
-    BATCH,
-    CPU,
-    DECODING_AHEAD,
-    Batch,
-    FeatureCache,
-    FeatureItem,
-    FinishedBatch,
-    extract,
-)
+from muralist.data.decode import ImageDecodeError, decode_pixels, read_image_file, read_image_shape
+from muralist.evaluate.decoders import DecoderPool, FeatureItem, PendingDecode
+from muralist.evaluate.encoders import GPU_BATCH, Encoder, LoadedEncoder
 
+log = logging.getLogger("muralist")
+_REVISION = "2"  # raised whenever features are computed differently, even if only their last bits change
+BATCH = {"cpu": 1, "cuda": GPU_BATCH}  # larger batches are no faster on a CPU
+DECODING_AHEAD = 6  # batches: every core of a large machine has images to decode, and the next ones when it is done
+_MAX_BYTES_AHEAD = 2 << 30  # of decoded pixels: fewer batches of large photographs are decoded ahead
 TIMEOUT = 600.0  # seconds without a finished batch, after which a process is killed
 _POLL = 1.0  # seconds
 _EXIT_SECONDS = 10.0  # for processes that have nothing left to do
+_LOG_INTERVAL = 10.0  # seconds between lines of progress
 _NAMES_SHOWN = 3
-_STOP = "stop"
+
+Batch = Sequence[FeatureItem]
+NextBatch = Callable[[bool], Batch | None]
+"""Return the next batch. None: there is none yet, or, if the argument (wait) is true, there are no more."""
 
 
-def extract_together(
-    encoder: Encoder,
-    cache: FeatureCache,
-    batches: Sequence[Batch],
-    devices: dict[str, str],
-    progress: Callable[[int, int], None],
-) -> dict[bytes, str]:
-    """Compute and cache the features of all batches; returns which items cannot be decoded, and why."""
+def hash_files(paths: Sequence[Path]) -> list[FeatureItem]:
+    """Return an item for each image file."""
+
+    def item(path: Path) -> FeatureItem:
+        data = read_image_file(path)
+        shape = None
+        with suppress(ImageDecodeError):
+            shape = read_image_shape(data)
+        return FeatureItem(hashlib.sha256(data).digest(), path, shape)
+
+    with ThreadPoolExecutor(available_cpus()) as pool:
+        return list(pool.map(item, paths))
+
+
+def hash_texts(texts: Sequence[str]) -> list[FeatureItem]:
+    """Return an item for each prompt."""
+    return [FeatureItem(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest(), text) for text in texts]
+
+
+class FeatureCache:
+    """Fixed-length records (key, features, CRC-32), appended by each process to its own file.
+
+    Truncated and damaged records are ignored, so that their features are computed again.
+    """
+
+    def __init__(self, folder: Path, encoder: Encoder, device_kind: str) -> None:
+        versions = [version(name) for name in ("torch", "pillow", "transformers")]
+        precision = ("TF32",) if encoder.tf32 and device_kind != "cpu" else ()
+        identity = "/".join((encoder.sha256, device_kind, *versions, _REVISION, *precision))
+        self.folder = folder / f"{encoder.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+        self.record = np.dtype([("key", "u1", 32), ("row", "<f4", encoder.width), ("check", "<u4")])
+        self._file: IO[bytes] | None = None
+
+    def read(self, keys: set[bytes]) -> dict[bytes, np.ndarray]:
+        """Return the features of all intact records with one of these keys."""
+        found = {}
+        for path in sorted(self.folder.glob("*.bin")):
+            records = np.fromfile(path, self.record, count=path.stat().st_size // self.record.itemsize)
+            for record in records:
+                key = record["key"].tobytes()
+                if key in keys and record["check"] == _crc32(key, record["row"]):
+                    found[key] = record["row"]
+        return found
+
+    def append(self, keys: Sequence[bytes], rows: np.ndarray) -> None:
+        """Append records to a file that no other process has."""
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            names = (self.folder / f"{os.getpid()}-{number}.bin" for number in count())
+            self._file = next(path for path in names if not path.exists()).open("xb")
+        records = np.zeros(len(keys), self.record)
+        records["key"] = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
+        records["row"] = rows
+        records["check"] = [_crc32(key, row) for key, row in zip(keys, rows, strict=True)]
+        self._file.write(records.tobytes())
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close this process's file."""
+        if self._file:
+            self._file.close()
+
+
+def _crc32(key: bytes, row: np.ndarray) -> int:
+    return zlib.crc32(row.tobytes(), zlib.crc32(key))
+
+
+class FinishedBatch(NamedTuple):
+    """A batch whose features are cached; `broken` holds why items cannot be decoded, by key."""
+
+    items: int
+    broken: dict[bytes, str]
+
+
+def extract(
+    encoder: Encoder, cache: FeatureCache, next_batch: NextBatch, device: torch.device, processes: int = 1
+) -> Iterator[FinishedBatch]:
+    """Compute and cache batches; while a GPU computes one, the previous one is written and the next one prepared."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # events and pinned memory belong to the current device
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(_reproducible())
+        stack.callback(cache.close)
+        with loading_progress(f"the weights of {encoder.name}", encoder.source):
+            loaded = encoder.load(device)
+        prepare = stack.enter_context(_preparing(loaded, max(1, available_cpus() // processes)))
+        batch_size = 0
+        ahead: deque[tuple[Batch, PendingDecode]] = deque()
+        computing: tuple[list[bytes], _DeviceRows | None, FinishedBatch] | None = None
+        while True:
+            idle = computing is None  # otherwise the computed batch is written before anything is waited for
+            while _may_decode_ahead(ahead) and (batch := next_batch(idle and not ahead)) is not None:
+                ahead.append((batch, prepare(batch)))
+            if idle and not ahead:
+                return
+            previous, computing = computing, None
+            if ahead:
+                batch, pending = ahead.popleft()
+                inputs = dict(zip([item.key for item in batch], pending.rows(), strict=True))
+                broken = {key: row for key, row in inputs.items() if isinstance(row, str)}
+                good = {key: row for key, row in inputs.items() if not isinstance(row, str)}
+                rows = None
+                if good:
+                    batch_size = batch_size or _safe_batch_size(loaded, next(iter(good.values())), BATCH[device.type])
+                    rows = _compute_padded(loaded, list(good.values()), batch_size)
+                pending.release()
+                computing = list(good), rows, FinishedBatch(len(batch), broken)
+            if previous:
+                keys, rows, finished = previous
+                if rows:
+                    cache.append(keys, rows.to_numpy())
+                yield finished
+
+
+def _may_decode_ahead(ahead: Sequence[tuple[Batch, PendingDecode]]) -> bool:
+    return len(ahead) < DECODING_AHEAD and sum(pending.size for _, pending in ahead) < _MAX_BYTES_AHEAD
+
+
+@contextmanager
+def _preparing(loaded: LoadedEncoder, cores: int) -> Iterator[Callable[[Batch], PendingDecode]]:
+    """Yield a function that prepares a batch in threads, or in processes where image files only need to be decoded."""
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(cores))
+        decoders: DecoderPool | None = None
+
+        def prepare(batch: Batch) -> PendingDecode:
+            nonlocal decoders
+            if loaded.takes_pixels and all(isinstance(item.content, Path) for item in batch):
+                decoders = decoders or stack.enter_context(DecoderPool(cores, DECODING_AHEAD))
+                return decoders.decode(batch)
+            futures = [pool.submit(_prepare_item, loaded, item) for item in batch]
+            return PendingDecode(lambda: [future.result() for future in futures])
+
+        yield prepare
+
+
+def _prepare_item(loaded: LoadedEncoder, item: FeatureItem) -> Tensor | str:
+    with torch.inference_mode():  # which is per thread
+        try:
+            return loaded.prepare(item.read())
+        except ImageDecodeError as error:
+            return error.reason
+
+
+class _DeviceRows:
+    """Features on their way from the device to the host."""
+
+    def __init__(self, features: Tensor) -> None:
+        self._event = torch.cuda.Event() if features.is_cuda else None
+        self._rows = features
+        if self._event:
+            self._rows = torch.empty(features.shape, dtype=features.dtype, pin_memory=True)
+            self._rows.copy_(features, non_blocking=True)
+            self._event.record(torch.cuda.current_stream(features.device))
+
+    def to_numpy(self) -> np.ndarray:
+        """Wait for this copy, not for kernels launched after it."""
+        if self._event:
+            self._event.synchronize()
+        return self._rows.numpy()
+
+
+def _compute_padded(loaded: LoadedEncoder, inputs: Sequence[Tensor], batch_size: int) -> _DeviceRows:
+    """Compute features in batches of one shape."""
+    features = []
+    for start in range(0, len(inputs), batch_size):
+        part = list(inputs[start : start + batch_size])
+        batch = loaded.stack(part + [part[-1]] * (batch_size - len(part)))
+        features.append(loaded.compute(batch)[: len(part)].float())
+    return _DeviceRows(torch.cat(features))
+
+
+def _safe_batch_size(loaded: LoadedEncoder, row: Tensor, size: int) -> int:
+    """Return `size`, or 1 where an item's features change with its position or its neighbors in the batch."""
+    if size == 1:
+        return 1
+    other = row.roll(1, -1)
+    alike = loaded.compute(loaded.stack([row] * size))
+    mixed = loaded.compute(loaded.stack([row, other] * (size // 2)))[::2]
+    same = torch.equal(alike, alike[:1].expand_as(alike)) and torch.equal(mixed, alike[: len(mixed)])
+    return size if same else 1
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """Compute in float32 (unless the encoder allows TF32) with deterministic kernels and one CPU thread.
+
+    Beside a GPU, more threads would only compete with the processes that decode.
+    """
+    threads = torch.get_num_threads()
+    cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False)
+    matmul = torch.backends.cuda.matmul.allow_tf32
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with cudnn:
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cuda.matmul.allow_tf32 = matmul
+
+
+def _extract_together(
+    encoder: Encoder, cache: FeatureCache, batches: Sequence[Batch], devices: dict[str, str]
+) -> Iterator[FinishedBatch]:
+    """Compute and cache batches in one process per device."""
     labels = list(devices)[: len(batches)]
     arguments = {label: (encoder, cache, devices[label], len(labels)) for label in labels}
     pool = ProcessPool("muralist-evaluate", _work, arguments)
-    scheduler = _Scheduler(pool, deque(batches), progress)
-    grace = 0.0
+    scheduler = _Scheduler(pool, labels, deque(batches))
     try:
         for label in labels:
-            scheduler.start(label)
+            pool.start(label)
+        finished = scheduler.run()
         with loading_progress(f"the weights of {encoder.name}", encoder.source):
-            scheduler.run(until_first=True)
-        scheduler.run()
-        grace = _EXIT_SECONDS
-        return scheduler.broken
+            yield next(finished)
+        yield from finished
+        for label in scheduler.pending:
+            pool.send(label, None)
+        pool.close(_EXIT_SECONDS)
     finally:
-        scheduler.stop()
-        pool.close(grace)
+        pool.close(0.0)
 
 
 class _Scheduler:
     """Hands batches to processes, and those of a lost process to the others."""
 
-    def __init__(self, pool: ProcessPool, waiting: deque[Batch], progress: Callable[[int, int], None]) -> None:
-        self.pool, self.waiting, self.progress = pool, waiting, progress
-        self.pending: dict[str, deque[Batch]] = {}  # batches that a process has and has not finished, in its order
-        self.broken: dict[bytes, str] = {}
-        self.done, self.total = 0, sum(map(len, waiting))
+    def __init__(self, pool: ProcessPool, labels: list[str], waiting: deque[Batch]) -> None:
+        self.pool, self.waiting = pool, waiting
+        # Batches that a process has and has not finished, in its order.
+        self.pending: dict[str, deque[Batch]] = {label: deque() for label in labels}
 
-    def start(self, label: str) -> None:
-        """Start a process."""
-        self.pending[label] = deque()
-        self.pool.start(label)
-
-    def stop(self) -> None:
-        """Tell processes that no more batches come."""
-        for label in self.pending:
-            self.pool.send(label, _STOP)
-
-    def run(self, until_first: bool = False) -> None:
-        """Return when every batch is finished, or one is."""
-        while (self.waiting or any(self.pending.values())) and not (until_first and self.done):
+    def run(self) -> Iterator[FinishedBatch]:
+        """Yield every batch when it is finished."""
+        while self.waiting or any(self.pending.values()):
             self._hand_out()
             for label, message in self.pool.receive(_POLL):
-                if label in self.pending:
-                    self._handle(label, message)
+                if label not in self.pending:
+                    continue
+                match message:
+                    case FinishedBatch():
+                        self.pending[label].popleft()
+                        yield message
+                    case WorkerExited(reason):
+                        self._lose(label, reason)
+                    case BaseException():
+                        raise message
+                    case str():
+                        self.pool.kill(label)
+                        self._lose(label, f"failed: {message}")
             for label in [label for label, batches in self.pending.items() if batches]:
                 if self.pool.silence(label) > TIMEOUT:
                     self.pool.kill(label)
@@ -108,21 +320,6 @@ class _Scheduler:
                     batches.append(self.waiting.popleft())
                     self.pool.send(label, batches[-1])
 
-    def _handle(self, label: str, message: Any) -> None:
-        match message:
-            case FinishedBatch():
-                self.pending[label].popleft()
-                self.done += message.items
-                self.broken |= message.broken
-                self.progress(self.done, self.total)
-            case WorkerExited(reason):
-                self._lose(label, reason)
-            case BaseException():
-                raise message
-            case str():
-                self.pool.kill(label)
-                self._lose(label, f"failed: {message}")
-
     def _lose(self, label: str, how: str) -> None:
         batches = self.pending.pop(label)
         what = f"Process {label}, which computes features, {how}."
@@ -135,19 +332,17 @@ class _Scheduler:
 
 
 def _work(inbox: Inbox, send: Send, encoder: Encoder, cache: FeatureCache, device: str, processes: int) -> None:
-    """Run in a worker process: batches come through the inbox, what is finished goes back."""
+    """Run in a worker process: batches come through the inbox, None at the end; what is finished goes back."""
     stopped = False
 
     def next_batch(waits: bool) -> Batch | None:
         nonlocal stopped
-        if stopped:
-            return None
-        try:
-            message = inbox.get(block=waits)
-        except queue.Empty:
-            return None
-        stopped = message == _STOP
-        return None if stopped else message
+        if not stopped:
+            with suppress(queue.Empty):
+                batch = inbox.get(block=waits)
+                stopped = batch is None
+                return batch
+        return None
 
     try:
         for finished in extract(encoder, cache, next_batch, torch.device(device), processes):
@@ -156,12 +351,6 @@ def _work(inbox: Inbox, send: Send, encoder: Encoder, cache: FeatureCache, devic
         send(error)
     except Exception as error:
         send(f"{type(error).__name__}: {first_line(error)}")
-
-
-log = logging.getLogger("muralist")
-_LOG_INTERVAL = 10.0  # seconds between lines of progress
-Progress = Callable[[int, int], None]
-"""Called with the number of finished items and their total."""
 
 
 @dataclass
@@ -201,10 +390,8 @@ def find_unreadable(items: Sequence[FeatureItem]) -> Features:
     """Decode every image without an encoder: where no metric reads the images, the report still names broken ones."""
 
     def problem(item: FeatureItem) -> str | None:
-        data = item.read()
-        assert isinstance(data, bytes)
         try:
-            decode_pixels(data)
+            decode_pixels(item.read())
         except ImageDecodeError as error:
             return error.reason
         return None
@@ -217,7 +404,7 @@ def find_unreadable(items: Sequence[FeatureItem]) -> Features:
 
 def device_kind(devices: dict[str, str]) -> str:
     """Return the model names of the devices: other models compute features with other last bits."""
-    names = {CPU if name == "cpu" else torch.cuda.get_device_name(torch.device(name)) for name in devices.values()}
+    names = {name if name == "cpu" else torch.cuda.get_device_name(torch.device(name)) for name in devices.values()}
     return " and ".join(sorted(names))
 
 
@@ -227,22 +414,35 @@ def compute_features(
     devices: dict[str, str],
     cache_dir: Path,
     what: str = "images",
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Features:
-    """Return the features of all items: cached ones from disk, the rest computed on all devices."""
+    """Return the features of all items: cached ones from disk, the rest computed on all devices.
+
+    `progress` is called with the number of finished items and their total.
+    """
     cache = FeatureCache(cache_dir, encoder, device_kind(devices))
     keys = {item.key for item in items}
     found = cache.read(keys)
     missing = list({item.key: item for item in items if item.key not in found}.values())
     broken: dict[bytes, str] = {}
-    if missing:
-        try:
-            broken = _compute_missing(encoder, missing, devices, cache, _logged(what, progress))
-        except OSError as error:
-            raise disk_write_error(error, cache_dir) from None
-        found = cache.read(keys)
-        if lost := next((item for item in missing if item.key not in found and item.key not in broken), None):
-            raise UserError(f"The features of {lost.content} are missing.", fix="Run the same command again.")
+    done, started = 0, time.monotonic()
+    logged = started
+    try:
+        with closing(_compute(encoder, missing, devices, cache)) as batches:
+            for finished in batches:
+                done += finished.items
+                broken |= finished.broken
+                now = time.monotonic()
+                if now - logged >= _LOG_INTERVAL:
+                    logged, speed = now, done / (now - started)
+                    log.info("%s: %s of %s, %.1f per second.", what, f"{done:,}", f"{len(missing):,}", speed)
+                if progress:
+                    progress(done, len(missing))
+    except OSError as error:
+        raise disk_write_error(error, cache_dir) from None
+    found = cache.read(keys) if missing else found
+    if lost := next((item for item in missing if item.key not in found and item.key not in broken), None):
+        raise UserError(f"The features of {lost.content} are missing.", fix="Run the same command again.")
     indices = [index for index, item in enumerate(items) if item.key in found]
     rows = np.stack([found[items[i].key] for i in indices]) if indices else np.zeros((0, encoder.width), np.float32)
     unreadable = {index: broken[item.key] for index, item in enumerate(items) if item.key not in found}
@@ -251,35 +451,17 @@ def compute_features(
     return features
 
 
-def _logged(what: str, progress: Progress | None) -> Progress:
-    """Log the progress now and then, and pass it on."""
-    start = last = time.monotonic()
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= _LOG_INTERVAL:
-            last = now
-            log.info("%s: %s of %s, %.1f per second.", what, f"{done:,}", f"{total:,}", done / (now - start))
-        if progress:
-            progress(done, total)
-
-    return report
-
-
-def _compute_missing(
-    encoder: Encoder, items: Sequence[FeatureItem], devices: dict[str, str], cache: FeatureCache, progress: Progress
-) -> dict[bytes, str]:
-    """Compute and cache features; returns why some items cannot be decoded, by key."""
-    kind = torch.device(next(iter(devices.values()))).type
-    batches = [items[start : start + BATCH[kind]] for start in range(0, len(items), BATCH[kind])]
-    if kind != "cpu" or min(len(devices), len(batches)) > 1:
+def _compute(
+    encoder: Encoder, items: Sequence[FeatureItem], devices: dict[str, str], cache: FeatureCache
+) -> Generator[FinishedBatch]:
+    """Compute and cache features, in this process or in several."""
+    if not items:
+        return
+    size = BATCH[torch.device(next(iter(devices.values()))).type]
+    batches = [items[start : start + size] for start in range(0, len(items), size)]
+    if "cpu" not in devices.values() or min(len(devices), len(batches)) > 1:
         # Even a single GPU gets its own process: a driver may hang, or kill the process.
-        return extract_together(encoder, cache, batches, devices, progress)
-    broken: dict[bytes, str] = {}
-    done, remaining = 0, iter(batches)
-    for finished in extract(encoder, cache, lambda waits: next(remaining, None), torch.device("cpu")):
-        done += finished.items
-        broken |= finished.broken
-        progress(done, len(items))
-    return broken
+        yield from _extract_together(encoder, cache, batches, devices)
+    else:
+        remaining = iter(batches)
+        yield from extract(encoder, cache, lambda waits: next(remaining, None), torch.device("cpu"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,9 @@ FEATURES = 2048
 SIDE = 299
 _RESIZE_CHUNK = 64 << 20  # values of full-size images that are resized at once: 256 MB in float32, twice
 _NAN_BYTES = 2 << 30  # more than a batch of 64 uses at any time
+Kernel = int | tuple[int, int]
+Branch = Sequence[tuple[int, Kernel]]
+"""Outputs and kernel of each convolution in a row."""
 RESIZING = "bilinear to 299 x 299 without antialiasing, corners not aligned, as pytorch-fid does"
 
 
@@ -38,9 +42,7 @@ class Convolution(nn.Module):
     fused = False
     """Whether convolution, bias and ReLU are one cuDNN kernel; batch norms must be folded."""
 
-    def __init__(
-        self, inputs: int, outputs: int, kernel: int | tuple[int, int], stride: int = 1, padded: bool = True
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, kernel: Kernel, stride: int = 1, padded: bool = True) -> None:
         super().__init__()
         height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
         padding = (height // 2, width // 2) if padded and stride == 1 else (0, 0)
@@ -66,82 +68,45 @@ def _avg_pool(x_BCHW: Tensor) -> Tensor:
     return F.avg_pool2d(x_BCHW, 3, stride=1, padding=1, count_include_pad=False)
 
 
-class BlockA(nn.Module):
-    """35 x 35: branches of 1 x 1, 5 x 5 and two 3 x 3."""
+class Block(nn.Module):
+    """Branches side by side, and a pool with `pooled` outputs; without them, the block halves height and width."""
 
-    def __init__(self, inputs: int, pooled: int) -> None:
+    def __init__(self, inputs: int, pooled: int, **branches: Branch) -> None:
         super().__init__()
-        self.branch1x1 = Convolution(inputs, 64, 1)
-        self.branch5x5_1 = Convolution(inputs, 48, 1)
-        self.branch5x5_2 = Convolution(48, 64, 5)
-        self.branch3x3dbl_1 = Convolution(inputs, 64, 1)
-        self.branch3x3dbl_2 = Convolution(64, 96, 3)
-        self.branch3x3dbl_3 = Convolution(96, 96, 3)
-        self.branch_pool = Convolution(inputs, pooled, 1)
+        self.branches: list[list[str]] = []
+        for branch, convolutions in branches.items():
+            names = [
+                f"{branch}_{number + 1}" if len(convolutions) > 1 else branch for number in range(len(convolutions))
+            ]
+            width = inputs
+            for name, (outputs, kernel) in zip(names, convolutions, strict=True):
+                stride = 2 if name == names[-1] and not pooled else 1
+                self.add_module(name, Convolution(width, outputs, kernel, stride))
+                width = outputs
+            self.branches.append(names)
+        self.branch_pool = Convolution(inputs, pooled, 1) if pooled else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Concatenate four branches."""
-        five = self.branch5x5_2(self.branch5x5_1(x))
-        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
-        return torch.cat((self.branch1x1(x), five, double, self.branch_pool(_avg_pool(x))), 1)
+        """Concatenate the branches."""
+        rows = []
+        for names in self.branches:
+            row = x
+            for name in names:
+                row = self.get_submodule(name)(row)
+            rows.append(row)
+        rows.append(self.branch_pool(_avg_pool(x)) if self.branch_pool else F.max_pool2d(x, 3, stride=2))
+        return torch.cat(rows, 1)
 
 
-class BlockB(nn.Module):
-    """From 35 x 35 to 17 x 17."""
-
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.branch3x3 = Convolution(inputs, 384, 3, stride=2)
-        self.branch3x3dbl_1 = Convolution(inputs, 64, 1)
-        self.branch3x3dbl_2 = Convolution(64, 96, 3)
-        self.branch3x3dbl_3 = Convolution(96, 96, 3, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Concatenate three branches."""
-        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
-        return torch.cat((self.branch3x3(x), double, F.max_pool2d(x, 3, stride=2)), 1)
+def _block_a(inputs: int, pooled: int) -> Block:
+    double: Branch = [(64, 1), (96, 3), (96, 3)]
+    return Block(inputs, pooled, branch1x1=[(64, 1)], branch5x5=[(48, 1), (64, 5)], branch3x3dbl=double)
 
 
-class BlockC(nn.Module):
-    """17 x 17: 7 x 7 convolutions factorized into 1 x 7 and 7 x 1."""
-
-    def __init__(self, inputs: int, middle: int) -> None:
-        super().__init__()
-        self.branch1x1 = Convolution(inputs, 192, 1)
-        self.branch7x7_1 = Convolution(inputs, middle, 1)
-        self.branch7x7_2 = Convolution(middle, middle, (1, 7))
-        self.branch7x7_3 = Convolution(middle, 192, (7, 1))
-        self.branch7x7dbl_1 = Convolution(inputs, middle, 1)
-        self.branch7x7dbl_2 = Convolution(middle, middle, (7, 1))
-        self.branch7x7dbl_3 = Convolution(middle, middle, (1, 7))
-        self.branch7x7dbl_4 = Convolution(middle, middle, (7, 1))
-        self.branch7x7dbl_5 = Convolution(middle, 192, (1, 7))
-        self.branch_pool = Convolution(inputs, 192, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Concatenate four branches."""
-        seven = self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x)))
-        double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
-        double = self.branch7x7dbl_5(self.branch7x7dbl_4(double))
-        return torch.cat((self.branch1x1(x), seven, double, self.branch_pool(_avg_pool(x))), 1)
-
-
-class BlockD(nn.Module):
-    """From 17 x 17 to 8 x 8."""
-
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        self.branch3x3_1 = Convolution(inputs, 192, 1)
-        self.branch3x3_2 = Convolution(192, 320, 3, stride=2)
-        self.branch7x7x3_1 = Convolution(inputs, 192, 1)
-        self.branch7x7x3_2 = Convolution(192, 192, (1, 7))
-        self.branch7x7x3_3 = Convolution(192, 192, (7, 1))
-        self.branch7x7x3_4 = Convolution(192, 192, 3, stride=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Concatenate three branches."""
-        seven = self.branch7x7x3_4(self.branch7x7x3_3(self.branch7x7x3_2(self.branch7x7x3_1(x))))
-        return torch.cat((self.branch3x3_2(self.branch3x3_1(x)), seven, F.max_pool2d(x, 3, stride=2)), 1)
+def _block_c(middle: int) -> Block:
+    seven: Branch = [(middle, 1), (middle, (1, 7)), (192, (7, 1))]
+    double: Branch = [(middle, 1), (middle, (7, 1)), (middle, (1, 7)), (middle, (7, 1)), (192, (1, 7))]
+    return Block(768, 192, branch1x1=[(192, 1)], branch7x7=seven, branch7x7dbl=double)
 
 
 class BlockE(nn.Module):
@@ -180,15 +145,16 @@ class Inception(nn.Module):
         self.Conv2d_2b_3x3 = Convolution(32, 64, 3)
         self.Conv2d_3b_1x1 = Convolution(64, 80, 1)
         self.Conv2d_4a_3x3 = Convolution(80, 192, 3, padded=False)
-        self.Mixed_5b = BlockA(192, pooled=32)
-        self.Mixed_5c = BlockA(256, pooled=64)
-        self.Mixed_5d = BlockA(288, pooled=64)
-        self.Mixed_6a = BlockB(288)
-        self.Mixed_6b = BlockC(768, middle=128)
-        self.Mixed_6c = BlockC(768, middle=160)
-        self.Mixed_6d = BlockC(768, middle=160)
-        self.Mixed_6e = BlockC(768, middle=192)
-        self.Mixed_7a = BlockD(768)
+        self.Mixed_5b = _block_a(192, pooled=32)
+        self.Mixed_5c = _block_a(256, pooled=64)
+        self.Mixed_5d = _block_a(288, pooled=64)
+        self.Mixed_6a = Block(288, 0, branch3x3=[(384, 3)], branch3x3dbl=[(64, 1), (96, 3), (96, 3)])
+        self.Mixed_6b = _block_c(middle=128)
+        self.Mixed_6c = _block_c(middle=160)
+        self.Mixed_6d = _block_c(middle=160)
+        self.Mixed_6e = _block_c(middle=192)
+        seven: Branch = [(192, 1), (192, (1, 7)), (192, (7, 1)), (192, 3)]
+        self.Mixed_7a = Block(768, 0, branch3x3=[(192, 1), (320, 3)], branch7x7x3=seven)
         self.Mixed_7b = BlockE(1280, max_pool=False)
         self.Mixed_7c = BlockE(2048, max_pool=True)
 
@@ -316,23 +282,19 @@ def load_inception(file: Path) -> Inception:
     with torch.device("meta"):
         network = Inception()
     wanted = network.state_dict()
-    try:
-        named = _to_pytorch_fid_names(tensors)
-    except (ValueError, KeyError, IndexError) as error:
-        raise _damaged(file, error) from None
     for name, tensor in wanted.items():
         if name.endswith("num_batches_tracked"):
-            named[name] = torch.zeros((), dtype=torch.int64)
+            tensors[name] = torch.zeros((), dtype=torch.int64)
         elif name.endswith("bn.weight"):
-            named.setdefault(name, torch.ones(tensor.shape))  # TensorFlow's batch norms have no scale
-    bad = next((name for name in wanted if name not in named or named[name].shape != wanted[name].shape), None)
+            tensors.setdefault(name, torch.ones(tensor.shape))  # TensorFlow's batch norms have no scale
+    bad = next((name for name in wanted if name not in tensors or tensors[name].shape != wanted[name].shape), None)
     if bad:
         raise UserError(
             f"{file} does not hold the Inception weights of 2015-12-05.",
-            f"The tensor {bad} is {'missing' if bad not in named else 'of another shape'}.",
+            f"The tensor {bad} is {'missing' if bad not in tensors else 'of another shape'}.",
             f"{_SOURCE}.",
         )
-    network.load_state_dict({name: named[name] for name in wanted}, assign=True)
+    network.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
     return network.float().eval().requires_grad_(False)
 
 
@@ -345,22 +307,15 @@ def load_classifier(file: Path) -> np.ndarray | None:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read all tensors of a .safetensors, PyTorch or TorchScript file."""
+    """Read all tensors of a .safetensors, PyTorch or TorchScript file, under the names of pytorch-fid."""
     try:
         found = _read_torchscript(file) if _is_torchscript(file) else read_file(file)
-        return {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
+        return _to_pytorch_fid_names({str(name): value for name, value in found.items() if isinstance(value, Tensor)})
     except UserError as error:
         raise UserError(error.what, error.why, f"{_SOURCE}.") from None
     except Exception as error:  # the readers raise nearly any exception on foreign files
-        raise _damaged(file, error) from None
-
-
-def _damaged(file: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{file} cannot be read: it is truncated, damaged, or not a weights file.",
-        f"The reader reported: {first_line(error)}.",
-        f"{_SOURCE}.",
-    )
+        what = f"{file} cannot be read: it is truncated, damaged, or not a weights file."
+        raise UserError(what, f"The reader reported: {first_line(error)}.", f"{_SOURCE}.") from None
 
 
 def _is_torchscript(file: Path) -> bool:
@@ -377,11 +332,15 @@ class _Module:
     """Stands for any class of a TorchScript program; only its attributes are read."""
 
 
-_STORAGES = {
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "DoubleStorage": torch.float64,
-    "LongStorage": torch.int64,
+def _rebuild(storage: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Tensor:
+    return storage.as_strided(shape, stride, offset).clone()
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "LongStorage"): torch.int64,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
+    ("collections", "OrderedDict"): OrderedDict,
 }
 
 
@@ -396,13 +355,10 @@ class _TensorsOnly(pickle.Unpickler):
         """Resolve the few names that tensors need."""
         if module.startswith("__torch__"):
             return _Module
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
         if module == "torch.jit._pickle" and name.startswith("build_"):
             return list
-        allowed = {("torch._utils", "_rebuild_tensor_v2"): _rebuild, ("collections", "OrderedDict"): OrderedDict}
-        if (module, name) in allowed:
-            return allowed[module, name]
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no tensor needs")
 
     def persistent_load(self, key: Any) -> Tensor:
@@ -410,10 +366,6 @@ class _TensorsOnly(pickle.Unpickler):
         _, dtype, number, _, _ = key
         data = bytearray(self.archive.read(f"{self.root}/data/{number}"))
         return torch.frombuffer(data, dtype=dtype)
-
-
-def _rebuild(storage: Tensor, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> Tensor:
-    return storage.as_strided(shape, stride, offset).clone()
 
 
 def _read_torchscript(file: Path) -> dict[str, Tensor]:
@@ -433,56 +385,22 @@ def _walk(module: _Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield from _walk(value, f"{prefix}{name}.")
 
 
-# TensorFlow's graph numbers the blocks that pytorch-fid names.
-_STEM = ("Conv2d_1a_3x3", "Conv2d_2a_3x3", "Conv2d_2b_3x3", "Conv2d_3b_1x1", "Conv2d_4a_3x3")
-_MIXED = ("5b", "5c", "5d", "6a", "6b", "6c", "6d", "6e", "7a", "7b", "7c")
-_KINDS = "AAABCCCCDEE"
-_BRANCHES = {
-    "A": {"conv": "branch1x1", "tower": "branch5x5", "tower_1": "branch3x3dbl", "tower_2": "branch_pool"},
-    "B": {"conv": "branch3x3", "tower": "branch3x3dbl"},
-    "C": {"conv": "branch1x1", "tower": "branch7x7", "tower_1": "branch7x7dbl", "tower_2": "branch_pool"},
-    "D": {"tower": "branch3x3", "tower_1": "branch7x7x3"},
-}
-_BRANCHES_E = {
-    "conv": "branch1x1",
-    "tower_conv": "branch3x3_1",
-    "tower_mixed_conv": "branch3x3_2a",
-    "tower_mixed_conv_1": "branch3x3_2b",
-    "tower_1_conv": "branch3x3dbl_1",
-    "tower_1_conv_1": "branch3x3dbl_2",
-    "tower_1_mixed_conv": "branch3x3dbl_3a",
-    "tower_1_mixed_conv_1": "branch3x3dbl_3b",
-    "tower_2_conv": "branch_pool",
-}
-_PARTS = {"weight": "conv.weight", "beta": "bn.bias", "mean": "bn.running_mean", "var": "bn.running_var"}
 _GRAPH_PREFIX = "net.layers."
+_PARTS = {"weight": "conv.weight", "beta": "bn.bias", "mean": "bn.running_mean", "var": "bn.running_var"}
 
 
 def _to_pytorch_fid_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors of TensorFlow's graph to the names of pytorch-fid; others stay as they are."""
-    if not any(name.startswith(_GRAPH_PREFIX) for name in tensors):
-        return dict(tensors)
-    return {
-        _to_pytorch_fid_name(name.removeprefix(_GRAPH_PREFIX)): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(_GRAPH_PREFIX)
-    }
+    """Rename tensors of TensorFlow's graph, which has the same convolutions in the same order; others stay as they are.
 
-
-def _to_pytorch_fid_name(name: str) -> str:
-    place, _, part = name.rpartition(".")
-    block, _, inner = place.partition(".")
-    kind, _, number = block.partition("_")
-    index = int(number or 0)
-    module = _STEM[index] if kind == "conv" else f"Mixed_{_MIXED[index]}.{_branch(_KINDS[index], inner)}"
-    return f"{module}.{_PARTS[part]}"
-
-
-def _branch(block: str, inner: str) -> str:
-    if block == "E":
-        return _BRANCHES_E[inner]
-    tower, _, convolution = inner.partition(".")
-    branch = _BRANCHES[block][tower]
-    if not convolution or branch == "branch_pool":
-        return branch
-    return f"{branch}_{int(convolution.partition('_')[2] or 0) + 1}"
+    The graph counts blocks and convolutions: mixed, mixed_1, mixed_2, ...
+    """
+    graph = [name for name in tensors if name.startswith(_GRAPH_PREFIX)]
+    if not graph:
+        return tensors
+    graph.sort(key=lambda name: [(part.isdigit(), part.zfill(2)) for part in re.split(r"[._]", name)])
+    with torch.device("meta"):
+        convolutions = [name for name, module in Inception().named_modules() if isinstance(module, Convolution)]
+    places = dict.fromkeys(name.rpartition(".")[0] for name in graph)
+    renamed = dict(zip(places, convolutions, strict=True))
+    parts = ((name.rpartition("."), tensors[name]) for name in graph)
+    return {f"{renamed[place]}.{_PARTS[part]}": tensor for (place, _, part), tensor in parts}

@@ -91,20 +91,13 @@ def _source(data_path: str, img_size: int) -> Source:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Reference statistics; `features` only where `muralist stats` wrote the file."""
+    """Reference statistics; features and the SHA-256 of the DINOv2 only where `muralist stats` wrote them."""
 
     moments: Moments
     features: np.ndarray | None
     count: int | None
-    dinov2: Dinov2Statistics | None = None
-
-
-@dataclass(frozen=True)
-class Dinov2Statistics:
-    """Reference features by the DINOv2 checkpoint with this SHA-256."""
-
-    features: np.ndarray
-    sha256: str
+    dinov2_features: np.ndarray | None = None
+    dinov2_sha256: str = ""
 
 
 _KEYS = ("mu", "sigma", "features", "number", "dinov2_features", "dinov2_sha256")
@@ -116,19 +109,13 @@ def read_statistics(path: Path) -> Statistics:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in _KEYS if name in file.files}
-            if missing := [name for name in ("mu", "sigma") if name not in arrays]:
-                raise UserError(
-                    f"{path} holds no {missing[0]!r}.",
-                    "Reference statistics are an .npz file with mu and sigma.",
-                    _STATS_FIX,
-                )
-            mean, covariance = arrays["mu"].astype(np.float64), arrays["sigma"].astype(np.float64)
-    except UserError:
-        raise
+            mean, covariance = (arrays[name].astype(np.float64) for name in ("mu", "sigma"))
+    except KeyError as error:
+        why = "Reference statistics are an .npz file with mu and sigma."
+        raise UserError(f"{path} holds no {error}.", why, _STATS_FIX) from None
     except Exception as error:  # NumPy, zipfile and zlib raise nearly any exception on damaged bytes
-        raise UserError(
-            f"{path} cannot be read as reference statistics.", f"The reader reported: {first_line(error)}.", _STATS_FIX
-        ) from None
+        why = f"The reader reported: {first_line(error)}."
+        raise UserError(f"{path} cannot be read as reference statistics.", why, _STATS_FIX) from None
     if mean.shape != (FEATURES,) or covariance.shape != (FEATURES, FEATURES):
         raise UserError(
             f"{path} holds statistics of other features: mu is {mean.shape} and sigma {covariance.shape}.",
@@ -137,16 +124,18 @@ def read_statistics(path: Path) -> Statistics:
         )
     if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
         raise UserError(f"{path} holds NaN or Inf.", fix=_STATS_FIX)
-    features, number = arrays.get("features"), arrays.get("number")
-    valid_number = number is None or (number.ndim == 0 and number.dtype.kind in "iu" and number >= 0)
-    if not valid_number or (features is not None and not _is_feature_matrix(features, FEATURES)):
+    features, number, dinov2, sha256 = (arrays.get(name) for name in _KEYS[2:])
+    if (
+        (number is not None and (number.ndim or number.dtype.kind not in "iu" or number < 0))
+        or (features is not None and not _is_feature_matrix(features, FEATURES))
+        or (dinov2 is not None and not _is_feature_matrix(dinov2))
+        or (sha256 is not None and sha256.dtype.kind != "U")
+    ):
         raise UserError(f"{path} holds features or a number that `muralist stats` did not write.", fix=_STATS_FIX)
-    dinov2 = None
-    if "dinov2_features" in arrays and "dinov2_sha256" in arrays:
-        if not _is_feature_matrix(arrays["dinov2_features"]) or arrays["dinov2_sha256"].dtype.kind != "U":
-            raise UserError(f"{path} holds DINOv2 features that `muralist stats` did not write.", fix=_STATS_FIX)
-        dinov2 = Dinov2Statistics(arrays["dinov2_features"], str(arrays["dinov2_sha256"]))
-    return Statistics(Moments(mean, covariance), features, None if number is None else int(number), dinov2)
+    count = int(number) if number is not None else None
+    return Statistics(
+        Moments(mean, covariance), features, count if features is None else len(features), dinov2, str(sha256)
+    )
 
 
 def _is_feature_matrix(features: np.ndarray, width: int | None = None) -> bool:

@@ -13,15 +13,7 @@ from PIL import Image
 from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.evaluate.encoders import Dinov2Encoder
-from tests.support.evaluating import (
-    evaluate,
-    inception_weights,
-    report,
-    scenes,
-    small_clip,
-    small_dinov2,
-    write_images,
-)
+from tests.support.evaluating import evaluate, inception_weights, scenes, small_clip, small_dinov2, write_images
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
@@ -85,8 +77,7 @@ def test_fd_dinov2_equals_numpy(tmp_path: Path, dinov2: Path) -> None:
 
     images = write_images(tmp_path / "images", scenes(9, 0))
     reference = write_images(tmp_path / "reference", scenes(8, 1, side=300))
-    evaluate("--images", images, "--reference", reference, "--dinov2_path", dinov2, "--output_dir", tmp_path / "out")
-    found = report(tmp_path / "out")
+    found = evaluate(tmp_path / "out", "--images", images, "--reference", reference, "--dinov2_path", dinov2)
     score = found["scores"]["fd_dinov2"]
     model = Dinov2Model.from_pretrained(dinov2, local_files_only=True)
     weights = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
@@ -104,11 +95,8 @@ def test_fd_dinov2_equals_numpy(tmp_path: Path, dinov2: Path) -> None:
     )
     assert "FD-DINOv2" in (tmp_path / "out" / "report" / "index.html").read_text()
     few = write_images(tmp_path / "few", scenes(4, 0))
-    evaluate("--images", few, "--reference", reference, "--dinov2_path", dinov2, "--output_dir", tmp_path / "out")
-    assert any(
-        text.startswith("4 images are fewer than the 6 features of FD-DINOv2")
-        for text in report(tmp_path / "out")["warnings"]
-    )
+    found = evaluate(tmp_path / "out", "--images", few, "--reference", reference, "--dinov2_path", dinov2)
+    assert any(text.startswith("4 images are fewer than the 6 features of FD-DINOv2") for text in found["warnings"])
 
 
 def test_statistics_require_the_same_dinov2(tmp_path: Path, dinov2: Path) -> None:
@@ -119,17 +107,14 @@ def test_statistics_require_the_same_dinov2(tmp_path: Path, dinov2: Path) -> Non
     np.savez(tmp_path / "plain.npz", mu=np.zeros(2048), sigma=np.eye(2048))
 
     def score(name: str, model: Path) -> dict[str, Any]:
-        evaluate(
-            "--images", images, "--reference", tmp_path / name, "--dinov2_path", model, "--output_dir", tmp_path / "out"
-        )
-        return report(tmp_path / "out")["scores"]["fd_dinov2"]
+        arguments = ("--images", images, "--reference", tmp_path / name, "--dinov2_path", model)
+        return evaluate(tmp_path / "out", *arguments)["scores"]["fd_dinov2"]
 
     found = score("both.npz", dinov2)
     assert found == score("reference", dinov2) and found["value"] > 0.01
     other = small_dinov2(tmp_path / "other", seed=1)
     assert "holds features of another DINOv2 than --dinov2_path names" in score("both.npz", other)["note"]
-    without = "holds no DINOv2 features"
-    assert without in score("plain.npz", dinov2)["note"]
+    assert "holds no DINOv2 features" in score("plain.npz", dinov2)["note"]
 
 
 def test_invalid_checkpoints_are_refused(tmp_path: Path, dinov2: Path) -> None:

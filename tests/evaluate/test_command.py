@@ -1,10 +1,13 @@
-"""`muralist evaluate` and `muralist stats`, from folders to report.json."""
+"""`muralist evaluate` and `muralist stats`, from folders to report.json, with broken, few and mixed images."""
 
 from __future__ import annotations
 
 import csv
 import json
 import logging
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +18,16 @@ import torch
 from muralist.cli import main
 from muralist.data.sources.registry import open_source
 from muralist.evaluate.encoders import InceptionEncoder
-from muralist.evaluate.extraction import hash_files
-from muralist.evaluate.features import compute_features
+from muralist.evaluate.features import compute_features, hash_files
 from muralist.evaluate.inception import load_classifier, load_inception
 from muralist.evaluate.inputs import match_prompts, read_ledger
 from muralist.evaluate.metrics import inception_score
 from tests.conftest import SHARED_DATA
-from tests.support.evaluating import evaluate, inception_weights, report, scenes, write_images
+from tests.support.evaluating import evaluate, inception_weights, scenes, write_images
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 AGAINST_REFERENCE = ["fid", "kid", "precision", "recall", "density", "coverage"]
+RECORD = 32 + 4 * 6 + 4  # bytes of the feature cache: hash, features of the small DINOv2, checksum
 METRICS = [*AGAINST_REFERENCE, "clip_score", "cmmd", "fd_dinov2", "inception_score"]
 
 
@@ -57,8 +60,7 @@ def test_other_metrics_are_computed_without_inception(
     ]
     (images / "ledger.jsonl").write_text(header + "".join(lines))
     reference = write_images(tmp_path / "reference", scenes(6, 1))
-    evaluate("--images", images, "--reference", reference, "--clip_path", clip, "--output_dir", tmp_path / "out")
-    found = report(tmp_path / "out")
+    found = evaluate(tmp_path / "out", "--images", images, "--reference", reference, "--clip_path", clip)
     assert list(found["scores"]) == METRICS
     assert [entry["metric"] for entry in found["missing"]] == [*AGAINST_REFERENCE, "fd_dinov2", "inception_score"]
     lacking = [line for line in captured if "--inception_weights" in line]  # logged once, for all metrics that need it
@@ -84,8 +86,7 @@ def test_other_metrics_are_computed_without_inception(
 
 def test_without_reference_and_clip_there_is_a_report(tmp_path: Path) -> None:
     images = write_images(tmp_path / "images", scenes(2, 0))
-    evaluate("--images", images, "--output_dir", images / "out")
-    found = report(images / "out")
+    found = evaluate(images / "out", "--images", images)
     assert [entry["metric"] for entry in found["missing"]] == METRICS
     assert "no --reference was given" in found["missing"][0]["reason"]
     assert "--clip_path" in found["missing"][6]["reason"]
@@ -95,24 +96,19 @@ def test_without_reference_and_clip_there_is_a_report(tmp_path: Path) -> None:
 def test_every_metric_of_a_few_images(tmp_path: Path, clip: Path) -> None:
     images = write_images(tmp_path / "images", scenes(3, 0))
     prompts = write_prompts(tmp_path / "prompts.csv", ["a", "b " * 100, "c"])
-    common = ("--inception_weights", inception_weights(), "--clip_path", clip, "--output_dir", tmp_path / "out")
-    evaluate("--images", images, "--reference", images, "--prompts_csv", prompts, *common)
-    found = report(tmp_path / "out")
+    common = ("--images", images, "--inception_weights", inception_weights(), "--clip_path", clip)
+    found = evaluate(tmp_path / "out", "--reference", images, "--prompts_csv", prompts, *common)
     assert [entry["metric"] for entry in found["missing"]] == ["fd_dinov2", "inception_score"]
     assert found["fid"] == found["scores"]["fid"]["value"] == pytest.approx(0, abs=1e-6)
     assert found["scores"]["cmmd"]["value"] == pytest.approx(0, abs=1e-9)
     assert [found["scores"][name]["value"] for name in ("precision", "recall", "coverage")] == [1, 1, 1]
     assert found["kid"] < 0  # unbiased: a set against itself comes out below zero
     assert found["reference"] == {"path": str(images), "count": 3, "sizes": {"24 x 24": 3}}
-    assert any("3 images are fewer than the 2,048 features" in warning for warning in found["warnings"])
-    assert any(
-        "1 prompts are longer than the 77 tokens CLIP reads, and are truncated" in warning
-        for warning in found["warnings"]
-    )
+    for text in ("3 images are fewer than the 2,048 features", "1 prompts are longer than the 77 tokens CLIP reads"):
+        assert any(text in warning for warning in found["warnings"])
     # Statistics of other tools suffice for FID alone; the images' features are cached.
     np.savez(tmp_path / "others.npz", mu=np.zeros(2048), sigma=np.eye(2048))
-    evaluate("--images", images, "--reference", tmp_path / "others.npz", *common)
-    found = report(tmp_path / "out")
+    found = evaluate(tmp_path / "out", "--reference", tmp_path / "others.npz", *common)
     assert [entry["metric"] for entry in found["missing"]] == METRICS[1:]
     assert found["fid"] > 1000 and found["reference"]["count"] is None
 
@@ -126,8 +122,7 @@ def test_evaluate_reads_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert (held["mu"].shape, held["sigma"].shape, int(held["number"])) == ((2048,), (2048, 2048), 3)
         np.testing.assert_allclose(held["sigma"], np.cov(held["features"].astype(float), rowvar=False), atol=1e-10)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "stats.npz"]
-    evaluate("--images", images, "--reference", tmp_path / "stats.npz", *weights, "--output_dir", tmp_path / "out")
-    found = report(tmp_path / "out")
+    found = evaluate(tmp_path / "out", "--images", images, "--reference", tmp_path / "stats.npz", *weights)
     assert found["fid"] == pytest.approx(0, abs=1e-6)
     assert [entry["metric"] for entry in found["missing"]] == METRICS[6:]
 
@@ -160,15 +155,11 @@ def test_the_inception_score_needs_the_classifier(tmp_path: Path) -> None:
     """Neither a reference nor CLIP is needed; the usual file of weights holds 1,008 classes, with a bias."""
     images = write_images(tmp_path / "images", scenes(12, 0))
     few = write_images(tmp_path / "few", scenes(12, 0)[:3])
-    tensors, weights, output = (
-        load_inception(inception_weights()).state_dict(),
-        tmp_path / "usual.pth",
-        tmp_path / "out",
-    )
+    weights, output = tmp_path / "usual.pth", tmp_path / "out"
+    tensors = load_inception(inception_weights()).state_dict()
     classifier = torch.randn(1008, 2048, generator=torch.manual_seed(0))
     torch.save({**tensors, "fc.weight": classifier, "fc.bias": torch.arange(1008.0)}, weights)
-    evaluate("--images", images, "--inception_weights", weights, "--output_dir", output)
-    found = report(output)
+    found = evaluate(output, "--images", images, "--inception_weights", weights)
     assert [entry["metric"] for entry in found["missing"]] == METRICS[:-1]
     score = found["scores"]["inception_score"]
     cached = compute_features(
@@ -181,10 +172,8 @@ def test_the_inception_score_needs_the_classifier(tmp_path: Path) -> None:
     )
     assert any(text.startswith("12 images are few for the Inception score") for text in found["warnings"])
     assert "Inception score" in (output / "report" / "index.html").read_text()
-    evaluate("--images", few, "--inception_weights", weights, "--output_dir", output)
-    assert (
-        report(output)["scores"]["inception_score"]["note"] == "it is the mean over 10 splits, and there are 3 images."
-    )
+    note = evaluate(output, "--images", few, "--inception_weights", weights)["scores"]["inception_score"]["note"]
+    assert note == "it is the mean over 10 splits, and there are 3 images."
     assert load_classifier(inception_weights()) is None
 
 
@@ -201,7 +190,7 @@ def test_an_invalid_reference_is_refused_before_anything_is_computed(
     (tmp_path / "bad.npz").write_bytes(b"PK nothing")
     np.savez(tmp_path / "other.npz", mu=np.zeros(2048))
     np.savez(tmp_path / "narrow.npz", mu=np.zeros(64), sigma=np.eye(64))
-    evaluate("--images", images, "--reference", tmp_path / reference, "--output_dir", tmp_path / "out", expect=1)
+    evaluate(tmp_path / "out", "--images", images, "--reference", tmp_path / reference, expect=1)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -234,8 +223,7 @@ def generated_in_both_modes(folder: Path) -> Path:
 
 def test_the_report_compares_fast_with_exact_mode(tmp_path: Path, clip: Path) -> None:
     images = generated_in_both_modes(tmp_path / "images")
-    evaluate("--images", images, "--clip_path", clip, "--output_dir", tmp_path / "out")
-    found = report(tmp_path / "out")
+    found = evaluate(tmp_path / "out", "--images", images, "--clip_path", clip)
     assert found["images"]["count"] == 4  # without those of exact mode
     distance = found["distance_to_exact_mode"]
     assert distance["pictures"] == 3 and distance["psnr_db"] == {"mean": 31.0, "worst": 30.0}
@@ -261,9 +249,8 @@ def test_the_number_of_processes_does_not_change_results(tmp_path: Path, monkeyp
     for processes in (1, 2, 3):
         monkeypatch.setenv("NPROC", str(processes))
         output = tmp_path / f"out{processes}"
-        evaluate("--images", images, "--reference", reference, "--inception_weights", inception_weights(),
-                 "--output_dir", output)  # fmt: skip
-        found.append(report(output))
+        weights = ("--inception_weights", inception_weights())
+        found.append(evaluate(output, "--images", images, "--reference", reference, *weights))
         assert found[-1]["fid"] > 1
         # Each process left a file of its own.
         assert len(list(output.glob("features/*/*.bin"))) == processes
@@ -282,8 +269,85 @@ def test_fid_equals_the_reference(tmp_path: Path, cifar10: Path, monkeypatch: py
     monkeypatch.setenv("NPROC", "2")
     for number, (name, images) in enumerate(others.items()):
         other = write_images(tmp_path / str(number), images)
-        evaluate("--images", train, "--reference", other, "--inception_weights", inception_weights(),
-                 "--output_dir", tmp_path / "out")  # fmt: skip
-        found = report(tmp_path / "out")
+        weights = ("--inception_weights", inception_weights())
+        found = evaluate(tmp_path / "out", "--images", train, "--reference", other, *weights)
         assert found["fid"] == pytest.approx(expected[name], abs=1e-2)
         assert found["scores"]["fid"]["low"] < found["fid"] < found["scores"]["fid"]["high"]
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_unreadable_images_are_reported(tmp_path: Path, dinov2: Path, computed: bool) -> None:
+    """Also where nothing is computed that would have to read them."""
+    images = write_images(tmp_path / "images", scenes(4, 0))
+    reference = write_images(tmp_path / "reference", scenes(4, 1))
+    tear(images / "000001.png")
+    (images / "000002.png").write_bytes(b"")
+    tear(reference / "000003.png")
+    model = ("--dinov2_path", dinov2) if computed else ()
+    found = evaluate(tmp_path / "out", "--images", images, "--reference", reference, *model)
+    assert (found["images"]["count"], found["reference"]["count"]) == (2, 3)
+    assert found["per_image"]["file"] == ["000000.png", "000003.png"]
+    broken = found["images"]["unreadable"]
+    assert [text.partition(": ")[0] for text in broken] == ["000001.png", "000002.png"]
+    assert broken[1] == "000002.png: the file is empty"
+    left_out = [text for text in found["warnings"] if "of the reference is left out" in text]
+    assert len(left_out) == 1 and left_out[0].startswith(str(reference / "000003.png"))
+    assert "2 images could not be read: 000001.png: " in (tmp_path / "out" / "report" / "index.html").read_text()
+
+
+def test_fewer_than_two_readable_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = write_images(tmp_path / "images", scenes(2, 0))
+    tear(images / "000001.png")
+    evaluate(tmp_path / "out", "--images", images, expect=1)
+    captured = capsys.readouterr().err
+    assert f"Fewer than two images of {images} can be read.\n1 are broken, the first because: " in captured
+    whole = write_images(tmp_path / "whole", scenes(2, 0))
+    evaluate(tmp_path / "out", "--images", whole, "--reference", images, expect=1)
+    assert f"Fewer than two images of {images}" in capsys.readouterr().err
+    (images / "000001.png").unlink()
+    evaluate(tmp_path / "out", "--images", images, expect=1)
+    assert f"Only one image was found in {images}, which --images names." in capsys.readouterr().err
+    (images / "000000.png").unlink()
+    evaluate(tmp_path / "out", "--images", images, expect=1)
+    assert f"No image was found in {images}, which --images names." in capsys.readouterr().err
+
+
+def test_mixed_sizes_are_reported(tmp_path: Path, dinov2: Path) -> None:
+    images = write_images(tmp_path / "images", scenes(4, 0))
+    reference = write_images(tmp_path / "reference", scenes(3, 1, side=40))
+    arguments = ("--images", images, "--reference", reference, "--dinov2_path", dinov2)
+    before = evaluate(tmp_path / "out", *arguments)
+    assert not any("sizes" in text for text in before["warnings"])
+    write_images(images / "more", scenes(3, 0, side=40)[:, :30])
+    found = evaluate(tmp_path / "out", *arguments)
+    assert found["images"]["sizes"] == {"24 x 24": 4, "30 x 40": 3} and found["reference"]["sizes"] == {"40 x 40": 3}
+    told = "The images have 2 sizes, most often 24 x 24 and 30 x 40 (height x width): each is resized on its own."
+    assert told in found["warnings"]
+    assert found["scores"]["fd_dinov2"]["value"] != before["scores"]["fd_dinov2"]["value"]
+    page = (tmp_path / "out" / "report" / "index.html").read_text()
+    assert told in page and "24 x 24 (4), 30 x 40 (3)" in page
+
+
+@pytest.mark.slow
+def test_a_killed_command_resumes(tmp_path: Path, dinov2: Path) -> None:
+    images = write_images(tmp_path / "images", scenes(600, 0))
+    arguments = ["--images", images, "--reference", images, "--dinov2_path", dinov2]
+    output = tmp_path / "out"
+    command = [sys.executable, "-m", "muralist", "evaluate", *arguments, "--output_dir", output]
+    process = subprocess.Popen([*map(str, command)], stderr=subprocess.DEVNULL)
+    kept = output / "features"
+    while not any(path.stat().st_size > 20 * RECORD for path in kept.glob("*/*.bin")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not (output / "report.json").exists()
+    (torn,) = kept.glob("*/*.bin")
+    found = evaluate(output, *arguments)
+    (rest,) = (path for path in kept.glob("*/*.bin") if path != torn)
+    assert torn.stat().st_size // RECORD + rest.stat().st_size // RECORD == 600 and rest.stat().st_size < 590 * RECORD
+    assert same(found, evaluate(tmp_path / "whole", *arguments))
