@@ -29,7 +29,7 @@ from muralist.data.sampler import (
     measure_shapes,
     nearest_size,
 )
-from muralist.data.sources.registry import open_source
+from muralist.data.sources import open_source
 from muralist.tools.pack import pack
 from tests.support.images import (
     encoded,

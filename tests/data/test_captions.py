@@ -11,7 +11,7 @@ import pytest
 
 from muralist.core.errors import UserError
 from muralist.data.source import CaptionTemplate, Source, read_batch
-from muralist.data.sources.registry import open_held_out, open_source
+from muralist.data.sources import open_held_out, open_source
 from muralist.tools.pack import pack
 from tests.data.driving_files import write_arrow
 from tests.support.images import encoded_samples, noise, write_csv, write_files, write_folder, write_parquet, write_tar

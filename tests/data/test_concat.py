@@ -12,7 +12,7 @@ from muralist.core.errors import UserError
 from muralist.data.decode import center_crop
 from muralist.data.sampler import check_measurable
 from muralist.data.source import read_batch
-from muralist.data.sources.registry import open_held_out, open_source
+from muralist.data.sources import open_held_out, open_source
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
 from muralist.settings.load import identity, load, run_name
 from muralist.tools.hydit import translate

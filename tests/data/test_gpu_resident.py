@@ -16,7 +16,7 @@ from muralist.data import loader
 from muralist.data.loader import Batch, GpuResidentDataset, fits_on_device, load_to_device, training_batches
 from muralist.data.sampler import ShuffledOrder, Split, split_held_out
 from muralist.data.source import Source
-from muralist.data.sources.registry import open_source
+from muralist.data.sources import open_source
 from muralist.settings import DataSettings, ModelSettings, OptimSettings, TrainSettings
 from muralist.tools.pack import pack
 from muralist.train.dataset import open_data

@@ -13,8 +13,8 @@ from muralist.core.errors import UserError
 from muralist.data.decode import ImageDecodeError, center_crop
 from muralist.data.sampler import BucketedSource, Buckets, check_measurable
 from muralist.data.source import Source, read_batch
+from muralist.data.sources import open_source
 from muralist.data.sources.hydit_index import IndexSource
-from muralist.data.sources.registry import open_source
 from tests.data.driving_files import write_arrow, write_index
 from tests.support.images import EncodedSample, encoded_samples
 

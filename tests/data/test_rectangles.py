@@ -16,7 +16,7 @@ from muralist.core.errors import UserError
 from muralist.data.decode import ImageDecodeError, center_crop, decode_cropped
 from muralist.data.packed import PackedSource
 from muralist.data.source import CachedSource, cache_in_memory, read_batch
-from muralist.data.sources.registry import open_held_out, open_source
+from muralist.data.sources import open_held_out, open_source
 from muralist.demo.driving_world import DrivingWorld, draw_scene
 from muralist.tools.pack import pack
 from tests.data.test_sources import WRITERS

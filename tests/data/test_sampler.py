@@ -21,7 +21,7 @@ from muralist.data.decode import ImageDecodeError
 from muralist.data.loader import Batch, held_out_batches, training_batches
 from muralist.data.sampler import ShuffledOrder, Split, permute, split_held_out
 from muralist.data.source import Source
-from muralist.data.sources.registry import open_source
+from muralist.data.sources import open_source
 from muralist.settings import DataSettings, OptimSettings
 from muralist.train.schedule import plan_batch
 from tests.support.statistics import assert_counts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from muralist.core.errors import UserError
-from muralist.data.sources.registry import open_source
+from muralist.data.sources import open_source
 from tests.support.images import encoded_samples, noise, write_files, write_tar
 
 SIZE = 16

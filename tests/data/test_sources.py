@@ -18,7 +18,7 @@ from PIL import Image
 from muralist.core.errors import UserError
 from muralist.data.decode import ImageDecodeError, center_crop
 from muralist.data.source import Sample, Source, read_batch
-from muralist.data.sources.registry import open_held_out, open_source
+from muralist.data.sources import open_held_out, open_source
 from muralist.tools.pack import pack
 from tests.data.driving_files import write_arrow, write_captioned_folder, write_index
 from tests.support.images import (
@@ -162,9 +162,7 @@ def test_the_fingerprint_follows_the_data_and_not_the_place(kind: str, tmp_path:
 
 def test_the_order_is_the_same_in_every_process(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "images", encoded_samples(COUNT))
-    program = (
-        "import sys; from muralist.data.sources.registry import *; print(open_source(sys.argv[1], 16).fingerprint())"
-    )
+    program = "import sys; from muralist.data.sources import *; print(open_source(sys.argv[1], 16).fingerprint())"
     seen = {
         subprocess.run(
             [sys.executable, "-c", program, str(folder)],
@@ -181,7 +179,7 @@ def test_the_order_is_the_same_in_every_process(tmp_path: Path) -> None:
 def test_reading_data_does_not_import_torch(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "all.parquet", encoded_samples(3))
     program = (
-        "import sys; from muralist.tools.pack import *; from muralist.data.sources.registry import *;"
+        "import sys; from muralist.tools.pack import *; from muralist.data.sources import *;"
         "open_source(sys.argv[1], 16).read(0); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(path)], check=True)

@@ -16,8 +16,7 @@ from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.data.decode import ImageDecodeError, center_crop
 from muralist.data.source import read_batch
-from muralist.data.sources import columnar
-from muralist.data.sources.registry import open_held_out, open_source
+from muralist.data.sources import columnar, open_held_out, open_source
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
 from muralist.settings.load import identity, load
 from muralist.tools.pack import pack
@@ -196,7 +195,9 @@ def test_other_components_are_refused(training: Path) -> None:
         }
     )
     pyarrow.parquet.write_table(table, part / "camera_segmentation" / "99_000.parquet")
-    with pytest.raises(UserError, match=r"holds no camera images\. .*panoptic_label.* component camera_image"):
+    with pytest.raises(
+        UserError, match=r"no column .*Component.\.image\. .*panoptic_label.* component camera_image"
+    ):
         open_source(str(part / "camera_segmentation"), SIZE)
     with pytest.raises(UserError, match=r"no images in .*Give \S*/training/camera_image"):
         open_source(str(part), SIZE)

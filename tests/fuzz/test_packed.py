@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muralist.core.errors import UserError
-from muralist.data.latents import CAPTION_FILES, LatentSource
-from muralist.data.packed import EncodedManifest, RowWriter, is_packed
+from muralist.data.packed import CAPTION_FILES, EncodedManifest, LatentSource, RowWriter, is_packed
 from muralist.data.source import read_batch
-from muralist.data.sources.registry import open_held_out, open_source
+from muralist.data.sources import open_held_out, open_source
 from muralist.tools.pack import pack
 from tests.fuzz.damage import damaged, damaged_json, examples, refused_or, untouched
 from tests.support.images import encoded_samples, write_csv

@@ -24,7 +24,7 @@ from muralist.core.hardware import available_cpus
 from muralist.core.progress import progress_bar
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.data.decode import Size, height_width
-from muralist.data.latents import LatentBatch, LatentSource
+from muralist.data.packed import LatentBatch, LatentSource
 from muralist.data.sampler import Indices, SampleOrder, Split
 from muralist.data.source import CachedSource, Source, read_batch
 from muralist.settings import DataSettings

@@ -1,7 +1,11 @@
-"""Packed data sets: the Arrow files that `muralist pack` writes, their manifest, and the source that reads pixels.
+"""Packed data sets: the Arrow files that `muralist pack` writes, their manifest, and the sources that read them.
 
 A packed folder holds Arrow files of fixed-size rows (00000.arrow, ...), `manifest.json` with a hash of each,
 `broken.txt` if images were left out, and `held_out/`, packed alike, if the data set has such a part.
+
+With `--encode`, rows hold latents instead of pixels: mean and standard deviation of the VAE's posterior for each image
+and, if requested, for the flipped image. `captions-00000.arrow`, ... hold the text embeddings of each distinct caption
+once, the empty one first; a row of latents refers to its caption by row number.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
@@ -22,7 +26,11 @@ from muralist.core.errors import UserError
 from muralist.data.decode import Size, format_size, height_width
 from muralist.data.source import CaptionTemplate, LruCache, Sample, short_hash
 
+if TYPE_CHECKING:  # opening a data set does not import torch
+    from torch import Tensor
+
 HELD_OUT_FOLDER = "held_out"
+CAPTION_FILES = "captions-"
 PACK_AGAIN = "Pack the data set again with `muralist pack`."
 
 _MANIFEST = "manifest.json"
@@ -32,6 +40,7 @@ _FOOTER_BYTES = 10**6  # an Arrow file ends with its schema and a list of its ba
 _BATCH_BYTES = 16 * 2**20
 _MAX_BATCH_ROWS = 2**16
 _MAX_MAPPED_FILES = 4096
+_EMPTY_CAPTION_ROW = 0
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
 _Count = Annotated[int, Field(ge=1, lt=2**62)]
@@ -79,14 +88,12 @@ class Manifest:
                 "Its copy is incomplete, or `muralist pack` did not write it.",
                 PACK_AGAIN,
             ) from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            raise UserError(f"The manifest of the packed folder {folder} is damaged: {what}.", fix=PACK_AGAIN) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(
-                f"The manifest of the packed folder {folder} is damaged: {error}.", fix=PACK_AGAIN
-            ) from error
+            what: object = error
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise UserError(f"The manifest of the packed folder {folder} is damaged: {what}.", fix=PACK_AGAIN) from None
         raise UserError(
             f"The packed folder {folder} has format version {version!s:.20}, but only version {_VERSION} can be read.",
             fix=PACK_AGAIN,
@@ -295,13 +302,6 @@ class RowReader:
         for file, batch, row in zip(files.tolist(), batches.tolist(), rows.tolist(), strict=True):
             yield self._mapped.get(file, self._map)[batch], row
 
-    def verify(self) -> None:
-        """Read every file and compare its hash with the manifest."""
-        for file in self.files:
-            with (self.folder / file.name).open("rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != file.sha256:
-                    raise UserError(f"The packed file {self.folder / file.name} is damaged.", fix=PACK_AGAIN)
-
     def _map(self, number: int) -> list[dict[str, Any]]:
         import pyarrow
 
@@ -310,18 +310,15 @@ class RowReader:
             # Closing the file frees its descriptor; the memory stays mapped while a view of it exists.
             with pyarrow.memory_map(str(path)) as memory, pyarrow.ipc.open_file(memory) as reader:
                 batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
-                self._check_lengths([batch.num_rows for batch in batches], self.files[number].rows)
+                # `locate` computes the place of a row from the lengths of batches.
+                full, rest = divmod(self.files[number].rows, self.rows_per_batch)
+                if [batch.num_rows for batch in batches] != [self.rows_per_batch] * full + [rest] * bool(rest):
+                    raise ValueError(f"the rows of its {len(batches):,} batches are not those of the manifest")
                 return [
                     {name: _view(batch, name, column) for name, column in self.columns.items()} for batch in batches
                 ]
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             raise UserError(f"The packed file {path} is damaged: {error}.", fix=PACK_AGAIN) from error
-
-    def _check_lengths(self, found: list[int], rows: int) -> None:
-        """Check that record batches have the lengths by which `locate` computes the place of a row."""
-        full, rest = divmod(rows, self.rows_per_batch)
-        if found != [self.rows_per_batch] * full + [rest] * bool(rest):
-            raise ValueError(f"its {sum(found):,} rows in {len(found):,} batches are not those of the manifest")
 
 
 def _view(batch: Any, name: str, wanted: Column) -> Any:
@@ -360,7 +357,7 @@ class PackedSource:
         self.folder, self.img_size = folder, img_size
         self.manifest = Manifest.read(folder)
         self._shape = (*height_width(img_size), 3)
-        check_size(folder, self.manifest, img_size)
+        _check_size(folder, self.manifest, img_size)
         self.label_names = self.manifest.label_names
         columns = {
             "image": Column(bytes=math.prod(self._shape)),
@@ -395,12 +392,8 @@ class PackedSource:
         hashes = [file.sha256 for file in self.manifest.files]
         return short_hash("packed", *hashes, *self.label_names, *self._caption.fingerprint_parts)
 
-    def verify(self) -> None:
-        """Read every file and compare its hash with the manifest."""
-        self._rows.verify()
 
-
-def check_size(folder: Path, manifest: Manifest, img_size: Size) -> None:
+def _check_size(folder: Path, manifest: Manifest, img_size: Size) -> None:
     """Refuse a size other than that of a packed folder."""
     if height_width(manifest.img_size) != height_width(img_size):
         packed, wanted = format_size(manifest.img_size), format_size(img_size)
@@ -408,3 +401,103 @@ def check_size(folder: Path, manifest: Manifest, img_size: Size) -> None:
             f"{folder} was packed at {packed} pixels, but --img_size is {wanted}.",
             fix=f"Train at {packed} pixels (--img_size), or pack the data set again at {wanted}.",
         )
+
+
+class EncodedText(NamedTuple):
+    """The embeddings of captions by both text encoders, in the dtype of the encoders, with their masks."""
+
+    bert: Tensor
+    bert_mask: Tensor  # uint8
+    t5: Tensor
+    t5_mask: Tensor  # uint8
+
+
+class LatentBatch(NamedTuple):
+    """The output of the frozen encoders for a batch, in the dtype of the encoders."""
+
+    latents: Tensor  # [B, original or flipped, mean or deviation, 4, H / 8, W / 8]
+    text: EncodedText
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LatentBatch:
+        """Apply a function to every tensor."""
+        return LatentBatch(function(self.latents), EncodedText(*map(function, self.text)))
+
+
+class LatentSource:
+    """The samples of an encoded folder, which has no pixels."""
+
+    memory_mapped = True
+
+    def __init__(self, folder: Path, img_size: Size, caption: str | None = None) -> None:
+        self.folder, self.img_size = folder, img_size
+        self.manifest = EncodedManifest.read(folder)
+        _check_size(folder, self.manifest, img_size)
+        if caption is not None:
+            raise UserError(
+                f"The captions of {folder} are encoded already, so --caption cannot change them.",
+                fix="Leave --caption out, or give it to `muralist pack ... --encode`.",
+            )
+        manifest = self.manifest
+        columns = {
+            "bert": Column(bytes=manifest.row_bytes("bert")),
+            "bert_mask": Column(bytes=manifest.shapes["bert"][0]),
+            "t5": Column(bytes=manifest.row_bytes("t5")),
+            "t5_mask": Column(bytes=manifest.shapes["t5"][0]),
+            "text": Column(),
+        }
+        self._captions = RowReader(folder, manifest.caption_files, manifest.captions_per_batch, columns)
+        columns = {
+            "latents": Column(bytes=manifest.row_bytes("latents")),
+            "label": Column(below=max(1, len(manifest.label_names))),
+            "caption": Column(below=len(self._captions)),
+        }
+        self._rows = RowReader(folder, manifest.files, manifest.rows_per_batch, columns)
+        self.label_names = manifest.label_names
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> Sample:
+        """Refuse: there are no pixels."""
+        raise UserError(
+            f"{self.folder} holds latents of the model {self.manifest.model} and no pixels.",
+            fix="Give the data set from which it was encoded.",
+        )
+
+    def read_latents(self, indices: np.ndarray) -> tuple[LatentBatch, np.ndarray, list[str]]:
+        """Read latents and text embeddings by index, with labels int64 [B] and captions."""
+        rows = list(self._rows.locate(indices))
+        latents = np.stack([columns["latents"][row] for columns, row in rows])
+        labels, caption_rows = (
+            np.array([columns[name][row] for columns, row in rows], dtype=np.int64) for name in ("label", "caption")
+        )
+        text, captions = self._read_captions(caption_rows)
+        return LatentBatch(self._tensor("latents", latents), text), labels, captions
+
+    def read_empty_caption(self) -> EncodedText:
+        """Read the embeddings of the empty caption, one row."""
+        return self._read_captions(np.array([_EMPTY_CAPTION_ROW]))[0]
+
+    def fingerprint(self) -> str:
+        """Hash the hashes of the files and the classes."""
+        files = (*self.manifest.files, *self.manifest.caption_files)
+        return short_hash("encoded", *(file.sha256 for file in files), *self.label_names)
+
+    def _read_captions(self, rows: np.ndarray) -> tuple[EncodedText, list[str]]:
+        found = list(self._captions.locate(rows))
+        text = {name: np.stack([columns[name][row] for columns, row in found]) for name in EncodedText._fields}
+        captions = [columns["text"][row].as_py() for columns, row in found]
+        return EncodedText(*(self._tensor(name, rows) for name, rows in text.items())), captions
+
+    def _tensor(self, name: str, rows: np.ndarray) -> Tensor:
+        import torch
+
+        tensor = torch.from_numpy(rows)
+        if name not in self.manifest.shapes:  # a mask
+            return tensor
+        return tensor.view(getattr(torch, self.manifest.dtype)).view(len(rows), *self.manifest.shapes[name])
+
+
+def open_packed(folder: Path, img_size: Size, caption: str | None = None) -> PackedSource | LatentSource:
+    """Open a folder that `muralist pack` wrote."""
+    return (LatentSource if manifest_type(folder) is EncodedManifest else PackedSource)(folder, img_size, caption)

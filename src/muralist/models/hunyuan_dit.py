@@ -29,8 +29,8 @@ from muralist.core import rng
 from muralist.core.errors import UserError
 from muralist.core.progress import loading_progress
 from muralist.core.rng import Purpose, SampleKeys
-from muralist.data.latents import EncodedText, LatentSource
 from muralist.data.loader import Batch, flip_mask, to_unit_range
+from muralist.data.packed import EncodedText, LatentSource
 from muralist.diffusion import ddpm, flow
 from muralist.models.integrity import fingerprint
 from muralist.models.lora import Lora, is_adapter

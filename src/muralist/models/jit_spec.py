@@ -14,8 +14,8 @@ from muralist.core import rng
 from muralist.core.errors import UserError, closest_match
 from muralist.core.hardware import copy_to_device
 from muralist.core.rng import Purpose, SampleKeys
-from muralist.data.latents import LatentSource
 from muralist.data.loader import Batch, to_unit_range
+from muralist.data.packed import LatentSource
 from muralist.diffusion import flow, samplers
 from muralist.models import configs, jit
 from muralist.settings import ObjectiveSettings, Precision, SampleSettings, TrainSettings

@@ -13,7 +13,7 @@ import numpy as np
 from muralist.core.errors import UserError, closest_match
 from muralist.data.decode import IMAGE_EXTENSIONS, Size, decode_cropped, read_image_shape
 from muralist.data.source import CAPTION_FIELDS, CaptionTemplate, Sample, first_present, sample_files, short_hash
-from muralist.data.sources import waymo
+from muralist.data.sources.columnar import WAYMO_COMPONENT
 from muralist.data.tables import table_rows
 
 TEXT_SUFFIX = ".txt"
@@ -228,8 +228,8 @@ def _check_layout(path: Path, listing: _Listing, class_names: list[str]) -> None
         fix = (
             "Give a folder of images, a CSV/TSV/JSONL table, .tar, .parquet, .arrow or .npz files, or a packed folder."
         )
-        if (path / waymo.COMPONENT).is_dir():
-            fix = f"Give {path / waymo.COMPONENT}, which holds the images of the Waymo Open Dataset."
+        if (path / WAYMO_COMPONENT).is_dir():
+            fix = f"Give {path / WAYMO_COMPONENT}, which holds the images of the Waymo Open Dataset."
         raise UserError(
             f"There are no images in {path}.", f"Looked for {' '.join(IMAGE_EXTENSIONS)} and found {found}.", fix
         )
