@@ -195,9 +195,7 @@ def test_other_components_are_refused(training: Path) -> None:
         }
     )
     pyarrow.parquet.write_table(table, part / "camera_segmentation" / "99_000.parquet")
-    with pytest.raises(
-        UserError, match=r"no column .*Component.\.image\. .*panoptic_label.* component camera_image"
-    ):
+    with pytest.raises(UserError, match=r"no column .*Component.\.image\. .*panoptic_label.* component camera_image"):
         open_source(str(part / "camera_segmentation"), SIZE)
     with pytest.raises(UserError, match=r"no images in .*Give \S*/training/camera_image"):
         open_source(str(part), SIZE)
