@@ -13,9 +13,8 @@ from muralist.data.packed import HELD_OUT_FOLDER, is_packed, open_packed
 from muralist.data.source import ConcatSource, Source
 from muralist.data.sources.arrays import ArraySource, has_held_out
 from muralist.data.sources.columnar import ArrowSource, ParquetSource, select_cameras, waymo_validation_folder
-from muralist.data.sources.folder import HELD_OUT_NAMES, FolderSource
+from muralist.data.sources.files import HELD_OUT_NAMES, FolderSource, TableSource
 from muralist.data.sources.hydit_index import open_index
-from muralist.data.sources.table import TableSource
 from muralist.data.sources.webdataset import WebDatasetSource, expand_ranges
 
 Known = list[str] | None
