@@ -64,7 +64,6 @@ class Manifest:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     format: ClassVar[str] = "muralist packed images"
-    file_lists: ClassVar[tuple[str, ...]] = ("files",)
 
     img_size: Size
     rows_per_batch: PositiveInt  # in every record batch but the last, so that a row is found by arithmetic
@@ -117,7 +116,7 @@ class Manifest:
     @property
     def bytes(self) -> int:
         """The size of all files."""
-        return sum(file.bytes for name in self.file_lists for file in getattr(self, name))
+        return sum(file.bytes for file in self.files)
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,6 @@ class EncodedManifest(Manifest):
     """The description of a folder of latents and text embeddings, and of the encoders that made them."""
 
     format: ClassVar[str] = "muralist encoded images"
-    file_lists: ClassVar[tuple[str, ...]] = ("files", "caption_files")
 
     caption_files: Annotated[list[PackedFile], Field(min_length=1)]
     captions_per_batch: PositiveInt
@@ -147,6 +145,11 @@ class EncodedManifest(Manifest):
     def captions(self) -> int:
         """The number of distinct captions that are embedded, not counting the empty one, which always is."""
         return sum(file.rows for file in self.caption_files) - 1
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files."""
+        return super().bytes + sum(file.bytes for file in self.caption_files)
 
 
 def manifest_type(folder: Path) -> type[Manifest] | None:
@@ -267,20 +270,20 @@ class RowWriter:
         return self._folder / f"{self._prefix}{len(self._files):05}.arrow"
 
 
-class Column(NamedTuple):
-    """The expected type of a column: `bytes` per row, integers from 0 to below `below`, or else text."""
-
-    bytes: int | None = None
-    below: int | None = None
-
-
 class RowReader:
     """Reads rows of packed files as views of mapped memory."""
 
     def __init__(
-        self, folder: Path, files: list[PackedFile], rows_per_batch: int, columns: Mapping[str, Column]
+        self,
+        folder: Path,
+        files: list[PackedFile],
+        rows_per_batch: int,
+        columns: Mapping[str, str],
+        below: Mapping[str, int],
     ) -> None:
-        self.folder, self.files, self.rows_per_batch, self.columns = folder, files, rows_per_batch, columns
+        """`columns` maps names to the names of Arrow types; integers are from 0 to below the number in `below`."""
+        self.folder, self.files, self.rows_per_batch = folder, files, rows_per_batch
+        self.columns, self.below = columns, below
         for file in files:
             path = folder / file.name
             size = path.stat().st_size if path.is_file() else None
@@ -314,38 +317,34 @@ class RowReader:
                 full, rest = divmod(self.files[number].rows, self.rows_per_batch)
                 if [batch.num_rows for batch in batches] != [self.rows_per_batch] * full + [rest] * bool(rest):
                     raise ValueError(f"the rows of its {len(batches):,} batches are not those of the manifest")
-                return [
-                    {name: _view(batch, name, column) for name, column in self.columns.items()} for batch in batches
-                ]
-        except (OSError, ValueError, pyarrow.ArrowException) as error:
+                return [{name: self._view(batch, name) for name in self.columns} for batch in batches]
+        # KeyError: there is no such column, or there are two.
+        except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
             raise UserError(f"The packed file {path} is damaged: {error}.", fix=PACK_AGAIN) from error
 
+    def _view(self, batch: Any, name: str) -> Any:
+        """Return a view of a column: bytes as uint8 [rows, bytes], integers as a NumPy array, text as an Arrow array."""
+        from pyarrow import types
 
-def _view(batch: Any, name: str, wanted: Column) -> Any:
-    """Return a view of a column: bytes as uint8 [rows, bytes], integers as a NumPy array, text as an Arrow array."""
-    from pyarrow import types
+        column, wanted = batch.column(name), self.columns[name]
+        column.validate(full=True)  # a damaged offset would make Arrow read beyond the file and crash
+        if str(column.type) != wanted:
+            raise ValueError(f"its column {name} is {column.type}, not {wanted}")
+        if column.null_count or column.offset:
+            raise ValueError(f"rows of its column {name} are empty")
+        if types.is_fixed_size_binary(column.type):
+            width = column.type.byte_width
+            return np.frombuffer(column.buffers()[1], np.uint8, count=len(column) * width).reshape(-1, width)
+        if wanted == "string":
+            return column
+        values = column.to_numpy()
+        if len(values) and not 0 <= values.min() <= values.max() < self.below[name]:
+            raise ValueError(f"its column {name} holds values that are not from 0 to {self.below[name] - 1:,}")
+        return values
 
-    if batch.schema.names.count(name) != 1:
-        raise ValueError(f"it has {batch.schema.names.count(name)} columns called {name}")
-    column = batch.column(name)
-    column.validate(full=True)  # a damaged offset would make Arrow read beyond the file and crash
-    if column.null_count or column.offset:
-        raise ValueError(f"rows of its column {name} are empty")
-    if wanted.bytes is not None:
-        if not types.is_fixed_size_binary(column.type) or column.type.byte_width != wanted.bytes:
-            raise ValueError(f"its column {name} is {column.type}, not {wanted.bytes:,} bytes per row")
-        flat = np.frombuffer(column.buffers()[1], dtype=np.uint8, count=len(column) * wanted.bytes)
-        return flat.reshape(len(column), wanted.bytes)
-    if wanted.below is None:
-        if not types.is_string(column.type):
-            raise ValueError(f"its column {name} is {column.type}, not text")
-        return column
-    if not types.is_integer(column.type):
-        raise ValueError(f"its column {name} is {column.type}, not integers")
-    values = column.to_numpy()
-    if len(values) and not 0 <= values.min() <= values.max() < wanted.below:
-        raise ValueError(f"its column {name} holds values that are not from 0 to {wanted.below - 1:,}")
-    return values
+
+def _rows_of(size: int) -> str:
+    return f"fixed_size_binary[{size}]"
 
 
 class PackedSource:
@@ -355,16 +354,13 @@ class PackedSource:
 
     def __init__(self, folder: Path, img_size: Size, caption: str | None = None) -> None:
         self.folder, self.img_size = folder, img_size
-        self.manifest = Manifest.read(folder)
+        self.manifest = manifest = Manifest.read(folder)
+        _check_size(folder, manifest, img_size)
+        self.label_names = manifest.label_names
         self._shape = (*height_width(img_size), 3)
-        _check_size(folder, self.manifest, img_size)
-        self.label_names = self.manifest.label_names
-        columns = {
-            "image": Column(bytes=math.prod(self._shape)),
-            "label": Column(below=max(1, len(self.label_names))),
-            "caption": Column(),
-        }
-        self._rows = RowReader(folder, self.manifest.files, self.manifest.rows_per_batch, columns)
+        columns = {"image": _rows_of(math.prod(self._shape)), "label": "int32", "caption": "string"}
+        below = {"label": max(1, len(self.label_names))}
+        self._rows = RowReader(folder, manifest.files, manifest.rows_per_batch, columns, below)
         self._caption = CaptionTemplate.resolve_plain(caption, self.label_names, str(folder))
 
     def __len__(self) -> int:
@@ -430,29 +426,25 @@ class LatentSource:
 
     def __init__(self, folder: Path, img_size: Size, caption: str | None = None) -> None:
         self.folder, self.img_size = folder, img_size
-        self.manifest = EncodedManifest.read(folder)
-        _check_size(folder, self.manifest, img_size)
+        self.manifest = manifest = EncodedManifest.read(folder)
+        _check_size(folder, manifest, img_size)
+        self.label_names = manifest.label_names
         if caption is not None:
             raise UserError(
                 f"The captions of {folder} are encoded already, so --caption cannot change them.",
                 fix="Leave --caption out, or give it to `muralist pack ... --encode`.",
             )
-        manifest = self.manifest
         columns = {
-            "bert": Column(bytes=manifest.row_bytes("bert")),
-            "bert_mask": Column(bytes=manifest.shapes["bert"][0]),
-            "t5": Column(bytes=manifest.row_bytes("t5")),
-            "t5_mask": Column(bytes=manifest.shapes["t5"][0]),
-            "text": Column(),
+            "bert": _rows_of(manifest.row_bytes("bert")),
+            "bert_mask": _rows_of(manifest.shapes["bert"][0]),
+            "t5": _rows_of(manifest.row_bytes("t5")),
+            "t5_mask": _rows_of(manifest.shapes["t5"][0]),
+            "text": "string",
         }
-        self._captions = RowReader(folder, manifest.caption_files, manifest.captions_per_batch, columns)
-        columns = {
-            "latents": Column(bytes=manifest.row_bytes("latents")),
-            "label": Column(below=max(1, len(manifest.label_names))),
-            "caption": Column(below=len(self._captions)),
-        }
-        self._rows = RowReader(folder, manifest.files, manifest.rows_per_batch, columns)
-        self.label_names = manifest.label_names
+        self._captions = RowReader(folder, manifest.caption_files, manifest.captions_per_batch, columns, {})
+        columns = {"latents": _rows_of(manifest.row_bytes("latents")), "label": "int32", "caption": "int64"}
+        below = {"label": max(1, len(self.label_names)), "caption": len(self._captions)}
+        self._rows = RowReader(folder, manifest.files, manifest.rows_per_batch, columns, below)
 
     def __len__(self) -> int:
         return len(self._rows)
