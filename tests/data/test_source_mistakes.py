@@ -127,7 +127,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "no array": (arrays_with(pixels=np.zeros(3)), "arrays are pixels"),
     "float pixels": (arrays_with(x=np.zeros((2, 4, 4, 3))), "float64, not uint8"),
     "odd shape": (arrays_with(x=np.zeros((2, 4, 4), np.uint8)), r"shape \(2, 4, 4\)"),
-    "ambiguous shape": (arrays_with(x=np.zeros((2, 3, 8, 3), np.uint8)), "either axis"),
+    "ambiguous shape": (arrays_with(x=np.zeros((2, 3, 8, 3), np.uint8)), "one axis of 3 for the color channels"),
     "empty array": (arrays_with(x=np.zeros((0, 4, 4, 3), np.uint8)), "is empty"),
     "label count": (arrays_with(x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(3, int)), r"shape \(3,\).* 2 images"),
     "float labels": (arrays_with(x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(2)), "not integers"),

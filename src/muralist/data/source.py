@@ -240,8 +240,6 @@ class CaptionTemplate:
 
     def format_plain(self, caption: str, label_names: list[str], label: int, where: str) -> str:
         """Make the caption of one sample of a source without columns."""
-        if self.rule is None:
-            return caption
         return self.format({"caption": caption, "label": label_names[label] if label_names else None}, where)
 
     def format_cell(self, value: object, where: str) -> str:

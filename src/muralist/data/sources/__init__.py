@@ -11,7 +11,7 @@ from muralist.core.run_dir import check_exists
 from muralist.data.decode import IMAGE_EXTENSIONS, Size
 from muralist.data.packed import HELD_OUT_FOLDER, is_packed, open_packed
 from muralist.data.source import ConcatSource, Source
-from muralist.data.sources.arrays import ArraySource, has_held_out
+from muralist.data.sources.arrays import ArraySource, array_names
 from muralist.data.sources.columnar import ArrowSource, ParquetSource, select_cameras, waymo_validation_folder
 from muralist.data.sources.files import HELD_OUT_NAMES, FolderSource, TableSource
 from muralist.data.sources.hydit_index import open_index
@@ -86,7 +86,7 @@ def _open_held_out(path: str, img_size: Size, same_classes: bool, caption: str |
         held_out = place / HELD_OUT_FOLDER
         return open_packed(held_out, img_size, caption) if is_packed(held_out) else None
     if place.suffix.lower() == ".npz":
-        return ArraySource(place, img_size, known(), caption, held_out=True) if has_held_out(place) else None
+        return ArraySource(place, img_size, known(), caption, held_out=True) if "test_x" in array_names(place) else None
     if not place.is_dir():
         return None
     for suffix, kind in _SHARDS.items():
