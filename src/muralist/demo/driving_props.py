@@ -11,11 +11,17 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageColor, ImageDraw
 
 Color = tuple[float, float, float]
 Point = tuple[float, float]
 Choice = TypeVar("Choice")
+
+
+def palette(colors: str) -> tuple[Color, ...]:
+    """Parse colors such as `#d85446`."""
+    return tuple(ImageColor.getrgb(color)[:3] for color in colors.split())
+
 
 # A canvas is at least this many pixels wide; reducing it by an integer factor smooths the edges.
 CANVAS_PIXELS = 192
@@ -27,37 +33,18 @@ SIGNAL_AMBER: Color = (250, 188, 66)
 SIGNAL_GREEN: Color = (86, 190, 126)
 HEADLAMP: Color = (255, 240, 190)
 GLASS: Color = (70, 92, 116)
-CAR_COLORS: tuple[Color, ...] = (
-    (216, 84, 70),
-    (238, 176, 72),
-    (62, 128, 150),
-    (244, 236, 220),
-    (92, 158, 128),
-    (66, 74, 110),
-    (226, 138, 128),
-)
-WALLS: tuple[Color, ...] = (
-    (232, 164, 132),
-    (240, 214, 170),
-    (156, 186, 184),
-    (206, 122, 104),
-    (222, 222, 206),
-    (178, 164, 196),
-)
-ROOFS: tuple[Color, ...] = ((160, 78, 70), (92, 92, 116), (128, 92, 84), (70, 104, 112))
+CAR_COLORS = palette("#d85446 #eeb048 #3e8096 #f4ecdc #5c9e80 #424a6e #e28a80")
+WALLS = palette("#e8a484 #f0d6aa #9cbab8 #ce7a68 #dedece #b2a4c4")
+ROOFS = palette("#a04e46 #5c5c74 #805c54 #466870")
 EVERGREEN: Color = (72, 116, 104)
 SIGN_MEANINGS = ("warning", "no entry", "stop", "crossing")
-ASPHALTS: tuple[Color, ...] = ((112, 112, 128), (134, 128, 132), (98, 106, 122), (126, 120, 140))
+ASPHALTS = palette("#707080 #868084 #626a7a #7e788c")
 
 
 def mix(first: Color, second: Color, part: float) -> Color:
     """Blend two colors: `part` 0 is the first, 1 the second."""
     rest = 1.0 - part
-    return (
-        first[0] * rest + second[0] * part,
-        first[1] * rest + second[1] * part,
-        first[2] * rest + second[2] * part,
-    )
+    return first[0] * rest + second[0] * part, first[1] * rest + second[1] * part, first[2] * rest + second[2] * part
 
 
 def rectangle(middle: float, foot: float, width: float, height: float) -> tuple[Point, ...]:

@@ -42,13 +42,14 @@ from muralist.demo.driving_props import (
     draw_traffic_sign,
     draw_tree,
     mix,
+    palette,
 )
 
 PAVEMENT: Color = (196, 188, 184)
 LAMPLIGHT: Color = (255, 214, 130)
 DUSKY: Color = (58, 60, 92)
 BARN_RED: Color = (196, 82, 70)
-CROPS: tuple[Color, ...] = ((222, 188, 96), (160, 150, 196), (196, 170, 118), (128, 170, 96))
+CROPS = palette("#debc60 #a096c4 #c4aa76 #80aa60")
 # Nearness of the far and the near end of three buildings along a street, far ones first.
 ROW = ((0.15, 0.28), (0.28, 0.5), (0.5, 1.3))
 
@@ -398,31 +399,20 @@ def _draw_winding_road(canvas: Canvas, rng: SceneRandom, horizon: float, side: i
 
 
 SCENES: dict[str, Callable[[Canvas, SceneRandom], None]] = {
-    "residential_wet": residential_wet,
-    "intersection": intersection,
-    "highway": highway,
-    "rainy_street": rainy_street,
-    "suburban": suburban,
-    "parking_lot": parking_lot,
-    "city_crossing": city_crossing,
-    "rural": rural,
+    "A residential street scene with wet roads and parked cars during daytime": residential_wet,
+    "An urban intersection with traffic lights and multiple vehicles": intersection,
+    "A highway scene with clear lane markings and distant cars": highway,
+    "A rainy street with reflections on the pavement and buildings": rainy_street,
+    "A suburban road with trees and houses on both sides": suburban,
+    "A parking lot scene with various parked vehicles": parking_lot,
+    "A city street with pedestrian crossings and traffic signs": city_crossing,
+    "A rural road with natural scenery and minimal traffic": rural,
 }
-
+PROMPTS = tuple(SCENES)
+KINDS = tuple(scene.__name__ for scene in SCENES.values())
 
 # Raise it with every change that alters an image: packed files of the old drawings then no longer match.
 DRAWING_VERSION = 1
-
-PROMPTS: tuple[str, ...] = (
-    "A residential street scene with wet roads and parked cars during daytime",
-    "An urban intersection with traffic lights and multiple vehicles",
-    "A highway scene with clear lane markings and distant cars",
-    "A rainy street with reflections on the pavement and buildings",
-    "A suburban road with trees and houses on both sides",
-    "A parking lot scene with various parked vehicles",
-    "A city street with pedestrian crossings and traffic signs",
-    "A rural road with natural scenery and minimal traffic",
-)
-KINDS: tuple[str, ...] = tuple(SCENES)
 SMALLEST, LARGEST = 16, 1024
 
 
@@ -434,7 +424,7 @@ def draw_scene(kind: int, number: int, img_size: int, seed: int = 0) -> np.ndarr
     """Draw scene `number` of a kind: uint8 [img_size, img_size, 3], the same composition at every size."""
     rng = _scene_random(kind, number, seed)
     canvas = Canvas(img_size, Daylight.draw(rng))
-    SCENES[KINDS[kind]](canvas, rng)
+    SCENES[PROMPTS[kind]](canvas, rng)
     return canvas.render()
 
 
