@@ -1,8 +1,11 @@
+"""Decoding: every kind of image file to exact pixels or a named error, cropped to size, by Pillow and the fast PNG path."""
+
 from __future__ import annotations
 
 import io
 import pickle
 import struct
+import tracemalloc
 import zlib
 from functools import cache
 from pathlib import Path
@@ -11,10 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 
 from muralist.core.errors import UserError
-from muralist.data.decode import ImageDecodeError, center_crop, decode_cropped, decode_image
+from muralist.core.images import encode_png
+from muralist.data.decode import (
+    HAS_FAST_PNG,
+    ImageDecodeError,
+    center_crop,
+    decode_cropped,
+    decode_image,
+    decode_png_fast,
+)
 from tests.support.images import encoded, noise
 
 KINDS: dict[str, dict[str, object]] = {
@@ -232,3 +243,156 @@ def test_large_images_are_halved_by_box_filters() -> None:
     quarters = pixels.reshape(32, 2, 32, 2, 3).mean(axis=(1, 3))
     cropped = center_crop(Image.fromarray(pixels), 32)
     assert np.abs(cropped - quarters).max() <= 0.5
+
+
+# -- the fast PNG path: Pillow's pixels, or none at all
+
+fast = pytest.mark.skipif(not HAS_FAST_PNG, reason="needs muralist[fast]")
+RANDOM = np.random.default_rng(0)
+
+
+def soft(height: int, width: int) -> np.ndarray:
+    """A image for which an encoder uses every filter."""
+    small = Image.fromarray(RANDOM.integers(0, 256, (5, 4, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
+    return (np.asarray(small, np.float32) + RANDOM.normal(0, 4, (height, width, 3))).clip(0, 255).astype(np.uint8)
+
+
+def png(image: Image.Image, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", **options)
+    return buffer.getvalue()
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+@fast
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (64, 64), (300, 257)])
+@pytest.mark.parametrize("level", [0, 1, 9])
+def test_pixels_equal_pillow(shape: tuple[int, int], level: int) -> None:
+    data = png(Image.fromarray(soft(*shape)), compress_level=level)
+    found = decode_png_fast(data)
+    assert found is not None and np.array_equal(found, np.asarray(Image.open(io.BytesIO(data))))
+
+
+@fast
+def test_every_png_filter_equals_pillow() -> None:
+    rows = RANDOM.integers(0, 256, (40, 31 * 3 + 1), dtype=np.uint8)
+    rows[:, 0] = np.arange(40) % 5
+    header = struct.pack(">IIBBBBB", 31, 40, 8, 2, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(rows.tobytes()))
+    data = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b"")
+    assert np.array_equal(decode_png_fast(data), np.asarray(Image.open(io.BytesIO(data))))  # type: ignore[arg-type]
+
+
+@fast
+def test_pngs_with_text_chunks() -> None:
+    data = encode_png(soft(20, 30), {"prompt": "a red car, größer"})
+    found = decode_png_fast(data)
+    assert found is not None and np.array_equal(found, np.asarray(Image.open(io.BytesIO(data))))
+
+
+@fast
+def test_other_pngs_are_left_to_pillow() -> None:
+    image = Image.fromarray(soft(9, 9))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    profile = PngImagePlugin.PngInfo()
+    profile.add_text("Raw profile type exif", "\nexif\n 2\n0000")
+    packed = PngImagePlugin.PngInfo()
+    packed.add_itxt("prompt", "a car", zip=True)
+    texts = [PngImagePlugin.PngInfo() for _ in range(3)]
+    texts[0].add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
+    texts[1].add_text("transparency", "0")
+    texts[2].add_text("prompt", "a" * ((1 << 20) + 1))
+    others = [png(image.convert(mode)) for mode in ("L", "P", "RGBA", "1", "I;16")]
+    others += [png(image, exif=turned), png(image, pnginfo=profile), png(image, pnginfo=packed)]
+    others += [png(image, pnginfo=text) for text in texts]
+    others += [png(image, transparency=(1, 2, 3)), b"", b"GIF89a", b"\x89PNG\r\n\x1a\n"]
+    assert [decode_png_fast(data) for data in others] == [None] * len(others)
+
+
+@fast
+def test_damage_anywhere_is_left_to_pillow() -> None:
+    data = png(Image.fromarray(soft(12, 10)))
+    for place in range(len(data)):
+        flipped = data[:place] + bytes((data[place] ^ 16,)) + data[place + 1 :]
+        assert decode_png_fast(flipped) is None
+        assert decode_png_fast(data[:place]) is None
+    short = zlib.compress(bytes(100))
+    assert decode_png_fast(data[:33] + chunk(b"IDAT", short) + chunk(b"IEND", b"")) is None
+    beyond = zlib.compress(bytes(12 * 31) + b"\x07")
+    assert decode_png_fast(data[:33] + chunk(b"IDAT", beyond) + chunk(b"IEND", b"")) is None
+
+
+@fast
+def test_interrupted_pixel_chunks_are_left_to_pillow() -> None:
+    data = png(Image.fromarray(soft(12, 10)))
+    start, (length,) = data.index(b"IDAT") - 4, struct.unpack(">I", data[data.index(b"IDAT") - 4 : data.index(b"IDAT")])
+    packed = data[start + 8 : start + 8 + length]
+    one, two, text = chunk(b"IDAT", packed[:9]), chunk(b"IDAT", packed[9:]), chunk(b"tEXt", b"prompt\0a car")
+    end = chunk(b"IEND", b"")
+    assert decode_png_fast(data[:start] + one + two + text + end) is not None
+    assert decode_png_fast(data[:start] + one + text + two + end) is None
+
+
+@fast
+def test_inflation_stops_at_the_size_of_the_image() -> None:
+    data = png(Image.fromarray(soft(12, 10)))
+    bomb = zlib.compress(bytes(1 << 28), 9)
+    tracemalloc.start()
+    assert decode_png_fast(data[:33] + chunk(b"IDAT", bomb) + chunk(b"IEND", b"")) is None
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+
+
+def reference_cover(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The recipe word by word: halve by averaging boxes while twice as large both ways, scale to cover, cut the middle."""
+    while pixels.shape[0] // 2 >= height and pixels.shape[1] // 2 >= width:
+        half = (pixels.shape[1] // 2, pixels.shape[0] // 2)
+        pixels = np.asarray(Image.fromarray(pixels).resize(half, resample=Image.Resampling.BOX))
+    rows, columns = pixels.shape[:2]
+    if columns / rows >= width / height:  # too wide: the height fits
+        columns, rows = round(columns * (height / rows)), height
+    else:
+        columns, rows = width, round(rows * (width / columns))
+    pixels = np.asarray(Image.fromarray(pixels).resize((columns, rows), resample=Image.Resampling.BICUBIC))
+    top, left = (rows - height) // 2, (columns - width) // 2
+    return pixels[top : top + height, left : left + width]
+
+
+sides = st.integers(1, 200)
+wanted = st.integers(1, 70)
+
+
+@settings(max_examples=200, deadline=None)
+@given(columns=sides, rows=sides, height=wanted, width=wanted, seed=st.integers(0, 9))
+def test_the_image_covers_the_rectangle(columns: int, rows: int, height: int, width: int, seed: int) -> None:
+    image = noise(seed, columns, rows)
+    cropped = center_crop(image, (height, width))
+    assert cropped.shape == (height, width, 3) and cropped.dtype == np.uint8 and cropped.flags.writeable
+    assert np.array_equal(cropped, reference_cover(np.asarray(image), height, width))
+
+
+@settings(max_examples=100, deadline=None)
+@given(columns=sides, rows=sides, side=wanted)
+def test_equal_sides_are_a_square(columns: int, rows: int, side: int) -> None:
+    image = noise(0, columns, rows)
+    assert np.array_equal(center_crop(image, (side, side)), center_crop(image, side))
+
+
+def test_an_image_of_the_target_ratio_is_not_cropped() -> None:
+    image = noise(5, 60, 40)
+    assert np.array_equal(center_crop(image, (40, 60)), np.asarray(image))
+    corner = noise(6, 60, 40)
+    corner.paste((255, 0, 0), (0, 0, 30, 20))
+    assert center_crop(corner, (20, 30))[:9, :14].reshape(-1, 3).tolist() == [[255, 0, 0]] * 126
+    assert center_crop(corner, (20, 20))[:9, :9].tolist() == [[[255, 0, 0]] * 9] * 9
+
+
+def test_strips_are_refused_by_the_target_shape() -> None:
+    strip = encoded(Image.new("RGB", (1, 20_000)))
+    assert decode_cropped(strip, (512, 4)).shape == (512, 4, 3)
+    with pytest.raises(ImageDecodeError, match="strip of 1 x 20000"):
+        decode_cropped(strip, (4, 512))

@@ -1,3 +1,5 @@
+"""Every kind of source: the same samples, fingerprints and shapes, and mistakes explained."""
+
 from __future__ import annotations
 
 import json
@@ -12,13 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
 
 from muralist.core.errors import UserError
 from muralist.data.decode import ImageDecodeError, center_crop
-from muralist.data.source import Sample, Source, read_batch
+from muralist.data.packed import PackedSource
+from muralist.data.source import CachedSource, Sample, Source, cache_in_memory, read_batch
 from muralist.data.sources import open_held_out, open_source
+from muralist.demo.driving_world import DrivingWorld, draw_scene
 from muralist.tools.pack import pack
 from tests.data.driving_files import write_arrow, write_captioned_folder, write_index
 from tests.support.images import (
@@ -424,3 +429,223 @@ def test_the_label_of_a_json_member_gives_way_to_a_cls_member(tmp_path: Path) ->
                 archive.add(tmp_path / "member", name)
         item = open_source(str(tmp_path / "a.tar"), SIZE).read(0)
         assert (item.label, item.caption) == (2, "a cat")
+
+
+def folder_with(*names: str) -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        for name in names:
+            path = place / "data" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith("/"):
+                path.mkdir(exist_ok=True)
+            elif name.endswith(".png"):
+                noise(0, 9, 9).save(path)
+            else:
+                path.write_text("text")
+        return str(place / "data")
+
+    return write
+
+
+def file_with(name: str, text: str) -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        (place / name).write_text(text, encoding="utf-8")
+        write_files(place, encoded_samples(3))
+        return str(place / name)
+
+    return write
+
+
+def arrays_with(**arrays: np.ndarray) -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        np.savez(place / "a.npz", **arrays)
+        return str(place / "a.npz")
+
+    return write
+
+
+def tar_with(**members: bytes) -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        with tarfile.open(place / "a.tar", "w") as archive:
+            for name, data in members.items():
+                (place / "member").write_bytes(data)
+                archive.add(place / "member", name.replace("_", "."))
+        return str(place / "a.tar")
+
+    return write
+
+
+def compressed_tar(place: Path) -> str:
+    with tarfile.open(place / "a.tar", "w:gz") as archive:
+        archive.add(__file__, "x")
+    return str(place / "a.tar")
+
+
+def short_tar(place: Path) -> str:
+    path = write_tar(place / "a.tar", encoded_samples(3))
+    path.write_bytes(path.read_bytes()[:4000])
+    return str(path)
+
+
+def metadata(csv: str = "", jsonl: str = "") -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        folder = folder_with("a.png")(place)
+        for name, text in {"metadata.csv": csv, "metadata.jsonl": jsonl}.items():
+            if text:
+                (place / "data" / name).write_text(text)
+        return folder
+
+    return write
+
+
+PNG = encoded_samples(1)[0].png
+MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
+    "misspelt": (lambda place: folder_with("train/a.png")(place) + "/trian", r"no entry trian. Did you mean train\?"),
+    "missing parent": (lambda place: str(place / "dta" / "train"), r"The folder \S*/dta does not exist"),
+    "missing shard": (lambda place: str(place / "a-{0..3}.tar"), r"a-0\.tar was not found.* Give a folder, a file,"),
+    "no images": (folder_with("a/b.txt", "c.heic", "d.heic"), r"\.jpg .*found 2 x \.heic, 1 x \.txt"),
+    "empty folder": (folder_with("a/"), "found no files at all"),
+    "empty class": (folder_with("a/b.png", "c/d.txt"), r"class folder \S*/c has no images"),
+    "images and classes": (folder_with("a/b.png", "c.png"), r"both images \(c\.png\) and sub-folders"),
+    "parts": (folder_with("train/a/b.png", "val/a/b.png"), r"Give \S*/data/train"),
+    "tars and classes": (folder_with("a/b.png", "c.tar"), r"both \.tar files \(c\.tar\) and a"),
+    "unknown file": (file_with("a.xlsx", ""), r"not a kind of file .*\.csv"),
+    "no image column": (file_with("a.csv", "photo,text\n1.png,x\n"), "columns are photo, text"),
+    "missing file": (
+        file_with("a.csv", "path\nfiles/0.png\nfiles/7.png\n"),
+        r"Line 3 of .* names files/7\.png.*1 of 2",
+    ),
+    "no image in row": (file_with("a.csv", 'path,text\nfiles/0.png,x\n"",y\n'), "no image in line 3"),
+    "unquoted comma": (file_with("a.csv", "path,text\nfiles/0.png,red, blue\n"), "Line 2 .* 3 fields.* header has 2"),
+    "word as label": (file_with("a.csv", "path,label\nfiles/0.png,cat\n"), "label 'cat' in line 2 .* an integer"),
+    "negative label": (file_with("a.csv", "path,label\nfiles/0.png,-1\n"), "label -1"),
+    "identifier as label": (file_with("a.csv", f"path,label\nfiles/0.png,{10**30}\n"), "at most 1,000,000"),
+    "header only": (file_with("a.csv", "path,label\n"), "has no rows"),
+    "empty table": (file_with("a.tsv", ""), "has no rows"),
+    "no JSON": (file_with("a.jsonl", '{"path": "files/0.png"}\n{path}\n'), "Line 2 .* not JSON"),
+    "no object": (file_with("a.jsonl", "[1]\n"), "not a JSON object"),
+    "fraction as label": (file_with("a.jsonl", '{"path": "files/0.png", "label": 1.5}\n'), r"label 1\.5"),
+    "truth as label": (file_with("a.jsonl", '{"path": "files/0.png", "label": true}\n'), "label True"),
+    "some labels": (
+        file_with("a.jsonl", '{"path": "files/0.png"}\n{"path": "files/1.png", "label": 1}\n'),
+        "Some rows .* line 2",
+    ),
+    "list as caption": (file_with("a.jsonl", '{"path": "files/0.png", "text": ["a"]}\n'), r"caption .* \['a'\]"),
+    "half a character": (file_with("a.jsonl", r'{"path": "files/0.png", "text": "\ud800"}'), "not valid Unicode"),
+    "compressed tar": (compressed_tar, "compressed"),
+    "short tar": (short_tar, "could not be read"),
+    "tar without images": (tar_with(a_txt=b"x"), "no images in"),
+    "two images": (tar_with(a_png=PNG, a_jpg=PNG), r"a\.png and a\.jpg"),
+    "tar word as label": (tar_with(a_png=PNG, a_cls=b"cat"), "label 'cat'"),
+    "some tar labels": (tar_with(a_png=PNG, a_cls=b"1", b_png=PNG), r"first change is at b\.png"),
+    "tar text not UTF-8": (tar_with(a_png=PNG, a_txt=b"\xff"), "not valid text"),
+    "no npz": (file_with("a.npz", "text"), r"is not an \.npz archive, or is truncated.*numpy\.savez"),
+    "objects": (arrays_with(x=np.array([{}, {}])), r"not be read as an \.npz.*numpy\.savez"),
+    "no array": (arrays_with(pixels=np.zeros(3)), "arrays are pixels"),
+    "float pixels": (arrays_with(x=np.zeros((2, 4, 4, 3))), "float64, not uint8"),
+    "odd shape": (arrays_with(x=np.zeros((2, 4, 4), np.uint8)), r"shape \(2, 4, 4\)"),
+    "ambiguous shape": (arrays_with(x=np.zeros((2, 3, 8, 3), np.uint8)), "one axis of 3 for the color channels"),
+    "empty array": (arrays_with(x=np.zeros((0, 4, 4, 3), np.uint8)), "is empty"),
+    "label count": (arrays_with(x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(3, int)), r"shape \(3,\).* 2 images"),
+    "float labels": (arrays_with(x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(2)), "not integers"),
+    "no parquet": (file_with("a.parquet", "text"), "Parquet file .* could not be read"),
+    "no arrow": (file_with("a.arrow", "text"), "Arrow file .* could not be read"),
+    "arrows and images": (folder_with("a.arrow", "b.png"), r"both \.arrow files \(a\.arrow\) and b\.png"),
+    "no index": (file_with("a.json", "{"), r"index \S*a\.json could not be read"),
+    "another JSON file": (file_with("a.json", '{"images": []}'), "no arrow_files.* fields are images"),
+    "a JSON list": (file_with("a.json", "[1]"), "no arrow_files.* fields are none"),
+    "metadata without names": (metadata("photo,text\na.png,x\n"), r"no file_name in line 2 of \S*csv.*photo, text"),
+    "metadata of a missing file": (metadata("file_name,text\na.png,x\nb.png,y\n"), r"Line 3 of .* names b\.png, but"),
+    "metadata out of the folder": (metadata("file_name,text\n../a.png,x\n"), r"Line 2 of .* names \.\./a\.png, but"),
+    "metadata with a comma": (metadata("file_name,text\na.png,x, y\n"), "Line 2 .* 3 fields.* header has 2"),
+    "metadata in two tables": (
+        metadata("file_name\na.png\n", '{"file_name": "a.png"}'),
+        "both metadata.csv and metadata",
+    ),
+    "metadata with lists": (metadata(jsonl='{"file_name": "a.png", "text": ["x"]}'), r"a\.png is not text but \['x'\]"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_opening_explains_what_is_wrong(mistake: str, tmp_path: Path) -> None:
+    write, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message):
+        open_source(write(tmp_path), SIZE)
+
+
+TALL = (24, 16)  # height, width
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRITERS if kind != "packed"])
+def test_every_source_gives_rectangles(kind: str, tmp_path: Path) -> None:
+    chosen = encoded_samples(10)
+    path = str(WRITERS[kind](tmp_path, chosen))
+    source = open_source(path, TALL)
+    images, _, _ = read_batch(source, np.arange(10))
+    assert images.shape == (10, *TALL, 3)
+    for image, sample in zip(images, chosen, strict=True):
+        assert np.array_equal(image, center_crop(sample.image, TALL))
+    assert source.fingerprint() == open_source(path, 16).fingerprint()
+
+
+def test_arrays_give_rectangles(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (4, 20, 24, 3), dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", train_x=images, test_x=images[::-1])
+    source, held_out = open_source(str(tmp_path / "a.npz"), (10, 24)), open_held_out(str(tmp_path / "a.npz"), (10, 24))
+    assert held_out is not None
+    assert np.array_equal(source.read(1).image, images[1, 5:15])
+    assert np.array_equal(held_out.read(0).image, images[3, 5:15])
+
+
+@pytest.mark.parametrize("size", [(32, 64), (64, 32), (48, 64)])
+def test_driving_world_crops_the_center_of_a_square(size: tuple[int, int]) -> None:
+    item, square = DrivingWorld(size).read(9), draw_scene(1, 1, 64)
+    top, left = (64 - size[0]) // 2, (64 - size[1]) // 2
+    assert np.array_equal(item.image, square[top : top + size[0], left : left + size[1]])
+    assert item.image.flags.c_contiguous and item.image.flags.writeable
+    assert item[1:] == DrivingWorld(64).read(9)[1:]
+
+
+def test_driving_world_fingerprint_has_both_sides() -> None:
+    assert DrivingWorld((32, 64)).fingerprint() == "driving_world-v1-32x64px-29500-seed0-first0"
+    assert DrivingWorld((64, 64)).fingerprint() == DrivingWorld(64).fingerprint()
+    with pytest.raises(UserError, match="images of 8 x 64 pixels"):
+        DrivingWorld((8, 64))
+    with pytest.raises(UserError, match="images of 512 x 2048 pixels"):
+        DrivingWorld((512, 2048))
+
+
+def test_the_cache_counts_the_pixels_of_rectangles() -> None:
+    world = DrivingWorld((16, 1024))
+    assert isinstance(cache_in_memory(world, 20_000, (16, 1024), workers=0), CachedSource)
+    assert cache_in_memory(world, 20_000, (32, 1024), workers=0) is world
+
+
+def test_packed_rectangles(tmp_path: Path) -> None:
+    train = write_folder(tmp_path / "train", encoded_samples(9))
+    write_folder(tmp_path / "val", encoded_samples(3, first=70))
+    report = pack(str(train), tmp_path / "packed", TALL, workers=1)
+    assert (report.images, report.held_out) == (9, 3)
+    assert json.loads((tmp_path / "packed" / "manifest.json").read_text())["img_size"] == list(TALL)
+    source, held_out = open_source(str(tmp_path / "packed"), TALL), open_held_out(str(tmp_path / "packed"), TALL)
+    assert isinstance(source, PackedSource) and held_out is not None
+    images, _, _ = read_batch(source, np.arange(9))
+    assert np.array_equal(images, np.stack([center_crop(sample.image, TALL) for sample in encoded_samples(9)]))
+    assert held_out.read(0).image.shape == (*TALL, 3)
+    with pyarrow.ipc.open_file(tmp_path / "packed" / "00000.arrow") as file:
+        assert str(file.schema.field("image").type) == f"fixed_size_binary[{24 * 16 * 3}]"
+    assert pack(str(train), tmp_path / "packed", TALL, workers=1).finished_before
+    for other, words in ((16, "16"), ((16, 24), "16 x 24")):
+        with pytest.raises(UserError, match=f"packed at 24 x 16 pixels, but --img_size is {words}"):
+            open_source(str(tmp_path / "packed"), other)
+        with pytest.raises(UserError, match="another pack: of .* at 24 x 16 pixels"):
+            pack(str(train), tmp_path / "packed", other, workers=1)
+
+
+def test_a_pack_of_equal_sides_is_that_of_a_square(tmp_path: Path) -> None:
+    table = write_csv(tmp_path / "list.csv", encoded_samples(4))
+    for name, size in {"one": 16, "two": (16, 16)}.items():
+        pack(str(table), tmp_path / name, size, workers=1)
+    for file in ("00000.arrow", "manifest.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    assert len(open_source(str(tmp_path / "one"), (16, 16))) == 4
