@@ -3,7 +3,6 @@ from __future__ import annotations
 import csv
 import json
 import pickle
-import tempfile
 import time
 import tracemalloc
 from collections import Counter
@@ -95,46 +94,6 @@ def test_encodings_and_line_ends(encoding: str, line_end: str, tmp_path: Path) -
 
 characters = st.characters(exclude_categories=["Cs"])
 cells = st.text(st.one_of(characters, st.sampled_from('",\t\r\n ;\\\x00\ufeffਊ')), max_size=12)
-
-
-@given(
-    rows=st.lists(st.tuples(cells, cells, cells), min_size=1, max_size=8),
-    suffix=st.sampled_from([".csv", ".tsv"]),
-    encoding=st.sampled_from(["utf-8", "utf-8-sig"]),
-    unix=st.booleans(),
-    chosen=st.data(),
-)
-def test_csv_round_trip_in_any_order(
-    rows: list[tuple[str, str, str]], suffix: str, encoding: str, unix: bool, chosen: st.DataObject
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"prompts{suffix}"
-        with path.open("w", newline="", encoding=encoding) as file:
-            writer = csv.writer(
-                file,
-                delimiter="\t" if suffix == ".tsv" else ",",
-                lineterminator="\n" if unix else "\r\n",
-                quoting=csv.QUOTE_ALL if unix else csv.QUOTE_MINIMAL,
-            )
-            writer.writerows([("note", "prompt", "negative_prompt"), *rows])
-        table = open_prompt_table(str(path))
-        assert len(table) == len(rows)
-        for index in chosen.draw(st.lists(st.sampled_from(range(len(rows))), max_size=10)):
-            row = table.row(index)
-            assert row == PromptRow(
-                index, f"{index + 1:06d}", rows[index][1].strip(), None, rows[index][2].strip() or None, None, None
-            )
-
-
-@given(rows=st.lists(st.dictionaries(cells, cells, max_size=3), min_size=1, max_size=5))
-def test_jsonl_round_trip(rows: list[dict[str, str]]) -> None:
-    used = {"prompt", "caption", "image_id", "id", "seed", "negative_prompt", "height", "width"}
-    rows = [{name: cell for name, cell in row.items() if name.strip().lower() not in used} for row in rows]
-    with tempfile.TemporaryDirectory() as folder:
-        lines = [json.dumps(row | {"prompt": str(row)}, ensure_ascii=False) for row in rows]
-        path = write(Path(folder), "\n\n".join(lines), "prompts.jsonl")
-        table = open_prompt_table(path)
-        assert [row.prompt for row in table.rows(range(len(rows)))] == [str(row) for row in rows]
 
 
 @given(
@@ -376,10 +335,8 @@ def test_blanks_before_quotes_are_accepted(tmp_path: Path) -> None:
 
 
 def test_a_cell_may_be_long(tmp_path: Path) -> None:
-    assert (
-        open_prompt_table(write(tmp_path, f"prompt\n{'long ' * 100_000}\n")).row(0).prompt
-        == ("long " * 100_000).strip()
-    )
+    prompt = "long " * 100_000 + "end"
+    assert open_prompt_table(write(tmp_path, f"prompt\n{prompt}\n")).row(0).prompt == prompt
 
 
 def test_thirty_thousand_rows_open_at_once(tmp_path: Path) -> None:
