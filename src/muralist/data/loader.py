@@ -72,22 +72,21 @@ class _OrderedDataset(Dataset[Batch]):
 
     def __getitems__(self, sample_indices: list[int]) -> Batch | UserError:
         samples = np.asarray(sample_indices, dtype=np.int64)
-        return _read(self.source, self.split.training_index(self.order.positions(samples)), samples)
+        try:
+            return _read(self.source, self.split.training_index(self.order.positions(samples)), samples)
+        except UserError as error:
+            return error  # raised by the main process: DataLoader would wrap it into a traceback
 
 
-def _read(source: Source, indices: np.ndarray, sample_indices: np.ndarray) -> Batch | UserError:
+def _read(source: Source, indices: np.ndarray, sample_indices: np.ndarray) -> Batch:
     encoded = None
-    try:
-        if isinstance(source, LatentSource):
-            encoded, labels, captions = source.read_latents(indices)
-            images = np.empty((len(indices), 0, 0, 3), dtype=np.uint8)
-        else:
-            images, labels, captions = read_batch(source, indices)
-    except UserError as error:
-        return error  # raised by the main process: DataLoader would wrap it into a traceback
-    return Batch(
-        torch.from_numpy(images), torch.from_numpy(labels), captions, torch.from_numpy(sample_indices), encoded
-    )
+    if isinstance(source, LatentSource):
+        encoded, labels, captions = source.read_latents(indices)
+        images = np.empty((len(indices), 0, 0, 3), dtype=np.uint8)
+    else:
+        images, labels, captions = read_batch(source, indices)
+    images_u8, labels_i64, samples = map(torch.from_numpy, (images, labels, sample_indices))
+    return Batch(images_u8, labels_i64, captions, samples, encoded)
 
 
 def num_loader_workers(settings: DataSettings) -> int:
@@ -148,10 +147,7 @@ def held_out_batches(source: Source, indices: np.ndarray, positions: np.ndarray,
     """Yield held-out images by position, which is also their sample index: their noise is the same in every run."""
     for start in range(0, len(positions), size):
         chosen = positions[start : start + size]
-        batch = _read(source, indices[chosen], chosen)
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
+        yield _read(source, indices[chosen], chosen)
 
 
 def _identity(batch: Batch | UserError) -> Batch | UserError:
