@@ -214,16 +214,15 @@ class RowWriter:
 
     def add(self, *columns: Sequence[Any] | np.ndarray) -> None:
         """Append rows, column by column."""
-        taken, count = 0, len(columns[0])
-        while taken < count:
-            until = min(count, taken + self.rows_per_batch - self._filled)
+        while len(columns[0]):
+            room = self.rows_per_batch - self._filled
             for buffer, column in zip(self._buffers, columns, strict=True):
                 if isinstance(buffer, np.ndarray):
-                    buffer[self._filled : self._filled + until - taken] = column[taken:until]
+                    buffer[self._filled : self._filled + len(column[:room])] = column[:room]
                 else:
-                    buffer.extend(column[taken:until])
-            self._filled += until - taken
-            taken = until
+                    buffer.extend(column[:room])
+            self._filled += len(columns[0][:room])
+            columns = tuple(column[room:] for column in columns)
             if self._filled == self.rows_per_batch:
                 self._write_batch()
 
