@@ -23,7 +23,7 @@ from muralist.data.decode import ImageDecodeError, center_crop
 from muralist.data.packed import PackedSource
 from muralist.data.source import CachedSource, Sample, Source, cache_in_memory, read_batch
 from muralist.data.sources import open_held_out, open_source
-from muralist.demo.driving_world import DrivingWorld, draw_scene
+from muralist.demo.driving_world import DrivingWorld
 from muralist.tools.pack import pack
 from tests.data.driving_files import write_arrow, write_captioned_folder, write_index
 from tests.support.images import (
@@ -560,24 +560,6 @@ def test_arrays_give_rectangles(tmp_path: Path) -> None:
     assert held_out is not None
     assert np.array_equal(source.read(1).image, images[1, 5:15])
     assert np.array_equal(held_out.read(0).image, images[3, 5:15])
-
-
-@pytest.mark.parametrize("size", [(32, 64), (64, 32), (48, 64)])
-def test_driving_world_crops_the_center_of_a_square(size: tuple[int, int]) -> None:
-    item, square = DrivingWorld(size).read(9), draw_scene(1, 1, 64)
-    top, left = (64 - size[0]) // 2, (64 - size[1]) // 2
-    assert np.array_equal(item.image, square[top : top + size[0], left : left + size[1]])
-    assert item.image.flags.c_contiguous and item.image.flags.writeable
-    assert item[1:] == DrivingWorld(64).read(9)[1:]
-
-
-def test_driving_world_fingerprint_has_both_sides() -> None:
-    assert DrivingWorld((32, 64)).fingerprint() == "driving_world-v1-32x64px-29500-seed0-first0"
-    assert DrivingWorld((64, 64)).fingerprint() == DrivingWorld(64).fingerprint()
-    with pytest.raises(UserError, match="images of 8 x 64 pixels"):
-        DrivingWorld((8, 64))
-    with pytest.raises(UserError, match="images of 512 x 2048 pixels"):
-        DrivingWorld((512, 2048))
 
 
 def test_the_cache_counts_the_pixels_of_rectangles() -> None:
