@@ -24,7 +24,6 @@ from muralist.data.prompts import (
     refuse_collision,
     safe_id,
 )
-from tests.conftest import SHARED_DATA
 
 COLUMNS = ["image_id", "prompt", "seed", "negative_prompt", "height", "width"]
 CELLS = [
@@ -221,15 +220,6 @@ def test_a_tsv_without_quoting_is_read_literally(tmp_path: Path) -> None:
         "bond",
     ]
     assert table.row(0).id == "000001" and table.notes[0].endswith("PartiPrompts.tsv: category, challenge, note.")
-
-
-def test_parti_prompts_as_a_table_with_ids() -> None:
-    path = SHARED_DATA / "parti_prompts.csv"
-    if not path.is_file():
-        pytest.skip("PartiPrompts are not on this machine")
-    table = open_prompt_table(str(path))
-    assert len(table) == 1632 and table.row(0)[:3] == (0, "p0000", "bond")
-    assert "WOMBAT" in table.row(1561).prompt
 
 
 def test_coco_captions_are_a_prompt_table(tmp_path: Path) -> None:

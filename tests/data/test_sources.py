@@ -97,14 +97,6 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def cifar_path(request: pytest.FixtureRequest) -> Path:
-    path = request.config.rootpath.parent / "shared" / "data" / "cifar10_subset_u8.npz"
-    if not path.is_file():
-        pytest.skip("the CIFAR-10 subset is not beside this repository")
-    return path
-
-
 def same(item: Sample, other: Sample) -> bool:
     return np.array_equal(item.image, other.image) and item[1:] == other[1:]
 
@@ -333,18 +325,6 @@ def test_arrays(layout: str, names: tuple[str, str], tmp_path: Path) -> None:
     assert open_held_out(str(tmp_path / "a.npz"), SIZE) is None
 
 
-def test_cifar(cifar_path: Path) -> None:
-    source, held_out = open_source(str(cifar_path), 32), open_held_out(str(cifar_path), 32)
-    assert held_out is not None
-    assert (len(source), len(held_out), len(source.label_names)) == (4000, 1000, 10)
-    assert held_out.label_names == source.label_names
-    with np.load(cifar_path) as arrays:
-        images, labels, _ = read_batch(held_out, np.arange(1000))
-        assert np.array_equal(images, arrays["test_x"]) and np.array_equal(labels, arrays["test_y"])
-        assert np.array_equal(source.read(3999).image, arrays["train_x"][3999])
-    assert source.fingerprint() != held_out.fingerprint()
-
-
 # -- held-out parts
 
 
@@ -553,13 +533,16 @@ def test_opening_explains_what_is_wrong(mistake: str, tmp_path: Path) -> None:
         open_source(write(tmp_path), SIZE)
 
 
-def test_arrays_give_rectangles(tmp_path: Path) -> None:
+def test_the_held_out_images_of_an_archive_as_rectangles(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (4, 20, 24, 3), dtype=np.uint8)
-    np.savez(tmp_path / "a.npz", train_x=images, test_x=images[::-1])
-    source, held_out = open_source(str(tmp_path / "a.npz"), (10, 24)), open_held_out(str(tmp_path / "a.npz"), (10, 24))
+    path = str(tmp_path / "a.npz")
+    np.savez(path, train_x=images, train_y=np.array([2, 0, 1, 0]), test_x=images[::-1], test_y=np.array([1, 0, 1, 1]))
+    source, held_out = open_source(path, (10, 24)), open_held_out(path, (10, 24))
     assert held_out is not None
     assert np.array_equal(source.read(1).image, images[1, 5:15])
     assert np.array_equal(held_out.read(0).image, images[3, 5:15])
+    assert held_out.label_names == source.label_names and held_out.read(0).label == 1
+    assert source.fingerprint() != held_out.fingerprint()
 
 
 def test_the_cache_counts_the_pixels_of_rectangles() -> None:

@@ -190,11 +190,9 @@ def _holds(folder: Path, recipe: dict[str, Any]) -> bool:
         found = {}
     if found == recipe:
         return True
-    pairs = [(name, found.get(name, value), value) for name, value in recipe.items()]
-    different = [f"{name} {other} instead of {value}" for name, other, value in pairs if other != value]
     raise UserError(
         f"{folder} exists and is not this small HunyuanDiT.",
-        f"It has {', '.join(different)}." if different else f"It has no {RECIPE_FILE}.",
+        f"It was built from another recipe ({RECIPE_FILE})." if found else f"It has no {RECIPE_FILE}.",
         "Remove it, or name a folder that does not exist yet.",
     )
 
