@@ -81,12 +81,6 @@ class Manifest:
             version = content.pop("version")
             if content.pop("format") == cls.format and version == _VERSION:
                 return TypeAdapter(cls).validate_json(json.dumps(content))
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{folder} holds Arrow files but no {_MANIFEST}.",
-                "Its copy is incomplete, or `muralist pack` did not write it.",
-                PACK_AGAIN,
-            ) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what: object = error
             if isinstance(error, ValidationError):
@@ -155,16 +149,15 @@ class EncodedManifest(Manifest):
 def manifest_type(folder: Path) -> type[Manifest] | None:
     """Return the type of manifest of a folder; None if `muralist pack` did not write the folder.
 
-    A packed folder whose manifest is lost or damaged is still recognized, so that opening it explains the damage.
+    A packed folder whose manifest is damaged is still recognized, so that opening it explains the damage.
     """
     try:
         format = json.loads((folder / _MANIFEST).read_text(encoding="utf-8")).get("format")
         return next((kind for kind in (Manifest, EncodedManifest) if kind.format == format), None)
     except FileNotFoundError:
-        packed = any(map(_holds_packed_rows, sorted(folder.glob("[0-9]*.arrow"))[:1]))
+        return None
     except (OSError, ValueError, AttributeError, RecursionError):
-        packed = any(folder.glob("[0-9]*.arrow"))
-    return Manifest if packed else None
+        return Manifest if any(folder.glob("[0-9]*.arrow")) else None
 
 
 def is_packed(folder: Path) -> bool:
@@ -175,18 +168,6 @@ def is_packed(folder: Path) -> bool:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a packed folder of either type."""
     return (manifest_type(folder) or Manifest).read(folder)
-
-
-def _holds_packed_rows(path: Path) -> bool:
-    """Return whether an Arrow file holds rows of one size, as packed files do, and not encoded images."""
-    import pyarrow
-
-    try:
-        with pyarrow.memory_map(str(path)) as memory, pyarrow.ipc.open_file(memory) as reader:
-            rows = [field for field in reader.schema if field.name in ("image", "latents")]
-            return any(pyarrow.types.is_fixed_size_binary(field.type) for field in rows)
-    except (OSError, pyarrow.ArrowException):
-        return False
 
 
 class RowWriter:

@@ -128,7 +128,9 @@ def _open_folder(folder: Path, img_size: Size, known: Known, caption: str | None
         if not (shards := _shards(folder, suffix, held_out=False)):
             continue
         for entry in sorted(folder.iterdir()):
-            if not entry.name.startswith(".") and (entry.is_dir() or entry.suffix.lower() in IMAGE_EXTENSIONS):
+            if entry.name.startswith(".") or entry.name == HELD_OUT_FOLDER:
+                continue
+            if entry.is_dir() or entry.suffix.lower() in IMAGE_EXTENSIONS:
                 raise UserError(
                     f"{folder} holds both {suffix} files ({shards[0].name}) and {entry.name}.",
                     f"Either could be the data set: the {suffix} files, or the images and class folders.",

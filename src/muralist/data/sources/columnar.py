@@ -110,8 +110,13 @@ class ColumnSource:
         group_rows: list[int] = []
         self._places: list[tuple[int, int, int]] = []  # of each group: its file, its index and its first row there
         max_cached_groups = _MAX_RECORD_BATCHES
+        schema = None
         for number, path in enumerate(paths):
             file = self._file(number)
+            if schema is None and any(file.group_rows):
+                # pandas writes untyped columns for a table without rows, so the schema comes from a file with rows.
+                schema = file.schema
+                self._image_field = _image_field(self.kind, path, schema)
             if file.schema.names != names:
                 raise UserError(
                     f"{path} has the columns {', '.join(file.schema.names)}, but {paths[0]} has {', '.join(names)}."
@@ -121,15 +126,11 @@ class ColumnSource:
             self.file_rows.append(count)
             group_rows += file.group_rows
             max_cached_groups = min(max_cached_groups, file.max_cached_groups)
-        self._starts = np.cumsum([0, *group_rows])
-        if self._starts[-1] == 0:
+        if schema is None:
             raise UserError(f"{paths[0]} has no rows.")
+        self._starts = np.cumsum([0, *group_rows])
         self._groups: LruCache[Any] = LruCache(max_cached_groups)
         self._shapes: LruCache[Any] = LruCache(max_cached_groups)
-        # pandas writes untyped columns for a table without rows, so the schema comes from a file with rows.
-        first = int(np.flatnonzero(self.file_rows)[0])
-        schema = self._file(first).schema
-        self._image_field = _image_field(self.kind, paths[first], schema)
         self.is_waymo = self._image_field == _WAYMO_IMAGE
         self._resolve_labels(schema, known)
         self._resolve_captions(schema, caption)
@@ -269,6 +270,12 @@ def _image_field(kind: str, path: Path, schema: Any) -> str:
                     f"Give the files of the component {WAYMO_COMPONENT}, which holds the camera images.",
                 )
         return _WAYMO_IMAGE
+    if any(field.name in ("image", "latents") and types.is_fixed_size_binary(field.type) for field in schema):
+        raise UserError(
+            f"{path} was written by `muralist pack`, but its folder has no manifest.json.",
+            "The copy of the folder is incomplete, or one of its files was given instead of the folder.",
+            "Give the folder, copy it again, or pack the data set again.",
+        )
     found = [field.name for field in schema if holds_bytes(field.type)]
     name = found[0] if len(found) == 1 else first_present(found, _IMAGE_FIELDS)
     if name is None:
