@@ -479,7 +479,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
     "unquoted comma": (file_with("a.csv", "path,text\nfiles/0.png,red, blue\n"), "Line 2 .* 3 fields.* header has 2"),
     "word as label": (file_with("a.csv", "path,label\nfiles/0.png,cat\n"), "label 'cat' in line 2 .* an integer"),
     "negative label": (file_with("a.csv", "path,label\nfiles/0.png,-1\n"), "label -1"),
-    "identifier as label": (file_with("a.csv", f"path,label\nfiles/0.png,{10**30}\n"), "at most 1,000,000"),
+    "identifier as label": (file_with("a.csv", f"path,label\nfiles/0.png,{10**30}\n"), "labels are from 0 to 999,999"),
     "header only": (file_with("a.csv", "path,label\n"), "has no rows"),
     "empty table": (file_with("a.tsv", ""), "has no rows"),
     "no JSON": (file_with("a.jsonl", '{"path": "files/0.png"}\n{path}\n'), "Line 2 .* not JSON"),

@@ -160,12 +160,10 @@ def resolve_labels(
 
 
 def _check_range(smallest: int, largest: int, where: str) -> None:
-    if smallest < 0:
-        raise UserError(f"{where} has the label {smallest}; labels count from 0 up.")
-    if largest >= _MAX_CLASSES:
+    if smallest < 0 or largest >= _MAX_CLASSES:
         raise UserError(
-            f"{where} has the label {largest}; there can be at most {_MAX_CLASSES:,} classes.",
-            "Such numbers are usually identifiers of images, not classes.",
+            f"{where} has the label {smallest if smallest < 0 else largest}; labels are from 0 to {_MAX_CLASSES - 1:,}.",
+            "Other numbers are usually identifiers of images, not classes.",
         )
 
 
