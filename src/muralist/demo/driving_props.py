@@ -11,17 +11,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from PIL import Image, ImageColor, ImageDraw
+from PIL import Image, ImageDraw
 
 Color = tuple[float, float, float]
 Point = tuple[float, float]
 Choice = TypeVar("Choice")
-
-
-def palette(colors: str) -> tuple[Color, ...]:
-    """Parse colors such as `#d85446`."""
-    return tuple(ImageColor.getrgb(color)[:3] for color in colors.split())
-
 
 # A canvas is at least this many pixels wide; reducing it by an integer factor smooths the edges.
 CANVAS_PIXELS = 192
@@ -33,12 +27,8 @@ SIGNAL_AMBER: Color = (250, 188, 66)
 SIGNAL_GREEN: Color = (86, 190, 126)
 HEADLAMP: Color = (255, 240, 190)
 GLASS: Color = (70, 92, 116)
-CAR_COLORS = palette("#d85446 #eeb048 #3e8096 #f4ecdc #5c9e80 #424a6e #e28a80")
-WALLS = palette("#e8a484 #f0d6aa #9cbab8 #ce7a68 #dedece #b2a4c4")
-ROOFS = palette("#a04e46 #5c5c74 #805c54 #466870")
 EVERGREEN: Color = (72, 116, 104)
 SIGN_MEANINGS = ("warning", "no entry", "stop", "crossing")
-ASPHALTS = palette("#707080 #868084 #626a7a #7e788c")
 
 
 def mix(first: Color, second: Color, part: float) -> Color:

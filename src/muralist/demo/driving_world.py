@@ -13,20 +13,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from PIL import ImageColor
 
 from muralist.core.errors import UserError
 from muralist.data.decode import Size, format_size, height_width
 from muralist.data.source import CaptionTemplate, Sample, short_hash
 from muralist.demo.driving_props import (
-    ASPHALTS,
-    CAR_COLORS,
     GLASS,
     INK,
     PAPER,
-    ROOFS,
     SIGN_MEANINGS,
     SIGNAL_AMBER,
-    WALLS,
     Canvas,
     Color,
     Daylight,
@@ -42,13 +39,22 @@ from muralist.demo.driving_props import (
     draw_traffic_sign,
     draw_tree,
     mix,
-    palette,
 )
+
+
+def palette(colors: str) -> tuple[Color, ...]:
+    """Parse colors such as `#d85446`."""
+    return tuple(ImageColor.getrgb(color)[:3] for color in colors.split())
+
 
 PAVEMENT: Color = (196, 188, 184)
 LAMPLIGHT: Color = (255, 214, 130)
 DUSKY: Color = (58, 60, 92)
 BARN_RED: Color = (196, 82, 70)
+CAR_COLORS = palette("#d85446 #eeb048 #3e8096 #f4ecdc #5c9e80 #424a6e #e28a80")
+WALLS = palette("#e8a484 #f0d6aa #9cbab8 #ce7a68 #dedece #b2a4c4")
+ROOFS = palette("#a04e46 #5c5c74 #805c54 #466870")
+ASPHALTS = palette("#707080 #868084 #626a7a #7e788c")
 CROPS = palette("#debc60 #a096c4 #c4aa76 #80aa60")
 # Nearness of the far and the near end of three buildings along a street, far ones first.
 ROW = ((0.15, 0.28), (0.28, 0.5), (0.5, 1.3))
