@@ -166,3 +166,12 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path) -> None:
         (packed / "manifest.json").write_text(json.dumps(manifest))
         found = read_all(packed)
         assert isinstance(found, UserError) and "manifest" in str(found)
+
+
+@pytest.mark.parametrize("rows", [0, 10**30])
+def test_a_batch_has_a_sensible_number_of_rows(rows: int, folder: Path) -> None:
+    """A number beyond 64 bits; found by `make fuzz`."""
+    copy = fresh_copy(folder)
+    manifest = json.loads((copy / "manifest.json").read_text()) | {"rows_per_batch": rows}
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert "rows_per_batch" in str(read_all(copy))

@@ -66,7 +66,7 @@ class Manifest:
     format: ClassVar[str] = "muralist packed images"
 
     img_size: Size
-    rows_per_batch: PositiveInt  # in every record batch but the last, so that a row is found by arithmetic
+    rows_per_batch: _Count  # in every record batch but the last, so that a row is found by arithmetic
     label_names: list[str]
     files: Annotated[list[PackedFile], Field(min_length=1)]
     broken: NonNegativeInt
@@ -120,7 +120,7 @@ class EncodedManifest(Manifest):
     format: ClassVar[str] = "muralist encoded images"
 
     caption_files: Annotated[list[PackedFile], Field(min_length=1)]
-    captions_per_batch: PositiveInt
+    captions_per_batch: _Count
     model: str
     frozen_parts: dict[str, str]  # fingerprints of the frozen encoders
     dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # of the encoders, and of what is stored
