@@ -1,8 +1,11 @@
+"""Decoding: every kind of image file to exact pixels or a named error, cropped to size, by Pillow and the fast PNG path."""
+
 from __future__ import annotations
 
 import io
 import pickle
 import struct
+import tracemalloc
 import zlib
 from functools import cache
 from pathlib import Path
@@ -11,11 +14,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageFile, ImageOps, PngImagePlugin
 
 from muralist.core.errors import UserError
-from muralist.data.decode import ImageDecodeError, center_crop, decode_cropped, decode_image
-from tests.support.images import encoded, noise
+from muralist.core.images import encode_png
+from muralist.data.decode import (
+    HAS_FAST_PNG,
+    ImageDecodeError,
+    center_crop,
+    decode_cropped,
+    decode_image,
+    decode_png_fast,
+)
+from tests.support.images import encoded, noise, png_chunk, png_file
 
 KINDS: dict[str, dict[str, object]] = {
     "JPEG": {"quality": 100, "subsampling": 0},
@@ -150,26 +161,18 @@ def test_floating_point_pixels_are_refused() -> None:
         decode_image(encoded(Image.fromarray(np.ones((4, 4), dtype=np.float32)), "TIFF"))
 
 
-def bomb(side: int) -> bytes:
-    """A valid PNG header that promises side x side pixels, in a few bytes."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-
-    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
-
-
 def test_decompression_bombs_are_refused() -> None:
     with pytest.raises(ImageDecodeError, match="more pixels"):
-        decode_image(bomb(60_000))
+        decode_image(png_file(60_000, 60_000, bytes(1000)))
 
 
 def test_strips_are_refused_before_they_are_scaled_up() -> None:
-    strip = encoded(Image.new("RGB", (100_000, 1)))
     with pytest.raises(ImageDecodeError, match="strip of 100000 x 1"):
-        decode_cropped(strip, 64, "strip.png")
+        decode_cropped(encoded(Image.new("RGB", (100_000, 1))), 64, "strip.png")
+    tall = encoded(Image.new("RGB", (1, 20_000)))
+    assert decode_cropped(tall, (512, 4)).shape == (512, 4, 3)
+    with pytest.raises(ImageDecodeError, match="strip of 1 x 20000"):
+        decode_cropped(tall, (4, 512))
 
 
 @pytest.mark.parametrize(
@@ -196,28 +199,40 @@ def test_image_decode_error_can_be_pickled() -> None:
     assert (str(copy), copy.name, copy.reason) == (str(error), "a.jpg", "image file is truncated")
 
 
-def reference_crop(pixels: np.ndarray, size: int) -> np.ndarray:
-    """The recipe word by word, on whole arrays: halve by averaging boxes, scale, cut."""
-    while min(pixels.shape[:2]) // 2 >= size:
-        height, width = pixels.shape[0] // 2, pixels.shape[1] // 2
-        pixels = np.asarray(Image.fromarray(pixels).resize((width, height), resample=Image.Resampling.BOX))
-    height, width = pixels.shape[:2]
-    if width < height:
-        width, height = size, round(height * (size / width))
+def reference_crop(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """The recipe word by word: halve by averaging boxes while twice as large both ways, scale to cover, cut the middle."""
+    while pixels.shape[0] // 2 >= height and pixels.shape[1] // 2 >= width:
+        half = (pixels.shape[1] // 2, pixels.shape[0] // 2)
+        pixels = np.asarray(Image.fromarray(pixels).resize(half, resample=Image.Resampling.BOX))
+    rows, columns = pixels.shape[:2]
+    if columns / rows >= width / height:  # too wide: the height fits
+        columns, rows = round(columns * (height / rows)), height
     else:
-        width, height = round(width * (size / height)), size
-    pixels = np.asarray(Image.fromarray(pixels).resize((width, height), resample=Image.Resampling.BICUBIC))
-    top, left = (height - size) // 2, (width - size) // 2
-    return pixels[top : top + size, left : left + size]
+        columns, rows = width, round(rows * (width / columns))
+    pixels = np.asarray(Image.fromarray(pixels).resize((columns, rows), resample=Image.Resampling.BICUBIC))
+    top, left = (rows - height) // 2, (columns - width) // 2
+    return pixels[top : top + height, left : left + width]
 
 
-@settings(max_examples=200, deadline=None)
-@given(width=st.integers(1, 200), height=st.integers(1, 200), size=st.integers(1, 70), seed=st.integers(0, 9))
-def test_center_crop_equals_adm(width: int, height: int, size: int, seed: int) -> None:
-    image = noise(seed, width, height)
-    cropped = center_crop(image, size)
-    assert cropped.shape == (size, size, 3) and cropped.dtype == np.uint8 and cropped.flags.writeable
-    assert np.array_equal(cropped, reference_crop(np.asarray(image), size))
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 70), st.integers(1, 70), st.integers(0, 9))
+def test_center_crop_equals_adm_and_covers_any_rectangle(
+    columns: int, rows: int, height: int, width: int, seed: int
+) -> None:
+    image = noise(seed, columns, rows)
+    cropped = center_crop(image, (height, width))
+    assert cropped.shape == (height, width, 3) and cropped.dtype == np.uint8 and cropped.flags.writeable
+    assert np.array_equal(cropped, reference_crop(np.asarray(image), height, width))
+    assert np.array_equal(center_crop(image, height), reference_crop(np.asarray(image), height, height))
+
+
+def test_an_image_of_the_target_ratio_is_not_cropped() -> None:
+    image = noise(5, 60, 40)
+    assert np.array_equal(center_crop(image, (40, 60)), np.asarray(image))
+    corner = noise(6, 60, 40)
+    corner.paste((255, 0, 0), (0, 0, 30, 20))
+    assert center_crop(corner, (20, 30))[:9, :14].reshape(-1, 3).tolist() == [[255, 0, 0]] * 126
+    assert center_crop(corner, (20, 20))[:9, :9].tolist() == [[[255, 0, 0]] * 9] * 9
 
 
 def test_an_image_of_the_target_size_is_unchanged() -> None:
@@ -232,3 +247,89 @@ def test_large_images_are_halved_by_box_filters() -> None:
     quarters = pixels.reshape(32, 2, 32, 2, 3).mean(axis=(1, 3))
     cropped = center_crop(Image.fromarray(pixels), 32)
     assert np.abs(cropped - quarters).max() <= 0.5
+
+
+# -- the fast PNG path: Pillow's pixels, or none at all
+
+fast = pytest.mark.skipif(not HAS_FAST_PNG, reason="needs muralist[fast]")
+RANDOM = np.random.default_rng(0)
+
+
+def soft(height: int, width: int) -> np.ndarray:
+    """A image for which an encoder uses every filter."""
+    small = Image.fromarray(RANDOM.integers(0, 256, (5, 4, 3), dtype=np.uint8)).resize((width, height), Image.BICUBIC)
+    return (np.asarray(small, np.float32) + RANDOM.normal(0, 4, (height, width, 3))).clip(0, 255).astype(np.uint8)
+
+
+@fast
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (64, 64), (300, 257)])
+@pytest.mark.parametrize("level", [0, 1, 9])
+def test_pixels_equal_pillow(shape: tuple[int, int], level: int) -> None:
+    image = soft(*shape)
+    texts = encode_png(image, {"prompt": "a red car, größer"})
+    for data in (encoded(Image.fromarray(image), compress_level=level), texts):
+        found = decode_png_fast(data)
+        assert found is not None and np.array_equal(found, np.asarray(Image.open(io.BytesIO(data))))
+
+
+@fast
+def test_every_png_filter_equals_pillow() -> None:
+    rows = RANDOM.integers(0, 256, (40, 31 * 3 + 1), dtype=np.uint8)
+    rows[:, 0] = np.arange(40) % 5
+    data = png_file(31, 40, rows.tobytes())
+    assert np.array_equal(decode_png_fast(data), np.asarray(Image.open(io.BytesIO(data))))  # type: ignore[arg-type]
+
+
+@fast
+def test_other_pngs_are_left_to_pillow() -> None:
+    image = Image.fromarray(soft(9, 9))
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    texts = [PngImagePlugin.PngInfo() for _ in range(5)]
+    texts[0].add_text("Raw profile type exif", "\nexif\n 2\n0000")
+    texts[1].add_itxt("prompt", "a car", zip=True)
+    texts[2].add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="6"/>')
+    texts[3].add_text("transparency", "0")
+    texts[4].add_text("prompt", "a" * ((1 << 20) + 1))
+    others = [encoded(image.convert(mode)) for mode in ("L", "P", "RGBA", "1", "I;16")]
+    others += [encoded(image, exif=turned), *(encoded(image, pnginfo=text) for text in texts)]
+    others += [encoded(image, transparency=(1, 2, 3)), b"", b"GIF89a", b"\x89PNG\r\n\x1a\n"]
+    assert [decode_png_fast(data) for data in others] == [None] * len(others)
+
+
+@fast
+def test_damage_anywhere_is_left_to_pillow() -> None:
+    data = encoded(Image.fromarray(soft(12, 10)))
+    for place in range(len(data)):
+        flipped = data[:place] + bytes((data[place] ^ 16,)) + data[place + 1 :]
+        assert decode_png_fast(flipped) is None
+        assert decode_png_fast(data[:place]) is None
+    short = zlib.compress(bytes(100))
+    assert decode_png_fast(data[:33] + png_chunk(b"IDAT", short) + png_chunk(b"IEND", b"")) is None
+    beyond = zlib.compress(bytes(12 * 31) + b"\x07")
+    assert decode_png_fast(data[:33] + png_chunk(b"IDAT", beyond) + png_chunk(b"IEND", b"")) is None
+
+
+@fast
+def test_interrupted_pixel_chunks_are_left_to_pillow() -> None:
+    data = encoded(Image.fromarray(soft(12, 10)))
+    start, (length,) = data.index(b"IDAT") - 4, struct.unpack(">I", data[data.index(b"IDAT") - 4 : data.index(b"IDAT")])
+    packed = data[start + 8 : start + 8 + length]
+    one, two, text = (
+        png_chunk(b"IDAT", packed[:9]),
+        png_chunk(b"IDAT", packed[9:]),
+        png_chunk(b"tEXt", b"prompt\0a car"),
+    )
+    end = png_chunk(b"IEND", b"")
+    assert decode_png_fast(data[:start] + one + two + text + end) is not None
+    assert decode_png_fast(data[:start] + one + text + two + end) is None
+
+
+@fast
+def test_inflation_stops_at_the_size_of_the_image() -> None:
+    data = encoded(Image.fromarray(soft(12, 10)))
+    bomb = zlib.compress(bytes(1 << 28), 9)
+    tracemalloc.start()
+    assert decode_png_fast(data[:33] + png_chunk(b"IDAT", bomb) + png_chunk(b"IEND", b"")) is None
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()

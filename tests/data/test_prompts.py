@@ -3,7 +3,6 @@ from __future__ import annotations
 import csv
 import json
 import pickle
-import tempfile
 import time
 import tracemalloc
 from collections import Counter
@@ -20,13 +19,11 @@ from muralist.core.errors import UserError
 from muralist.data import tables
 from muralist.data.prompts import (
     PromptRow,
-    find_collision,
     image_file_stem,
     open_prompt_table,
     refuse_collision,
     safe_id,
 )
-from tests.conftest import SHARED_DATA
 
 COLUMNS = ["image_id", "prompt", "seed", "negative_prompt", "height", "width"]
 CELLS = [
@@ -83,65 +80,19 @@ def test_plain_lines_are_prompts_with_row_numbers_as_ids(tmp_path: Path) -> None
     ]
     assert len(table) == 3 and table.sizes is None and table.seeds is None and table.notes == []
     assert image_file_stem(table.row(0).id, 42) == "000001_seed42"
-    assert find_collision(table, np.zeros(3, np.int64)) is None
+    refuse_collision(table, np.zeros(3, np.int64))
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
 def test_encodings_and_line_ends(encoding: str, line_end: str, tmp_path: Path) -> None:
-    # In UTF-16, these letters hold the byte 10 that ends lines, in their first or second half.
     lines = [" Caption ,ID", '"ਊ first', 'second ਂĊ", a', "", "猫,b", ""]
     table = open_prompt_table(write(tmp_path, line_end.join(lines).encode(encoding)))
     assert [(row.id, row.prompt) for row in table.rows([1, 0])] == [("b", "猫"), ("a", f"ਊ first{line_end}second ਂĊ")]
 
 
-def test_utf_16_big_endian_is_detected_by_its_byte_order_mark(tmp_path: Path) -> None:
-    table = open_prompt_table(write(tmp_path, "\ufeffprompt\nਊĊ\nb\n".encode("utf-16-be")))
-    assert [row.prompt for row in table.rows([0, 1])] == ["ਊĊ", "b"]
-
-
 characters = st.characters(exclude_categories=["Cs"])
 cells = st.text(st.one_of(characters, st.sampled_from('",\t\r\n ;\\\x00\ufeffਊ')), max_size=12)
-
-
-@given(
-    rows=st.lists(st.tuples(cells, cells, cells), min_size=1, max_size=8),
-    suffix=st.sampled_from([".csv", ".tsv"]),
-    encoding=st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
-    unix=st.booleans(),
-    chosen=st.data(),
-)
-def test_csv_round_trip_in_any_order(
-    rows: list[tuple[str, str, str]], suffix: str, encoding: str, unix: bool, chosen: st.DataObject
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"prompts{suffix}"
-        with path.open("w", newline="", encoding=encoding) as file:
-            writer = csv.writer(
-                file,
-                delimiter="\t" if suffix == ".tsv" else ",",
-                lineterminator="\n" if unix else "\r\n",
-                quoting=csv.QUOTE_ALL if unix else csv.QUOTE_MINIMAL,
-            )
-            writer.writerows([("note", "prompt", "negative_prompt"), *rows])
-        table = open_prompt_table(str(path))
-        assert len(table) == len(rows)
-        for index in chosen.draw(st.lists(st.sampled_from(range(len(rows))), max_size=10)):
-            row = table.row(index)
-            assert row == PromptRow(
-                index, f"{index + 1:06d}", rows[index][1].strip(), None, rows[index][2].strip() or None, None, None
-            )
-
-
-@given(rows=st.lists(st.dictionaries(cells, cells, max_size=3), min_size=1, max_size=5))
-def test_jsonl_round_trip(rows: list[dict[str, str]]) -> None:
-    used = {"prompt", "caption", "image_id", "id", "seed", "negative_prompt", "height", "width"}
-    rows = [{name: cell for name, cell in row.items() if name.strip().lower() not in used} for row in rows]
-    with tempfile.TemporaryDirectory() as folder:
-        lines = [json.dumps(row | {"prompt": str(row)}, ensure_ascii=False) for row in rows]
-        path = write(Path(folder), "\n\n".join(lines), "prompts.jsonl")
-        table = open_prompt_table(path)
-        assert [row.prompt for row in table.rows(range(len(rows)))] == [str(row) for row in rows]
 
 
 @given(
@@ -241,18 +192,16 @@ def test_a_table_changed_during_use_is_refused(tmp_path: Path) -> None:
 def test_rows_with_the_same_file_name_are_refused(tmp_path: Path) -> None:
     text = 'id,prompt\na/b,"two\nlines"\nc,x\n\na_b,x\nc,x\n000006,x\n,x\n'
     table = open_prompt_table(write(tmp_path, text))
-    assert find_collision(table, np.arange(6)) is None
     refuse_collision(table, np.arange(6))
-    seeds = np.array([5, 1, 5, 1, 9, 9])
-    assert find_collision(table, seeds) == (0, 2)
-    with pytest.raises(UserError, match="the same file, a_b_seed5: line 3 and line 6"):
-        refuse_collision(table, seeds)
-    assert find_collision(table, np.array([5, 1, 6, 1, 9, 9])) == (1, 3)
-    assert find_collision(table, np.array([5, 1, 6, 2, 9, 9])) == (4, 5)
-    copies = np.stack((np.arange(6), np.arange(6) + 2), axis=1)
-    assert find_collision(table, copies) == (0, 2)  # copy 1 of row 0 and copy 0 of row 2: seed 2
-    with pytest.raises(UserError, match="a_b_seed2"):
-        refuse_collision(table, copies)
+    copies = np.stack((np.arange(6), np.arange(6) + 2), axis=1)  # copy 1 of row 0 and copy 0 of row 2 have seed 2
+    for seeds, found in (
+        (np.array([5, 1, 5, 1, 9, 9]), "a_b_seed5: line 3 and line 6"),
+        (np.array([5, 1, 6, 1, 9, 9]), "c_seed1: line 4 and line 7"),
+        (np.array([5, 1, 6, 2, 9, 9]), "000006_seed9: line 8 and line 9"),
+        (copies, "a_b_seed2: line 3 and line 6"),
+    ):
+        with pytest.raises(UserError, match=f"the same file, {found}"):
+            refuse_collision(table, seeds)
 
 
 def test_a_tsv_without_quoting_is_read_literally(tmp_path: Path) -> None:
@@ -273,15 +222,6 @@ def test_a_tsv_without_quoting_is_read_literally(tmp_path: Path) -> None:
     assert table.row(0).id == "000001" and table.notes[0].endswith("PartiPrompts.tsv: category, challenge, note.")
 
 
-def test_parti_prompts_as_a_table_with_ids() -> None:
-    path = SHARED_DATA / "parti_prompts.csv"
-    if not path.is_file():
-        pytest.skip("PartiPrompts are not on this machine")
-    table = open_prompt_table(str(path))
-    assert len(table) == 1632 and table.row(0)[:3] == (0, "p0000", "bond")
-    assert "WOMBAT" in table.row(1561).prompt
-
-
 def test_coco_captions_are_a_prompt_table(tmp_path: Path) -> None:
     annotations = [
         {"image_id": 203564, "id": 37, "caption": "A bicycle replica with a clock as the front wheel."},
@@ -296,7 +236,9 @@ def test_coco_captions_are_a_prompt_table(tmp_path: Path) -> None:
         ("179765", "A black motorbike, parked."),
     ]
     assert table.notes == [] and len(open_prompt_table(path, limit=2)) == 2
-    assert find_collision(table, np.arange(3)) is None and find_collision(table, np.zeros(3)) == (0, 2)
+    refuse_collision(table, np.arange(3))
+    with pytest.raises(UserError, match="203564_seed0: annotation 1 and annotation 3"):
+        refuse_collision(table, np.zeros(3, np.int64))
     copy = pickle.loads(pickle.dumps(table))
     assert copy.row(1) == table.row(1) and len(pickle.dumps(table._table)) < 1000, "the captions do not travel"
 
@@ -330,7 +272,7 @@ MISTAKES: dict[str, tuple[str, str | bytes, str]] = {
     "open quote": ("p.csv", 'prompt\nx\n"y\nz\n', "begins in line 3 of .*quote is not closed"),
     "stray quote": ("p.csv", 'prompt,id\n"Big" dog,1\n', "begins in line 2 of .*quote"),
     "Latin-1": ("p.csv", b"prompt\nx\ncaf\xe9\n", "Line 3 of .*, from byte 9 on, is not UTF-8 text"),
-    "half UTF-16": ("p.txt", "a\nb".encode("utf-16")[:-1], "Line 2 of .* is not UTF-16 text"),
+    "UTF-16": ("p.txt", "a\nb".encode("utf-16"), "Line 1 of .* is not UTF-8 text. Save the file as UTF-8"),
     "not JSON": ("p.jsonl", '{"prompt": "x"}\n{"prompt"\n', "Line 2 of .* is not JSON: .*, at character 1"),
     "deep JSON": ("p.jsonl", "[" * 100_000, "Line 1 of .* is not JSON"),
     "not an object": ("p.jsonl", '"x"\n', "Line 1 of .* is not a JSON object"),
@@ -383,10 +325,8 @@ def test_blanks_before_quotes_are_accepted(tmp_path: Path) -> None:
 
 
 def test_a_cell_may_be_long(tmp_path: Path) -> None:
-    assert (
-        open_prompt_table(write(tmp_path, f"prompt\n{'long ' * 100_000}\n")).row(0).prompt
-        == ("long " * 100_000).strip()
-    )
+    prompt = "long " * 100_000 + "end"
+    assert open_prompt_table(write(tmp_path, f"prompt\n{prompt}\n")).row(0).prompt == prompt
 
 
 def test_thirty_thousand_rows_open_at_once(tmp_path: Path) -> None:

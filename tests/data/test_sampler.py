@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import logging
 import math
-import multiprocessing
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from muralist.core.errors import UserError
 from muralist.core.rng import Purpose
-from muralist.data.decode import ImageDecodeError
-from muralist.data.loader import Batch, held_out_batches, training_batches
-from muralist.data.sampler import ShuffledOrder, Split, permute, split_held_out
-from muralist.data.source import Source
-from muralist.data.sources.registry import open_source
-from muralist.settings import DataSettings, OptimSettings
-from muralist.train.schedule import plan_batch
+from muralist.data import sampler as buckets_module
+from muralist.data.decode import decode_cropped, decode_image, read_image_shape
+from muralist.data.sampler import (
+    BucketedSource,
+    Buckets,
+    BucketSampler,
+    MeasurableSource,
+    ShuffledOrder,
+    Split,
+    bucket_sizes,
+    check_measurable,
+    default_step,
+    measure_shapes,
+    nearest_size,
+    permute,
+    split_held_out,
+)
+from muralist.data.sources import open_source
+from muralist.tools.pack import pack
+from tests.data.test_sources import WRITERS
+from tests.support.images import (
+    encoded,
+    encoded_samples,
+    noise,
+    write_folder,
+    write_tar,
+)
 from tests.support.statistics import assert_counts
 
 sizes = st.integers(1, 5000)
@@ -46,9 +67,9 @@ def test_every_epoch_is_a_permutation(size: int, epoch: int, seed: int) -> None:
     assert sorted(order(size, epoch, seed)) == list(range(size))
 
 
-@pytest.mark.parametrize("size", [*range(1, 70), 255, 256, 257, 1023, 1024, 1025, 4096, 4097])
-def test_sizes_around_the_powers_of_four(size: int) -> None:
-    assert sorted(order(size, 3, 1)) == list(range(size))
+def test_sizes_around_the_powers_of_four() -> None:
+    for size in (*range(1, 70), 255, 256, 257, 1023, 1024, 1025, 4096, 4097):
+        assert sorted(order(size, 3, 1)) == list(range(size))
 
 
 @given(st.integers(30, 5000), st.integers(0, 1000), seeds)
@@ -118,90 +139,214 @@ def test_held_out_images_are_chosen_uniformly() -> None:
     assert split_held_out(100_000, 0.5).held_out.size == 1024
 
 
-@pytest.fixture(scope="module")
-def numbered(tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """53 images that each show their own index."""
-    index = np.arange(53, dtype=np.uint8)
-    images = np.broadcast_to(index[:, None, None, None], (53, 4, 4, 3))
-    path = tmp_path_factory.mktemp("numbered") / "numbered.npz"
-    np.savez(path, train_x=images, train_y=index)
-    return open_source(str(path), 4)
-
-
-def read(
-    source: Source, rank: int, ranks: int, total: int, part: int, steps: range, num_workers: int = 0
-) -> Iterator[list[Batch]]:
-    """The batches of one rank, step by step."""
-    settings = DataSettings(batch_size=part, global_batch_size=total, num_workers=num_workers, pin_memory=False)
-    plan = plan_batch(settings, OptimSettings(), ranks)
-    parts = split_held_out(len(source), 0.1)
-    stream = ShuffledOrder(9, parts.training_size)
-    batches = training_batches(source, parts, stream, plan.sample_indices(rank, steps), settings)
-    while group := list(itertools.islice(batches, plan.accumulation_steps)):
-        yield group
-
-
-def shown(batches: list[Batch]) -> list[tuple[int, int, int]]:
-    """Number, image and label of every sample."""
-    return [
-        (int(number), int(image[0, 0, 0]), int(label))
-        for batch in batches
-        for number, image, label in zip(batch.sample_indices, batch.images_u8, batch.labels, strict=True)
-    ]
-
-
-@settings(max_examples=25)
-@given(ranks=st.sampled_from([1, 2, 4]), part=st.integers(1, 12), first=st.integers(0, 40), length=st.integers(1, 6))
-def test_ranks_read_disjoint_slices_of_one_order(
-    numbered: Source, ranks: int, part: int, first: int, length: int
-) -> None:
-    total = 12
-    by_rank = [list(read(numbered, rank, ranks, total, part, range(first, first + length))) for rank in range(ranks)]
-    together = [row for step in range(length) for rank in range(ranks) for row in shown(by_rank[rank][step])]
-    parts = split_held_out(53, 0.1)
-    numbers = np.arange(first * total, (first + length) * total)
-    indices = parts.training_index(ShuffledOrder(9, parts.training_size).positions(numbers))
-    assert together == [(number, index, index) for number, index in zip(numbers, indices, strict=True)]
-    assert not {index for _, index, _ in together} & set(parts.held_out.tolist())
-
-
-def test_batches_do_not_depend_on_loader_workers(numbered: Source) -> None:
-    alone, helped = (list(read(numbered, 1, 2, 12, 3, range(2, 12), workers)) for workers in (0, 2))
-    assert len(alone) == len(helped) == 10
-    for one, two in zip(itertools.chain(*alone), itertools.chain(*helped), strict=True):
-        assert torch.equal(one.images_u8, two.images_u8)
-        assert torch.equal(one.sample_indices, two.sample_indices)
-        assert torch.equal(one.labels, two.labels)
-        assert one.captions == two.captions
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_broken_image_reaches_the_trainer_as_a_user_error(
-    photo_folder: Path, tmp_path: Path, num_workers: int
-) -> None:
-    folder = tmp_path / "train"
-    folder.mkdir()
-    for path in sorted((photo_folder / "meadow").glob("*.png")):
-        (folder / path.name).write_bytes(path.read_bytes())
-    broken = folder / "010.png"
-    broken.write_bytes(broken.read_bytes()[:100])
-    with pytest.raises(ImageDecodeError) as caught:
-        list(read(open_source(str(folder), 8), 0, 1, 4, 2, range(5), num_workers))
-    assert isinstance(caught.value, UserError)
-    assert caught.value.name == str(broken)
-    assert str(broken) in caught.value.what
-    assert caught.value.fix == "`muralist pack` leaves broken images out and lists them."
-    assert not multiprocessing.active_children()  # nothing waits for the garbage collector
-
-
-def test_held_out_sample_indices_are_positions(numbered: Source) -> None:
-    indices = np.array([40, 7, 21, 33, 2])
-    batches = list(held_out_batches(numbered, indices, np.array([0, 2, 3, 4]), size=3))
-    assert [len(batch.sample_indices) for batch in batches] == [3, 1]
-    assert shown(batches) == [(0, 40, 40), (2, 21, 21), (3, 33, 33), (4, 2, 2)]
-
-
 def test_positions_between_held_out_images() -> None:
     parts = Split(8, np.array([0, 3, 4, 7]))
     assert parts.training_size == 4
     assert parts.training_index(np.array([0, 1, 2, 3])).tolist() == [1, 2, 5, 6]
+
+
+# Sizes
+
+
+def test_bucket_sizes_equal_hunyuan_dit() -> None:
+    sizes = bucket_sizes(1024, 64)
+    assert len(sizes) == 33 and sizes[16] == (1024, 1024)
+    assert sizes[17:20] == [(1088, 960), (1152, 896), (1216, 832)]
+    assert sizes[24:26] == [(1536, 512), (1600, 512)] and sizes[-1] == (2048, 512)
+    assert [(width, height) for height, width in reversed(sizes)] == sizes
+    assert [default_step(base) for base in (32, 64, 256, 512, 768, 1024)] == [16, 16, 16, 32, 48, 64]
+    assert bucket_sizes(512, 256) == [(256, 1024), (256, 768), (512, 512), (768, 256), (1024, 256)]
+
+
+@given(st.integers(1, 128).map(lambda n: 16 * n), st.data())
+def test_bucket_sizes_are_multiples_of_16_sorted_by_ratio(base: int, data: st.DataObject) -> None:
+    step = data.draw(st.integers(1, max(1, base // 32)).map(lambda n: 16 * n))
+    sizes = bucket_sizes(base, step)
+    ratios = [height / width for height, width in sizes]
+    assert (base, base) in sizes and ratios == sorted(set(ratios))
+    for side in np.ravel(sizes):
+        assert side % 16 == 0 and base / 2 <= side <= 2 * base
+
+
+@given(st.integers(1, 4000), st.integers(1, 4000))
+def test_an_image_goes_to_the_nearest_aspect_ratio(height: int, width: int) -> None:
+    sizes = bucket_sizes(512, 32)
+    (chosen,) = nearest_size(np.array([[height, width]]), sizes)
+    distances = [abs(np.log(height / width) - np.log(h / w)) for h, w in sizes]
+    assert distances[chosen] == pytest.approx(min(distances), abs=1e-9)
+
+
+# Order
+
+counts = st.lists(st.integers(1, 60), min_size=1, max_size=8)
+batches = st.integers(1, 40)
+
+
+def stream_of(sizes: list[int], batch: int, seed: int = 0) -> tuple[BucketSampler, np.ndarray]:
+    """A stream over buckets whose images lie in any order, and each image's bucket."""
+    bucket_of = np.random.default_rng(1).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    return BucketSampler.build(seed, bucket_of, batch), bucket_of
+
+
+@given(counts, batches, seeds, st.integers(0, 2**40))
+def test_every_batch_comes_from_one_bucket(sizes: list[int], batch: int, seed: int, first: int) -> None:
+    stream, bucket_of = stream_of(sizes, batch, seed)
+    positions = stream.positions(np.arange(first * batch, (first + 5) * batch))
+    for chosen in positions.reshape(5, batch):
+        assert len(set(bucket_of[chosen].tolist())) == 1
+
+
+@settings(max_examples=30)
+@given(counts, batches, seeds, st.integers(1, 6))
+def test_each_round_gives_every_bucket_its_share(sizes: list[int], batch: int, seed: int, rounds: int) -> None:
+    stream, bucket_of = stream_of(sizes, batch, seed)
+    wanted = [rounds * size // batch for size in sizes]
+    seen = Counter(stream.positions(np.arange(sum(wanted) * batch)).tolist())
+    for bucket, given_batches in enumerate(wanted):
+        times = [seen[position] for position in np.flatnonzero(bucket_of == bucket).tolist()]
+        assert sum(times) == given_batches * batch
+        assert max(times) - min(times) <= 1, "no sample comes again before all others of its bucket have"
+
+
+@settings(max_examples=40)
+@given(counts, st.integers(2, 12), seeds, st.data())
+def test_positions_do_not_depend_on_slicing(sizes: list[int], batch: int, seed: int, data: st.DataObject) -> None:
+    stream, _ = stream_of(sizes, batch, seed)
+    numbers = np.arange(20 * batch)
+    whole = stream.positions(numbers)
+    chosen = data.draw(st.lists(st.integers(0, len(numbers) - 1), min_size=1, max_size=50))
+    assert stream.positions(numbers[chosen]).tolist() == whole[chosen].tolist()
+
+
+def test_a_bucket_smaller_than_a_batch_waits_until_it_fills_one() -> None:
+    stream, bucket_of = stream_of([3, 60], batch=10)
+    chosen = bucket_of[stream.positions(np.arange(21 * 10 * 10))].reshape(-1, 10)[:, 0]
+    assert Counter(chosen.tolist()) == {0: 10, 1: 200}  # 3 : 60, in 33 rounds and a third
+    seen = stream.positions(np.flatnonzero(np.repeat(chosen == 0, 10)))
+    assert set(Counter(seen.tolist()).values()) == {33, 34}
+
+
+def test_rounds_and_buckets_are_mixed() -> None:
+    stream, bucket_of = stream_of([400, 400], batch=10)
+    order = bucket_of[stream.positions(np.arange(0, 160 * 10, 10))]
+    halves = order[:80].tolist(), order[80:].tolist()
+    assert halves[0] != halves[1]
+    for half in halves:
+        assert sum(half) == 40 and 20 < sum(a != b for a, b in itertools.pairwise(half)) < 60
+    members = [np.flatnonzero(bucket_of == bucket).tolist() for bucket in (0, 1)]
+    positions = stream.positions(np.arange(800))
+    orders = [
+        [members[bucket].index(position) for position in positions[bucket_of[positions] == bucket]] for bucket in (0, 1)
+    ]
+    assert sum(a == b for a, b in zip(*orders, strict=True)) < 20, "equal buckets have orders of their own"
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", [None, *range(1, 9)])
+def test_shapes_equal_those_of_decoded_images(kind: str, orientation: int | None) -> None:
+    exif = Image.Exif()
+    if orientation:
+        exif[0x0112] = orientation
+    data = encoded(noise(0, 40, 24), kind, exif=exif)
+    sample = decode_image(data)
+    assert read_image_shape(data) == (sample.height, sample.width)
+
+
+def test_a_shape_needs_the_header_alone(tmp_path: Path) -> None:
+    data = encoded(noise(0, 200, 100), "JPEG")
+    (tmp_path / "cut.jpg").write_bytes(data[:1000])
+    assert read_image_shape(tmp_path / "cut.jpg") == (100, 200)
+    (tmp_path / "text.jpg").write_text("not an image")
+    with pytest.raises(UserError, match=r"text\.jpg is a broken image: no image decoder"):
+        read_image_shape(tmp_path / "text.jpg")
+    with pytest.raises(UserError, match="could not be read: No such file"):
+        read_image_shape(tmp_path / "nothing.jpg")
+
+
+CHOSEN = encoded_samples(7)
+SHAPES = [[sample.image.height, sample.image.width] for sample in CHOSEN]
+
+
+def arrow_with_columns(path: Path, **columns: list[int | None]) -> Path:
+    table = pyarrow.table({"image": [sample.png for sample in CHOSEN], **columns})
+    with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["folder", "csv", "jsonl", "tar", "parquet", "arrow"])
+def test_every_source_gives_shapes_and_reads_at_bucket_sizes(tmp_path: Path, kind: str) -> None:
+    path = str(WRITERS[kind](tmp_path, CHOSEN))
+    source = check_measurable(open_source(path, 32), path)
+    assert measure_shapes(source, 7).tolist() == SHAPES
+    sizes = bucket_sizes(32, 16)
+    divided = BucketedSource(source, Buckets.assign(sizes, nearest_size(np.array(SHAPES), sizes)))
+    assert len(divided) == 7 and divided.fingerprint() == source.fingerprint()
+    for index in (6, 0, 3):
+        item = divided.read(index)
+        size = sizes[nearest_size(np.array([SHAPES[index]]), sizes)[0]]
+        assert np.array_equal(item.image, decode_cropped(CHOSEN[index].png, size))
+    assert source.read(0).image.shape == (32, 32, 3), "the source itself keeps its size"
+
+
+def test_long_image_headers_in_tar_files(tmp_path: Path) -> None:
+    long = Image.Exif()
+    long[0x010E] = "x" * 60_000
+    data = io.BytesIO()
+    noise(0, 60, 30).save(data, "JPEG", exif=long, icc_profile=b"y" * 100_000)
+    path = write_tar(tmp_path / "a.tar", [CHOSEN[0]._replace(png=data.getvalue())])
+    source = check_measurable(open_source(str(path), 32), str(path))
+    assert source.shape(0) == (30, 60)
+
+
+def test_size_columns_replace_reading_image_headers(tmp_path: Path) -> None:
+    heights: list[int | None] = [7, 6, 5, None, 3, 0, 1]
+    path = arrow_with_columns(tmp_path / "a.arrow", height=heights, width=[9] * 7)
+    source = check_measurable(open_source(str(path), 32), str(path))
+    told = [list(shape) if not height else [height, 9] for height, shape in zip(heights, SHAPES, strict=True)]
+    assert measure_shapes(source, 7).tolist() == told
+
+
+def test_drawn_scenes_and_arrays_have_one_size(tmp_path: Path) -> None:
+    scenes = check_measurable(open_source("driving_world", 32), "driving_world")
+    assert {scenes.shape(index) for index in range(9)} == {(32, 32)}
+    np.savez(tmp_path / "a.npz", images=np.zeros((3, 20, 30, 3), dtype=np.uint8))
+    assert measure_shapes(check_measurable(open_source(str(tmp_path / "a.npz"), 32), ""), 3).tolist() == [[20, 30]] * 3
+
+
+def test_measuring_shapes_logs_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets_module, "_LOG_INTERVAL", -1.0)
+    calls: list[int] = []
+    source = open_source("driving_world", 32)
+    assert isinstance(source, MeasurableSource)
+    said = logging.StreamHandler(io.StringIO())
+    monkeypatch.setattr(buckets_module.log, "handlers", [said])
+    monkeypatch.setattr(buckets_module.log, "level", logging.INFO)
+    measure_shapes(source, 3, meanwhile=lambda: calls.append(1))
+    assert len(calls) == 3 and "image sizes: 2 of 3" in said.stream.getvalue()
+
+
+def test_a_broken_image_is_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "folder", CHOSEN)
+    (folder / "class_1" / "b.png").write_bytes(b"not an image")
+    source = check_measurable(open_source(str(folder), 32), str(folder))
+    with pytest.raises(UserError, match=r"class_1/b\.png is a broken image: no image decoder.*Remove it, or"):
+        measure_shapes(source, len(source))
+
+
+def test_a_packed_folder_is_refused(tmp_path: Path) -> None:
+    pack(str(write_folder(tmp_path / "folder", CHOSEN)), tmp_path / "packed", 32, workers=1, progress=False)
+    with pytest.raises(UserError, match=r"packed folder.*all cropped to one size.*data set that was packed"):
+        check_measurable(open_source(str(tmp_path / "packed"), 32), str(tmp_path / "packed"))
+
+
+def test_bucket_summary() -> None:
+    buckets = Buckets.assign([(16, 64), (32, 32), (64, 16)], np.array([2, 0, 2, 2, 0, 2]))
+    assert buckets.sizes == [(16, 64), (64, 16)] and buckets.of_image.tolist() == [1, 0, 1, 1, 0, 1]
+    everything = np.arange(6)
+    assert buckets.summary(everything, 2) == ["sizes      2 in use (images each): 64 x 16 (4), 16 x 64 (2)"]
+    assert "fewer images than a total batch of 3 at 16 x 64:" in buckets.summary(everything, 3)[1]
+    assert "1 in use (images each): 64 x 16 (3)" in buckets.summary(np.array([0, 2, 3]), 1)[0]

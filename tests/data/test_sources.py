@@ -1,3 +1,5 @@
+"""Every kind of source: the same samples, fingerprints and shapes, and mistakes explained."""
+
 from __future__ import annotations
 
 import json
@@ -12,13 +14,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
 
 from muralist.core.errors import UserError
 from muralist.data.decode import ImageDecodeError, center_crop
-from muralist.data.source import Sample, Source, read_batch
-from muralist.data.sources.registry import open_held_out, open_source
+from muralist.data.packed import PackedSource
+from muralist.data.source import CachedSource, Sample, Source, cache_in_memory, read_batch
+from muralist.data.sources import open_held_out, open_source
+from muralist.demo.driving_world import DrivingWorld
 from muralist.tools.pack import pack
 from tests.data.driving_files import write_arrow, write_captioned_folder, write_index
 from tests.support.images import (
@@ -34,6 +39,7 @@ from tests.support.images import (
 )
 
 SIZE = 16
+TALL = (24, 16)  # height, width
 COUNT = 10
 
 
@@ -91,47 +97,33 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def cifar_path(request: pytest.FixtureRequest) -> Path:
-    path = request.config.rootpath.parent / "shared" / "data" / "cifar10_subset_u8.npz"
-    if not path.is_file():
-        pytest.skip("the CIFAR-10 subset is not beside this repository")
-    return path
-
-
 def same(item: Sample, other: Sample) -> bool:
     return np.array_equal(item.image, other.image) and item[1:] == other[1:]
 
 
 def test_every_source_gives_the_same_pixels_labels_and_captions(kind: str, tmp_path: Path) -> None:
     chosen = encoded_samples(COUNT)
-    source = open_source(str(WRITERS[kind](tmp_path, chosen)), SIZE)
-    assert len(source) == COUNT
-    assert len(source.label_names) == 3
-    for index, sample in enumerate(chosen):
-        item = source.read(index)
+    path = str(WRITERS[kind](tmp_path, chosen))
+    source = open_source(path, SIZE)
+    assert (len(source), len(source.label_names)) == (COUNT, 3)
+    items = [source.read(index) for index in range(COUNT)]
+    for item, sample in zip(items, chosen, strict=True):
         assert item.image.dtype == np.uint8 and item.image.flags.writeable
         assert np.array_equal(item.image, center_crop(sample.image, SIZE))
-        assert item.label == sample.label
-        assert item.caption == ("" if kind == "folder" else sample.caption)
-
-
-def test_read_batch_equals_read(kind: str, tmp_path: Path) -> None:
-    source = open_source(str(WRITERS[kind](tmp_path, encoded_samples(COUNT))), SIZE)
-    indices = np.array([7, 0, 9, 3, 3, 8, 1])
-    images, labels, captions = read_batch(source, indices)
-    assert images.shape == (7, SIZE, SIZE, 3) and images.dtype == np.uint8
-    assert labels.dtype == np.int64
-    for slot, index in enumerate(indices.tolist()):
-        assert same(Sample(images[slot], int(labels[slot]), captions[slot]), source.read(index))
-
-
-def test_a_pickled_source_reads_the_same(kind: str, tmp_path: Path) -> None:
-    source = open_source(str(WRITERS[kind](tmp_path, encoded_samples(COUNT))), SIZE)
-    source.read(3)  # whatever it opened for that must not travel
-    copy: Source = pickle.loads(pickle.dumps(source))
+        assert (item.label, item.caption) == (sample.label, "" if kind == "folder" else sample.caption)
+    indices = [7, 0, 9, 3, 3, 8, 1]
+    images, labels, captions = read_batch(source, np.array(indices))
+    assert images.shape == (7, SIZE, SIZE, 3) and images.dtype == np.uint8 and labels.dtype == np.int64
+    for slot, index in enumerate(indices):
+        assert same(Sample(images[slot], int(labels[slot]), captions[slot]), items[index])
+    copy: Source = pickle.loads(pickle.dumps(source))  # whatever it opened must not travel
     assert copy.label_names == source.label_names and copy.fingerprint() == source.fingerprint()
-    assert all(same(copy.read(index), source.read(index)) for index in (9, 0, 4))
+    assert all(same(copy.read(index), items[index]) for index in (9, 0, 4))
+    if kind != "packed":
+        upright = open_source(path, TALL)
+        for index, sample in enumerate(chosen):
+            assert np.array_equal(upright.read(index).image, center_crop(sample.image, TALL))
+        assert upright.fingerprint() == source.fingerprint()
 
 
 def test_a_forked_process_reads_the_same(kind: str, tmp_path: Path) -> None:
@@ -149,22 +141,17 @@ def test_a_forked_process_reads_the_same(kind: str, tmp_path: Path) -> None:
 
 def test_the_fingerprint_follows_the_data_and_not_the_place(kind: str, tmp_path: Path) -> None:
     prints = []
-    for name, chosen in {
-        "one": encoded_samples(COUNT),
-        "two": encoded_samples(COUNT),
-        "other": encoded_samples(COUNT, first=50),
-    }.items():
+    for name, first in {"one": 0, "two": 0, "other": 50}.items():
         (tmp_path / name).mkdir()
-        prints.append(open_source(str(WRITERS[kind](tmp_path / name, chosen)), SIZE).fingerprint())
+        path = WRITERS[kind](tmp_path / name, encoded_samples(COUNT, first))
+        prints.append(open_source(str(path), SIZE).fingerprint())
     assert prints[0] == prints[1] != prints[2]
     assert len(prints[0]) == 16
 
 
 def test_the_order_is_the_same_in_every_process(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "images", encoded_samples(COUNT))
-    program = (
-        "import sys; from muralist.data.sources.registry import *; print(open_source(sys.argv[1], 16).fingerprint())"
-    )
+    program = "import sys; from muralist.data.sources import *; print(open_source(sys.argv[1], 16).fingerprint())"
     seen = {
         subprocess.run(
             [sys.executable, "-c", program, str(folder)],
@@ -181,7 +168,7 @@ def test_the_order_is_the_same_in_every_process(tmp_path: Path) -> None:
 def test_reading_data_does_not_import_torch(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "all.parquet", encoded_samples(3))
     program = (
-        "import sys; from muralist.tools.pack import *; from muralist.data.sources.registry import *;"
+        "import sys; from muralist.tools.pack import *; from muralist.data.sources import *;"
         "open_source(sys.argv[1], 16).read(0); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(path)], check=True)
@@ -191,24 +178,16 @@ def test_reading_data_does_not_import_torch(tmp_path: Path) -> None:
 
 
 def test_class_folders_are_labels_in_sorted_order(tmp_path: Path) -> None:
-    for name in ("zebra", "Ape", "bee"):
+    for name in ("zebra", "Ape", "bee", "bee-b", "bee.c"):
         (tmp_path / name / "more").mkdir(parents=True)
-        noise(0, 9, 9).save(tmp_path / name / "more" / "x.jpeg")
+        for image in ("0.jpeg", "more/x.jpeg"):
+            noise(0, 9, 9).save(tmp_path / name / image)
     (tmp_path / "README.txt").write_text("not an image")
     (tmp_path / ".cache").mkdir()
     (tmp_path / "bee" / ".hidden.png").write_bytes(b"")
     source = open_source(str(tmp_path), SIZE)
-    assert source.label_names == ["Ape", "bee", "zebra"]
-    assert [source.read(index).label for index in range(len(source))] == [0, 1, 2]
-
-
-def test_classes_with_a_common_prefix_are_not_mixed(tmp_path: Path) -> None:
-    for name in ("a", "a-b", "a.c"):
-        (tmp_path / name).mkdir()
-        for number in range(2):
-            noise(0, 9, 9).save(tmp_path / name / f"{number}.png")
-    source = open_source(str(tmp_path), SIZE)
-    assert [source.read(index).label for index in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert source.label_names == ["Ape", "bee", "bee-b", "bee.c", "zebra"]
+    assert [source.read(index).label for index in range(len(source))] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
 def test_a_flat_folder_has_no_classes(tmp_path: Path) -> None:
@@ -286,15 +265,6 @@ def test_class_names_of_the_hub_are_kept(tmp_path: Path) -> None:
     assert plain.label_names == ["0", "1", "2"]
 
 
-def test_a_broken_row_is_named(tmp_path: Path) -> None:
-    chosen = encoded_samples(COUNT)
-    chosen[7] = chosen[7]._replace(png=chosen[7].png[:-60])
-    source = open_source(str(write_parquet(tmp_path / "a.parquet", chosen)), SIZE)
-    with pytest.raises(ImageDecodeError, match=r"row 7 of \S*a\.parquet is a broken image"):
-        source.read(7)
-    assert source.read(8).label == chosen[8].label
-
-
 def test_parquet_without_images_lists_its_columns(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
@@ -307,12 +277,17 @@ def test_parquet_without_images_lists_its_columns(tmp_path: Path) -> None:
 # -- tar files
 
 
-def test_a_broken_member_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "write", "broken"),
+    [("a.tar", write_tar, r"000001\.png in \S*a\.tar"), ("a.parquet", write_parquet, r"row 1 of \S*a\.parquet")],
+)
+def test_a_broken_image_is_named(name: str, write: Callable[..., Path], broken: str, tmp_path: Path) -> None:
     chosen = encoded_samples(3)
     chosen[1] = chosen[1]._replace(png=chosen[1].png[:-60])
-    source = open_source(str(write_tar(tmp_path / "a.tar", chosen)), SIZE)
-    with pytest.raises(ImageDecodeError, match=r"000001\.png in \S*a\.tar is a broken image"):
+    source = open_source(str(write(tmp_path / name, chosen)), SIZE)
+    with pytest.raises(ImageDecodeError, match=rf"{broken} is a broken image"):
         source.read(1)
+    assert source.read(2).label == chosen[2].label
 
 
 def test_more_tar_files_than_may_be_open(tmp_path: Path) -> None:
@@ -348,18 +323,6 @@ def test_arrays(layout: str, names: tuple[str, str], tmp_path: Path) -> None:
     assert len(pickle.dumps(source)) < 2000  # loader processes load the pixels themselves
     assert same(pickle.loads(pickle.dumps(source)).read(3), source.read(3))
     assert open_held_out(str(tmp_path / "a.npz"), SIZE) is None
-
-
-def test_cifar(cifar_path: Path) -> None:
-    source, held_out = open_source(str(cifar_path), 32), open_held_out(str(cifar_path), 32)
-    assert held_out is not None
-    assert (len(source), len(held_out), len(source.label_names)) == (4000, 1000, 10)
-    assert held_out.label_names == source.label_names
-    with np.load(cifar_path) as arrays:
-        images, labels, _ = read_batch(held_out, np.arange(1000))
-        assert np.array_equal(images, arrays["test_x"]) and np.array_equal(labels, arrays["test_y"])
-        assert np.array_equal(source.read(3999).image, arrays["train_x"][3999])
-    assert source.fingerprint() != held_out.fingerprint()
 
 
 # -- held-out parts
@@ -426,3 +389,193 @@ def test_the_label_of_a_json_member_gives_way_to_a_cls_member(tmp_path: Path) ->
                 archive.add(tmp_path / "member", name)
         item = open_source(str(tmp_path / "a.tar"), SIZE).read(0)
         assert (item.label, item.caption) == (2, "a cat")
+
+
+def folder_with(*names: str) -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        for name in names:
+            path = place / "data" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if name.endswith("/"):
+                path.mkdir(exist_ok=True)
+            elif name.endswith(".png"):
+                noise(0, 9, 9).save(path)
+            else:
+                path.write_text("text")
+        return str(place / "data")
+
+    return write
+
+
+def file_with(name: str, text: str) -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        (place / name).write_text(text, encoding="utf-8")
+        write_files(place, encoded_samples(3))
+        return str(place / name)
+
+    return write
+
+
+def arrays_with(**arrays: np.ndarray) -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        np.savez(place / "a.npz", **arrays)
+        return str(place / "a.npz")
+
+    return write
+
+
+def tar_with(**members: bytes) -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        with tarfile.open(place / "a.tar", "w") as archive:
+            for name, data in members.items():
+                (place / "member").write_bytes(data)
+                archive.add(place / "member", name.replace("_", "."))
+        return str(place / "a.tar")
+
+    return write
+
+
+def compressed_tar(place: Path) -> str:
+    with tarfile.open(place / "a.tar", "w:gz") as archive:
+        archive.add(__file__, "x")
+    return str(place / "a.tar")
+
+
+def short_tar(place: Path) -> str:
+    path = write_tar(place / "a.tar", encoded_samples(3))
+    path.write_bytes(path.read_bytes()[:4000])
+    return str(path)
+
+
+def metadata(csv: str = "", jsonl: str = "") -> Callable[[Path], str]:
+    def write(place: Path) -> str:
+        folder = folder_with("a.png")(place)
+        for name, text in {"metadata.csv": csv, "metadata.jsonl": jsonl}.items():
+            if text:
+                (place / "data" / name).write_text(text)
+        return folder
+
+    return write
+
+
+PNG = encoded_samples(1)[0].png
+MISTAKES: dict[str, tuple[Callable[[Path], str], str]] = {
+    "misspelt": (lambda place: folder_with("train/a.png")(place) + "/trian", r"no entry trian. Did you mean train\?"),
+    "missing parent": (lambda place: str(place / "dta" / "train"), r"The folder \S*/dta does not exist"),
+    "missing shard": (lambda place: str(place / "a-{0..3}.tar"), r"a-0\.tar was not found.* Give a folder, a file,"),
+    "no images": (folder_with("a/b.txt", "c.heic", "d.heic"), r"\.jpg .*found 2 x \.heic, 1 x \.txt"),
+    "empty folder": (folder_with("a/"), "found no files at all"),
+    "empty class": (folder_with("a/b.png", "c/d.txt"), r"class folder \S*/c has no images"),
+    "images and classes": (folder_with("a/b.png", "c.png"), r"both images \(c\.png\) and sub-folders"),
+    "parts": (folder_with("train/a/b.png", "val/a/b.png"), r"Give \S*/data/train"),
+    "tars and classes": (folder_with("a/b.png", "c.tar"), r"both \.tar files \(c\.tar\) and a"),
+    "unknown file": (file_with("a.xlsx", ""), r"not a kind of file .*\.csv"),
+    "no image column": (file_with("a.csv", "photo,text\n1.png,x\n"), "columns are photo, text"),
+    "missing file": (
+        file_with("a.csv", "path\nfiles/0.png\nfiles/7.png\n"),
+        r"Line 3 of .* names files/7\.png.*1 of 2",
+    ),
+    "no image in row": (file_with("a.csv", 'path,text\nfiles/0.png,x\n"",y\n'), "no image in line 3"),
+    "unquoted comma": (file_with("a.csv", "path,text\nfiles/0.png,red, blue\n"), "Line 2 .* 3 fields.* header has 2"),
+    "word as label": (file_with("a.csv", "path,label\nfiles/0.png,cat\n"), "label 'cat' in line 2 .* an integer"),
+    "negative label": (file_with("a.csv", "path,label\nfiles/0.png,-1\n"), "label -1"),
+    "identifier as label": (file_with("a.csv", f"path,label\nfiles/0.png,{10**30}\n"), "labels are from 0 to 999,999"),
+    "header only": (file_with("a.csv", "path,label\n"), "has no rows"),
+    "empty table": (file_with("a.tsv", ""), "has no rows"),
+    "no JSON": (file_with("a.jsonl", '{"path": "files/0.png"}\n{path}\n'), "Line 2 .* not JSON"),
+    "no object": (file_with("a.jsonl", "[1]\n"), "not a JSON object"),
+    "fraction as label": (file_with("a.jsonl", '{"path": "files/0.png", "label": 1.5}\n'), r"label 1\.5"),
+    "truth as label": (file_with("a.jsonl", '{"path": "files/0.png", "label": true}\n'), "label True"),
+    "some labels": (
+        file_with("a.jsonl", '{"path": "files/0.png"}\n{"path": "files/1.png", "label": 1}\n'),
+        "Some rows .* line 2",
+    ),
+    "list as caption": (file_with("a.jsonl", '{"path": "files/0.png", "text": ["a"]}\n'), r"caption .* \['a'\]"),
+    "half a character": (file_with("a.jsonl", r'{"path": "files/0.png", "text": "\ud800"}'), "not valid Unicode"),
+    "compressed tar": (compressed_tar, "compressed"),
+    "short tar": (short_tar, "could not be read"),
+    "tar without images": (tar_with(a_txt=b"x"), "no images in"),
+    "two images": (tar_with(a_png=PNG, a_jpg=PNG), r"a\.png and a\.jpg"),
+    "tar word as label": (tar_with(a_png=PNG, a_cls=b"cat"), "label 'cat'"),
+    "some tar labels": (tar_with(a_png=PNG, a_cls=b"1", b_png=PNG), r"first change is at b\.png"),
+    "tar text not UTF-8": (tar_with(a_png=PNG, a_txt=b"\xff"), "not valid text"),
+    "no npz": (file_with("a.npz", "text"), r"is not an \.npz archive, or is truncated.*numpy\.savez"),
+    "objects": (arrays_with(x=np.array([{}, {}])), r"not be read as an \.npz.*numpy\.savez"),
+    "no array": (arrays_with(pixels=np.zeros(3)), "arrays are pixels"),
+    "float pixels": (arrays_with(x=np.zeros((2, 4, 4, 3))), "float64, not uint8"),
+    "odd shape": (arrays_with(x=np.zeros((2, 4, 4), np.uint8)), r"shape \(2, 4, 4\)"),
+    "ambiguous shape": (arrays_with(x=np.zeros((2, 3, 8, 3), np.uint8)), "one axis of 3 for the color channels"),
+    "empty array": (arrays_with(x=np.zeros((0, 4, 4, 3), np.uint8)), "is empty"),
+    "label count": (arrays_with(x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(3, int)), r"shape \(3,\).* 2 images"),
+    "float labels": (arrays_with(x=np.zeros((2, 4, 4, 3), np.uint8), y=np.zeros(2)), "not integers"),
+    "no parquet": (file_with("a.parquet", "text"), "Parquet file .* could not be read"),
+    "no arrow": (file_with("a.arrow", "text"), "Arrow file .* could not be read"),
+    "arrows and images": (folder_with("a.arrow", "b.png"), r"both \.arrow files \(a\.arrow\) and b\.png"),
+    "no index": (file_with("a.json", "{"), r"index \S*a\.json could not be read"),
+    "another JSON file": (file_with("a.json", '{"images": []}'), "no arrow_files.* fields are images"),
+    "a JSON list": (file_with("a.json", "[1]"), "no arrow_files.* fields are none"),
+    "metadata without names": (metadata("photo,text\na.png,x\n"), r"no file_name in line 2 of \S*csv.*photo, text"),
+    "metadata of a missing file": (metadata("file_name,text\na.png,x\nb.png,y\n"), r"Line 3 of .* names b\.png, but"),
+    "metadata out of the folder": (metadata("file_name,text\n../a.png,x\n"), r"Line 2 of .* names \.\./a\.png, but"),
+    "metadata with a comma": (metadata("file_name,text\na.png,x, y\n"), "Line 2 .* 3 fields.* header has 2"),
+    "metadata in two tables": (
+        metadata("file_name\na.png\n", '{"file_name": "a.png"}'),
+        "both metadata.csv and metadata",
+    ),
+    "metadata with lists": (metadata(jsonl='{"file_name": "a.png", "text": ["x"]}'), r"a\.png is not text but \['x'\]"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_opening_explains_what_is_wrong(mistake: str, tmp_path: Path) -> None:
+    write, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message):
+        open_source(write(tmp_path), SIZE)
+
+
+def test_the_held_out_images_of_an_archive_as_rectangles(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (4, 20, 24, 3), dtype=np.uint8)
+    path = str(tmp_path / "a.npz")
+    np.savez(path, train_x=images, train_y=np.array([2, 0, 1, 0]), test_x=images[::-1], test_y=np.array([1, 0, 1, 1]))
+    source, held_out = open_source(path, (10, 24)), open_held_out(path, (10, 24))
+    assert held_out is not None
+    assert np.array_equal(source.read(1).image, images[1, 5:15])
+    assert np.array_equal(held_out.read(0).image, images[3, 5:15])
+    assert held_out.label_names == source.label_names and held_out.read(0).label == 1
+    assert source.fingerprint() != held_out.fingerprint()
+
+
+def test_the_cache_counts_the_pixels_of_rectangles() -> None:
+    world = DrivingWorld((16, 1024))
+    assert isinstance(cache_in_memory(world, 20_000, (16, 1024), workers=0), CachedSource)
+    assert cache_in_memory(world, 20_000, (32, 1024), workers=0) is world
+
+
+def test_packed_rectangles(tmp_path: Path) -> None:
+    train = write_folder(tmp_path / "train", encoded_samples(9))
+    write_folder(tmp_path / "val", encoded_samples(3, first=70))
+    report = pack(str(train), tmp_path / "packed", TALL, workers=1)
+    assert (report.images, report.held_out) == (9, 3)
+    assert json.loads((tmp_path / "packed" / "manifest.json").read_text())["img_size"] == list(TALL)
+    source, held_out = open_source(str(tmp_path / "packed"), TALL), open_held_out(str(tmp_path / "packed"), TALL)
+    assert isinstance(source, PackedSource) and held_out is not None
+    images, _, _ = read_batch(source, np.arange(9))
+    assert np.array_equal(images, np.stack([center_crop(sample.image, TALL) for sample in encoded_samples(9)]))
+    assert held_out.read(0).image.shape == (*TALL, 3)
+    with pyarrow.ipc.open_file(tmp_path / "packed" / "00000.arrow") as file:
+        assert str(file.schema.field("image").type) == f"fixed_size_binary[{24 * 16 * 3}]"
+    assert pack(str(train), tmp_path / "packed", TALL, workers=1).finished_before
+    for other, words in ((16, "16"), ((16, 24), "16 x 24")):
+        with pytest.raises(UserError, match=f"packed at 24 x 16 pixels, but --img_size is {words}"):
+            open_source(str(tmp_path / "packed"), other)
+        with pytest.raises(UserError, match="another pack: of .* at 24 x 16 pixels"):
+            pack(str(train), tmp_path / "packed", other, workers=1)
+
+
+def test_a_pack_of_equal_sides_is_that_of_a_square(tmp_path: Path) -> None:
+    table = write_csv(tmp_path / "list.csv", encoded_samples(4))
+    for name, size in {"one": 16, "two": (16, 16)}.items():
+        pack(str(table), tmp_path / name, size, workers=1)
+    for file in ("00000.arrow", "manifest.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    assert len(open_source(str(tmp_path / "one"), (16, 16))) == 4

@@ -132,23 +132,25 @@ def test_first_offsets_the_samples_and_the_source_can_be_pickled():
 
 
 def test_the_fingerprint_has_all_settings():
-    settings = [
-        {"img_size": 32},
-        {"img_size": 64},
-        {"img_size": 32, "samples": 8},
-        {"img_size": 32, "seed": 1},
-        {"img_size": 32, "first": 8},
-    ]
-    names = [DrivingWorld(**setting).fingerprint() for setting in settings]
-    assert len(set(names)) == len(names)
-    assert names[0] == DrivingWorld(32).fingerprint()
-    assert all(f"-v{DRAWING_VERSION}-" in name for name in names)
+    assert DrivingWorld((32, 64)).fingerprint() == f"driving_world-v{DRAWING_VERSION}-32x64px-29500-seed0-first0"
+    assert DrivingWorld((64, 64)).fingerprint() == DrivingWorld(64).fingerprint()
+    settings = [{}, {"img_size": 64}, {"samples": 8}, {"seed": 1}, {"first": 8}]
+    assert len({DrivingWorld(**{"img_size": 32, **setting}).fingerprint() for setting in settings}) == len(settings)
 
 
-@pytest.mark.parametrize("img_size", [8, 2048])
-def test_sizes_that_cannot_be_drawn_are_refused(img_size: int):
-    with pytest.raises(UserError, match=str(img_size)):
-        DrivingWorld(img_size)
+@pytest.mark.parametrize("size", [(32, 64), (64, 32), (48, 64)])
+def test_driving_world_crops_the_center_of_a_square(size: tuple[int, int]):
+    item, square = DrivingWorld(size).read(9), draw_scene(1, 1, 64)
+    top, left = (64 - size[0]) // 2, (64 - size[1]) // 2
+    assert np.array_equal(item.image, square[top : top + size[0], left : left + size[1]])
+    assert item.image.flags.c_contiguous and item.image.flags.writeable
+    assert item[1:] == DrivingWorld(64).read(9)[1:]
+
+
+@pytest.mark.parametrize("size", [8, 2048, (8, 64), (512, 2048)])
+def test_sizes_that_cannot_be_drawn_are_refused(size: int | tuple[int, int]):
+    with pytest.raises(UserError, match=f"images of {str(size).strip('()').replace(', ', ' x ')} pixels"):
+        DrivingWorld(size)
 
 
 def accuracy(guessed: Tensor, kinds: Tensor) -> float:

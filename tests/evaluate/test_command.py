@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from muralist.cli import main
-from muralist.data.sources.registry import open_source
+from muralist.data.sources import open_source
 from muralist.evaluate.encoders import InceptionEncoder
 from muralist.evaluate.features import compute_features, hash_files
 from muralist.evaluate.inception import load_classifier, load_inception

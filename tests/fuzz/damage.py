@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,6 +64,13 @@ def untouched(folder: Path) -> Iterator[None]:
     before = listing(folder)
     yield
     assert listing(folder) == before
+
+
+def fresh_copy(folder: Path) -> Path:
+    """A new copy of a folder beside it, to be damaged."""
+    copy = folder.parent / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    return Path(shutil.copytree(folder, copy))
 
 
 _TOKENS = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ from PIL import Image
 
 from muralist.data.decode import ImageDecodeError, decode_cropped, read_image_shape
 from tests.fuzz.damage import damaged, examples, refused_or
-from tests.support.images import encoded, noise
+from tests.support.images import encoded, noise, png_file
 
 IMAGE = noise(1, 21, 17)
 VALID = {
@@ -61,20 +59,9 @@ def test_a_damaged_png_is_exact_or_refused(data: st.DataObject) -> None:
     assert isinstance(found, ImageDecodeError) or np.array_equal(found, np.asarray(IMAGE))
 
 
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
 @pytest.mark.parametrize("size", [(65535, 65535), (2**31 - 1, 1), (1, 2**31 - 1), (20000, 20000), (0, 5)])
 def test_a_header_of_more_pixels_than_memory_is_refused_at_once(size: tuple[int, int], tmp_path: Path) -> None:
-    header = struct.pack(">IIBBBBB", *size, 8, 2, 0, 0, 0)
-    bomb = (
-        b"\x89PNG\r\n\x1a\n"
-        + _chunk(b"IHDR", header)
-        + _chunk(b"IDAT", zlib.compress(b"\0" * 10**6))
-        + _chunk(b"IEND", b"")
-    )
-    (tmp_path / "bomb.png").write_bytes(bomb)
+    (tmp_path / "bomb.png").write_bytes(png_file(*size, b"\0" * 10**6))
     with pytest.raises(ImageDecodeError):
         decode_cropped(tmp_path / "bomb.png", 8)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,17 @@ from muralist.models.jit import JiT
 from muralist.models.jit_spec import infer_jit_config, read_jit_folder, write_jit_folder
 from muralist.settings import GenerateSettings
 from muralist.train import checkpoint
-from tests.fuzz.damage import BAD_JSON, damaged, damaged_json, examples, json_bytes, nonsense, refused_or, untouched
+from tests.fuzz.damage import (
+    BAD_JSON,
+    damaged,
+    damaged_json,
+    examples,
+    fresh_copy,
+    json_bytes,
+    nonsense,
+    refused_or,
+    untouched,
+)
 
 SIZES = {"hidden_size": 24, "depth": 1, "num_heads": 2, "num_classes": 3, "bottleneck_dim": 5, "in_context_len": 2}
 FACTS = {"images": 12, "total_batch": 4, "loss_scale": {}, "epoch_loss": [0.1, 3]}
@@ -119,9 +128,7 @@ def export(state: dict[str, torch.Tensor], tmp_path_factory: Any) -> Path:
 @examples(44)
 @given(data=st.data())
 def test_damaged_exports_are_read_or_refused(export: Path, data: st.DataObject) -> None:
-    copy = export.parent / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(export, copy)
+    copy = fresh_copy(export)
     (copy / "config.json").write_bytes(data.draw(damaged_json(json.loads((export / "config.json").read_text()))))
     with untouched(export.parent):
         _generate(copy)
@@ -137,13 +144,6 @@ def run(state: dict[str, torch.Tensor], tmp_path_factory: Any) -> Path:
     return folder
 
 
-def _copied(run: Path) -> Path:
-    copy = run.parent / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(run, copy)
-    return copy
-
-
 def _use(run: Path) -> None:
     folder = run / "checkpoints" / "step_0000003"
     with untouched(run):
@@ -156,7 +156,7 @@ def _use(run: Path) -> None:
 @examples(44)
 @given(data=st.data())
 def test_damaged_checkpoint_manifests_are_read_or_refused(run: Path, data: st.DataObject) -> None:
-    copy = _copied(run)
+    copy = fresh_copy(run)
     path = copy / "checkpoints" / "step_0000003" / "manifest.json"
     path.write_bytes(data.draw(damaged_json(json.loads(path.read_text()))))
     _use(copy)
@@ -166,7 +166,7 @@ def test_damaged_checkpoint_manifests_are_read_or_refused(run: Path, data: st.Da
 @given(data=st.data())
 def test_malformed_manifests_with_a_valid_checksum_are_read_or_refused(run: Path, data: st.DataObject) -> None:
     """The checksum detects damage, not malice: anybody can compute one."""
-    copy = _copied(run)
+    copy = fresh_copy(run)
     path = copy / "checkpoints" / "step_0000003" / "manifest.json"
     intact = json.loads(path.read_text())
     del intact["sha256"]
@@ -180,7 +180,7 @@ def test_malformed_manifests_with_a_valid_checksum_are_read_or_refused(run: Path
 @examples(16)
 @given(data=damaged(b"step_0000003\n"))
 def test_damaged_names_of_the_latest_checkpoint(run: Path, data: bytes) -> None:
-    copy = _copied(run)
+    copy = fresh_copy(run)
     (copy / "checkpoints" / "latest").write_bytes(data)
     _use(copy)
 
@@ -188,7 +188,7 @@ def test_damaged_names_of_the_latest_checkpoint(run: Path, data: bytes) -> None:
 @examples(44)
 @given(data=st.data())
 def test_a_damaged_state_is_read_or_refused(run: Path, data: st.DataObject) -> None:
-    copy = _copied(run) / "checkpoints" / "step_0000003"
+    copy = fresh_copy(run) / "checkpoints" / "step_0000003"
     name = data.draw(st.sampled_from([".metadata", ".metadata", "__0_0.distcp"]))
     path = copy / "state" / name
     path.write_bytes(data.draw(damaged(path.read_bytes())))
@@ -197,7 +197,7 @@ def test_a_damaged_state_is_read_or_refused(run: Path, data: st.DataObject) -> N
 
 @pytest.mark.parametrize("content", [None, 5, {}, "text", OSError, {"a": torch.float32}, b"x" * 100])
 def test_malformed_tables_of_contents_are_refused(content: Any, run: Path) -> None:
-    copy = _copied(run) / "checkpoints" / "step_0000003"
+    copy = fresh_copy(run) / "checkpoints" / "step_0000003"
     (copy / "state" / ".metadata").write_bytes(pickle.dumps(content))
     with pytest.raises(UserError, match="cannot be read"):
         checkpoint.read_state(copy, {"a.exp_avg": torch.zeros(3)})

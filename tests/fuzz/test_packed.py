@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muralist.core.errors import UserError
-from muralist.data.latents import CAPTION_FILES, LatentSource
-from muralist.data.packed import EncodedManifest, RowWriter, is_packed
+from muralist.data.packed import CAPTION_FILES, EncodedManifest, LatentSource, RowWriter, is_packed
 from muralist.data.source import read_batch
-from muralist.data.sources.registry import open_held_out, open_source
+from muralist.data.sources import open_held_out, open_source
 from muralist.tools.pack import pack
-from tests.fuzz.damage import damaged, damaged_json, examples, refused_or, untouched
+from tests.fuzz.damage import damaged, damaged_json, examples, fresh_copy, refused_or, untouched
 from tests.support.images import encoded_samples, write_csv
 
 SIZE = 8
@@ -89,16 +87,10 @@ def read_all(folder: Path) -> int | UserError:
     return refused_or(look)
 
 
-def _copy(folder: Path, parent: Path) -> Path:
-    copy = parent / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    return Path(shutil.copytree(folder, copy))
-
-
 @examples(82)
 @given(data=st.data())
 def test_damaged_manifests_are_read_or_refused(folder: Path, data: st.DataObject) -> None:
-    copy = _copy(folder, folder.parent)
+    copy = fresh_copy(folder)
     (copy / "manifest.json").write_bytes(data.draw(damaged_json(json.loads((folder / "manifest.json").read_text()))))
     with untouched(folder.parent):
         refused_or(lambda: is_packed(copy))
@@ -109,7 +101,7 @@ def test_damaged_manifests_are_read_or_refused(folder: Path, data: st.DataObject
 @given(data=st.data())
 def test_damaged_rows_are_read_or_refused(folder: Path, data: st.DataObject) -> None:
     """A file of another length is refused by its length; here the manifest is told the new one, as if nothing had been."""
-    copy = _copy(folder, folder.parent)
+    copy = fresh_copy(folder)
     manifest = json.loads((copy / "manifest.json").read_text())
     path = copy / data.draw(st.sampled_from([path.name for path in sorted(copy.glob("*.arrow"))]))
     content = data.draw(damaged(path.read_bytes()))
@@ -139,7 +131,7 @@ _COLUMNS: list[Callable[[], pyarrow.Array]] = [
 @examples(44)
 @given(data=st.data())
 def test_rows_of_other_columns_are_read_or_refused(data: st.DataObject, folder: Path) -> None:
-    copy = _copy(folder, folder.parent)
+    copy = fresh_copy(folder)
     manifest = json.loads((copy / "manifest.json").read_text())
     with pyarrow.memory_map(str(folder / "00000.arrow")) as memory, pyarrow.ipc.open_file(memory) as reader:
         table = reader.read_all()
@@ -174,3 +166,12 @@ def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path) -> None:
         (packed / "manifest.json").write_text(json.dumps(manifest))
         found = read_all(packed)
         assert isinstance(found, UserError) and "manifest" in str(found)
+
+
+@pytest.mark.parametrize("rows", [0, 10**30])
+def test_a_batch_has_a_sensible_number_of_rows(rows: int, folder: Path) -> None:
+    """A number beyond 64 bits; found by `make fuzz`."""
+    copy = fresh_copy(folder)
+    manifest = json.loads((copy / "manifest.json").read_text()) | {"rows_per_batch": rows}
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    assert "rows_per_batch" in str(read_all(copy))

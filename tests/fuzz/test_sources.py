@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muralist.core.errors import UserError
-from muralist.data.sources.registry import open_held_out, open_source
+from muralist.data.sources import open_held_out, open_source
 from muralist.data.sources.webdataset import expand_ranges
 from tests.data.driving_files import write_arrow, write_captioned_folder, write_index, write_waymo
 from tests.fuzz.damage import BAD_JSON, damaged, damaged_json, examples, nonsense, refused_or, untouched

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +35,16 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def png_chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png_file(width: int, height: int, rows: bytes) -> bytes:
+    """A PNG of three colors, made of filtered rows that need not fit its size."""
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", zlib.compress(rows)) + png_chunk(b"IEND", b"")
 
 
 def encoded_samples(count: int, first: int = 0) -> list[EncodedSample]:

@@ -13,9 +13,9 @@ import torch
 
 from muralist.cli import main
 from muralist.core.rng import SampleKeys
-from muralist.data.latents import LatentSource
 from muralist.data.loader import held_out_batches
-from muralist.data.sources.registry import open_source
+from muralist.data.packed import LatentSource
+from muralist.data.sources import open_source
 from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
 from muralist.models.hunyuan_dit import FrozenEncoders, HunyuanDiTSpec
 from muralist.settings import PackSettings, SampleSettings

@@ -10,7 +10,7 @@ import torch
 
 from muralist.core.errors import UserError
 from muralist.data.loader import held_out_batches
-from muralist.data.sources.registry import open_source
+from muralist.data.sources import open_source
 from muralist.models.spec import Encoded, build_spec
 from muralist.settings import DataSettings, ModelSettings, OptimSettings, TrainSettings
 from muralist.train.distributed import World

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageFile
+from PIL import ExifTags, Image, ImageFile, ImageOps
 
 from muralist.core.errors import UserError
 from muralist.core.images import IMAGE_FORMATS
@@ -28,17 +29,7 @@ Size = int | tuple[int, int]
 
 IMAGE_EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
-_ORIENTATION_TAG = 0x0112
-_TRANSPOSE = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-_SWAPS_SIDES = (5, 6, 7, 8)
+_SWAPS_SIDES = (5, 6, 7, 8)  # values of the EXIF orientation
 
 # Of an image scaled for cropping (0.8 GB); only strips thousands of times longer than wide have more.
 _MAX_SCALED_PIXELS = 1 << 28
@@ -71,7 +62,9 @@ def decode_image(data: bytes | Path, name: str = "") -> Image.Image:
     with _wrap_pillow_errors(name), Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
         image.load()
         _check_integrity(image, data)
-        return _to_rgb(_upright(image))
+        with suppress(Exception):  # unreadable EXIF has no influence on the pixels: every viewer shows such an image
+            ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image)
 
 
 def decode_pixels(data: bytes) -> np.ndarray:
@@ -137,8 +130,12 @@ def read_image_shape(data: bytes | Path, name: str = "") -> tuple[int, int]:
         raise _unreadable(name, error) from error
     with file, _wrap_pillow_errors(name), Image.open(file, formats=IMAGE_FORMATS) as image:
         width, height = image.size
-        swapped = image.format != "TIFF" and _header_orientation(image) in _SWAPS_SIDES  # Pillow reports TIFFs upright
-        return (width, height) if swapped else (height, width)
+        with suppress(Exception):  # unreadable EXIF, as in `decode_image`; Pillow reports TIFFs upright
+            # Not `image.getexif`, which for a PNG would read the pixels to find EXIF after them.
+            orientation = Image.Image.getexif(image).get(ExifTags.Base.Orientation)
+            if image.format != "TIFF" and orientation in _SWAPS_SIDES:
+                return width, height
+        return height, width
 
 
 def height_width(size: Size) -> tuple[int, int]:
@@ -195,22 +192,6 @@ def _has_jpeg_end(data: bytes) -> bool:
     return False
 
 
-def _header_orientation(image: Image.Image) -> int | None:
-    """Return the EXIF orientation without decoding; Pillow's PNG class would read the pixels to find EXIF after them."""
-    try:
-        return Image.Image.getexif(image).get(_ORIENTATION_TAG)
-    except Exception:  # as in _upright
-        return None
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    try:
-        orientation = image.getexif().get(_ORIENTATION_TAG)
-    except Exception:  # unreadable EXIF has no influence on the pixels: every viewer shows such an image
-        return image
-    return image.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else image
-
-
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "F":
         raise ValueError("its pixels are floating-point numbers of unknown range")
@@ -234,7 +215,8 @@ _PNG_HEADER_BYTES = len(_PNG_SIGNATURE) + 25
 _PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 _MAX_PNG_PIXELS = 1 << 24
 _MAX_PNG_TEXT = 1 << 20  # bytes; Pillow has its own limits for more
-_PNG_SIZES = {b"gAMA": 4, b"sRGB": 1, b"pHYs": 9, b"tIME": 7}  # chunks that do not change a pixel
+# Pixels in one piece, with chunks around them that do not change a pixel.
+_PNG_CHUNKS = re.compile(rb"IHDR(gAMA|sRGB|pHYs|tIME|tEXt|iTXt)*(IDAT)+(gAMA|sRGB|pHYs|tIME|tEXt|iTXt)*IEND")
 _STORED_BLOCK = 0xFFFF  # bytes of an uncompressed deflate block
 
 
@@ -259,28 +241,20 @@ def decode_png_fast(data: bytes) -> np.ndarray | None:
 
 def _png_pixel_data(data: bytes) -> bytes | None:
     """Return the content of all IDAT chunks, if every chunk is intact and known."""
-    view, place, parts, kinds = memoryview(data), len(_PNG_SIGNATURE), [], []
-    while place + 12 <= len(data):
+    view, place, pixels, kinds = memoryview(data), len(_PNG_SIGNATURE), [], b""
+    while place + 12 <= len(data) and not kinds.endswith(b"IEND"):
         (length,) = struct.unpack_from(">I", data, place)
-        kind, begin, end = data[place + 4 : place + 8], place + 8, place + 8 + length
-        if end + 4 > len(data) or struct.unpack_from(">I", data, end) != (isal_zlib.crc32(view[place + 4 : end]),):
+        kind, content = data[place + 4 : place + 8], view[place + 8 : place + 8 + length]
+        check = data[place + 8 + length : place + 12 + length]
+        if check != struct.pack(">I", isal_zlib.crc32(view[place + 4 : place + 8 + length])):
+            return None
+        if kind in (b"tEXt", b"iTXt") and not _is_plain_text(kind, bytes(content)):
             return None
         if kind == b"IDAT":
-            parts.append(view[begin:end])
-        elif kind in (b"tEXt", b"iTXt"):
-            if length > _MAX_PNG_TEXT or not _is_plain_text(kind, data[begin:end]):
-                return None
-        elif kind not in (b"IHDR", b"IEND") and _PNG_SIZES.get(kind) != length:
-            return None
-        kinds.append(kind)
-        place = end + 4
-        if kind == b"IEND":
-            break
-    pixels = [index for index, kind in enumerate(kinds) if kind == b"IDAT"]
-    complete = kinds[:1] == [b"IHDR"] and kinds[-1:] == [b"IEND"] and kinds.count(b"IHDR") == 1
-    if not complete or not pixels or pixels[-1] - pixels[0] >= len(pixels):
-        return None
-    return b"".join(parts)
+            pixels.append(content)
+        kinds += kind
+        place += 12 + length
+    return b"".join(pixels) if _PNG_CHUNKS.fullmatch(kinds) else None
 
 
 def _is_plain_text(kind: bytes, text: bytes) -> bool:
@@ -288,6 +262,7 @@ def _is_plain_text(kind: bytes, text: bytes) -> bool:
     name, found, rest = text.partition(b"\0")
     return (
         bool(found and name)
+        and len(text) <= _MAX_PNG_TEXT
         and not name.startswith((b"Raw profile", b"XML:", b"transparency"))
         and (kind == b"tEXt" or rest[:1] == b"\0")
     )

@@ -62,11 +62,8 @@ def is_sample_record(line: Any) -> bool:
     try:
         if any(type(line[name]) is not kind for name, kind in _REQUIRED_FIELDS[line["status"]]):
             return False
-        return _is_label(line["gpu"]) and isinstance(line.get("seconds", 0), int | float)
+        # The GPU becomes part of a file name, and a foreign ledger must not lead out of the folder.
+        gpu, seconds = line["gpu"], line.get("seconds", 0)
+        return gpu.isprintable() and "/" not in gpu and len(gpu) <= _MAX_LABEL and isinstance(seconds, int | float)
     except (KeyError, TypeError):
         return False
-
-
-def _is_label(gpu: str) -> bool:
-    """Return whether a GPU label is safe in a file name: a foreign ledger must not lead out of the folder."""
-    return gpu.isprintable() and "/" not in gpu and len(gpu) <= _MAX_LABEL

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
@@ -24,7 +23,7 @@ from muralist.core.hardware import available_cpus
 from muralist.core.progress import progress_bar
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.data.decode import Size, height_width
-from muralist.data.latents import LatentBatch, LatentSource
+from muralist.data.packed import LatentBatch, LatentSource
 from muralist.data.sampler import Indices, SampleOrder, Split
 from muralist.data.source import CachedSource, Source, read_batch
 from muralist.settings import DataSettings
@@ -73,22 +72,21 @@ class _OrderedDataset(Dataset[Batch]):
 
     def __getitems__(self, sample_indices: list[int]) -> Batch | UserError:
         samples = np.asarray(sample_indices, dtype=np.int64)
-        return _read(self.source, self.split.training_index(self.order.positions(samples)), samples)
+        try:
+            return _read(self.source, self.split.training_index(self.order.positions(samples)), samples)
+        except UserError as error:
+            return error  # raised by the main process: DataLoader would wrap it into a traceback
 
 
-def _read(source: Source, indices: np.ndarray, sample_indices: np.ndarray) -> Batch | UserError:
+def _read(source: Source, indices: np.ndarray, sample_indices: np.ndarray) -> Batch:
     encoded = None
-    try:
-        if isinstance(source, LatentSource):
-            encoded, labels, captions = source.read_latents(indices)
-            images = np.empty((len(indices), 0, 0, 3), dtype=np.uint8)
-        else:
-            images, labels, captions = read_batch(source, indices)
-    except UserError as error:
-        return error  # raised by the main process: DataLoader would wrap it into a traceback
-    return Batch(
-        torch.from_numpy(images), torch.from_numpy(labels), captions, torch.from_numpy(sample_indices), encoded
-    )
+    if isinstance(source, LatentSource):
+        encoded, labels, captions = source.read_latents(indices)
+        images = np.empty((len(indices), 0, 0, 3), dtype=np.uint8)
+    else:
+        images, labels, captions = read_batch(source, indices)
+    images_u8, labels_i64, samples = map(torch.from_numpy, (images, labels, sample_indices))
+    return Batch(images_u8, labels_i64, captions, samples, encoded)
 
 
 def num_loader_workers(settings: DataSettings) -> int:
@@ -149,10 +147,7 @@ def held_out_batches(source: Source, indices: np.ndarray, positions: np.ndarray,
     """Yield held-out images by position, which is also their sample index: their noise is the same in every run."""
     for start in range(0, len(positions), size):
         chosen = positions[start : start + size]
-        batch = _read(source, indices[chosen], chosen)
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
+        yield _read(source, indices[chosen], chosen)
 
 
 def _identity(batch: Batch | UserError) -> Batch | UserError:
@@ -175,14 +170,13 @@ def _prepare_worker(worker: int) -> None:
 _MAX_FRACTION = 0.1  # of the GPU's free memory, under auto
 _MAX_BYTES = 8e9  # under auto
 _CHUNK_BYTES = 1 << 23  # read and copied at once
-_LOOKAHEAD = 1 << 16  # samples whose positions are computed at once: for a step of 256 alone it takes milliseconds
+_LOOKAHEAD = 1 << 13  # samples whose positions are computed at once: for a step of 256 alone it takes a millisecond
 
 
 class _StoredOrder:
     """The order in which images are copied to the GPU: that of the data set."""
 
     def positions(self, sample_indices: Indices) -> Indices:
-        """Return the sample indices."""
         return sample_indices
 
 
@@ -206,23 +200,12 @@ class GpuResidentDataset:
 
 
 def _positions_ahead(order: SampleOrder, batches: Iterable[list[int]]) -> Iterator[tuple[Indices, Indices]]:
-    """Yield sample indices and positions of every batch; a thread computes those of the next thousands of samples."""
+    """Yield sample indices and positions of every batch, computed for thousands of samples at once."""
     waiting = iter(batches)
-
-    def compute() -> list[tuple[Indices, Indices]]:
-        first = next(waiting, None)
-        if first is None:
-            return []
+    for first in waiting:
         samples = [np.asarray(batch) for batch in (first, *islice(waiting, _LOOKAHEAD // len(first)))]
-        positions = order.positions(np.concatenate(samples))
         ends = np.cumsum([len(batch) for batch in samples[:-1]])
-        return list(zip(samples, np.split(positions, ends), strict=True))
-
-    with ThreadPoolExecutor(1, "sample order") as thread:
-        coming = thread.submit(compute)
-        while found := coming.result():
-            coming = thread.submit(compute)
-            yield from found
+        yield from zip(samples, np.split(order.positions(np.concatenate(samples)), ends), strict=True)
 
 
 def image_bytes(samples: int, img_size: Size) -> int:

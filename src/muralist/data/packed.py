@@ -1,7 +1,11 @@
-"""Packed data sets: the Arrow files that `muralist pack` writes, their manifest, and the source that reads pixels.
+"""Packed data sets: the Arrow files that `muralist pack` writes, their manifest, and the sources that read them.
 
 A packed folder holds Arrow files of fixed-size rows (00000.arrow, ...), `manifest.json` with a hash of each,
 `broken.txt` if images were left out, and `held_out/`, packed alike, if the data set has such a part.
+
+With `--encode`, rows hold latents instead of pixels: mean and standard deviation of the VAE's posterior for each image
+and, if requested, for the flipped image. `captions-00000.arrow`, ... hold the text embeddings of each distinct caption
+once, the empty one first; a row of latents refers to its caption by row number.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
@@ -22,7 +26,11 @@ from muralist.core.errors import UserError
 from muralist.data.decode import Size, format_size, height_width
 from muralist.data.source import CaptionTemplate, LruCache, Sample, short_hash
 
+if TYPE_CHECKING:  # opening a data set does not import torch
+    from torch import Tensor
+
 HELD_OUT_FOLDER = "held_out"
+CAPTION_FILES = "captions-"
 PACK_AGAIN = "Pack the data set again with `muralist pack`."
 
 _MANIFEST = "manifest.json"
@@ -32,6 +40,7 @@ _FOOTER_BYTES = 10**6  # an Arrow file ends with its schema and a list of its ba
 _BATCH_BYTES = 16 * 2**20
 _MAX_BATCH_ROWS = 2**16
 _MAX_MAPPED_FILES = 4096
+_EMPTY_CAPTION_ROW = 0
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
 _Count = Annotated[int, Field(ge=1, lt=2**62)]
@@ -55,10 +64,9 @@ class Manifest:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     format: ClassVar[str] = "muralist packed images"
-    file_lists: ClassVar[tuple[str, ...]] = ("files",)
 
     img_size: Size
-    rows_per_batch: PositiveInt  # in every record batch but the last, so that a row is found by arithmetic
+    rows_per_batch: _Count  # in every record batch but the last, so that a row is found by arithmetic
     label_names: list[str]
     files: Annotated[list[PackedFile], Field(min_length=1)]
     broken: NonNegativeInt
@@ -73,20 +81,12 @@ class Manifest:
             version = content.pop("version")
             if content.pop("format") == cls.format and version == _VERSION:
                 return TypeAdapter(cls).validate_json(json.dumps(content))
-        except FileNotFoundError as error:
-            raise UserError(
-                f"{folder} holds Arrow files but no {_MANIFEST}.",
-                "Its copy is incomplete, or `muralist pack` did not write it.",
-                PACK_AGAIN,
-            ) from error
-        except ValidationError as error:
-            first = error.errors()[0]
-            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            raise UserError(f"The manifest of the packed folder {folder} is damaged: {what}.", fix=PACK_AGAIN) from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(
-                f"The manifest of the packed folder {folder} is damaged: {error}.", fix=PACK_AGAIN
-            ) from error
+            what: object = error
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise UserError(f"The manifest of the packed folder {folder} is damaged: {what}.", fix=PACK_AGAIN) from None
         raise UserError(
             f"The packed folder {folder} has format version {version!s:.20}, but only version {_VERSION} can be read.",
             fix=PACK_AGAIN,
@@ -110,7 +110,7 @@ class Manifest:
     @property
     def bytes(self) -> int:
         """The size of all files."""
-        return sum(file.bytes for name in self.file_lists for file in getattr(self, name))
+        return sum(file.bytes for file in self.files)
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,9 @@ class EncodedManifest(Manifest):
     """The description of a folder of latents and text embeddings, and of the encoders that made them."""
 
     format: ClassVar[str] = "muralist encoded images"
-    file_lists: ClassVar[tuple[str, ...]] = ("files", "caption_files")
 
     caption_files: Annotated[list[PackedFile], Field(min_length=1)]
-    captions_per_batch: PositiveInt
+    captions_per_batch: _Count
     model: str
     frozen_parts: dict[str, str]  # fingerprints of the frozen encoders
     dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # of the encoders, and of what is stored
@@ -141,20 +140,24 @@ class EncodedManifest(Manifest):
         """The number of distinct captions that are embedded, not counting the empty one, which always is."""
         return sum(file.rows for file in self.caption_files) - 1
 
+    @property
+    def bytes(self) -> int:
+        """The size of all files."""
+        return super().bytes + sum(file.bytes for file in self.caption_files)
+
 
 def manifest_type(folder: Path) -> type[Manifest] | None:
     """Return the type of manifest of a folder; None if `muralist pack` did not write the folder.
 
-    A packed folder whose manifest is lost or damaged is still recognized, so that opening it explains the damage.
+    A packed folder whose manifest is damaged is still recognized, so that opening it explains the damage.
     """
     try:
         format = json.loads((folder / _MANIFEST).read_text(encoding="utf-8")).get("format")
         return next((kind for kind in (Manifest, EncodedManifest) if kind.format == format), None)
     except FileNotFoundError:
-        packed = any(map(_holds_packed_rows, sorted(folder.glob("[0-9]*.arrow"))[:1]))
+        return None
     except (OSError, ValueError, AttributeError, RecursionError):
-        packed = any(folder.glob("[0-9]*.arrow"))
-    return Manifest if packed else None
+        return Manifest if any(folder.glob("[0-9]*.arrow")) else None
 
 
 def is_packed(folder: Path) -> bool:
@@ -165,18 +168,6 @@ def is_packed(folder: Path) -> bool:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a packed folder of either type."""
     return (manifest_type(folder) or Manifest).read(folder)
-
-
-def _holds_packed_rows(path: Path) -> bool:
-    """Return whether an Arrow file holds rows of one size, as packed files do, and not encoded images."""
-    import pyarrow
-
-    try:
-        with pyarrow.memory_map(str(path)) as memory, pyarrow.ipc.open_file(memory) as reader:
-            rows = [field for field in reader.schema if field.name in ("image", "latents")]
-            return any(pyarrow.types.is_fixed_size_binary(field.type) for field in rows)
-    except (OSError, pyarrow.ArrowException):
-        return False
 
 
 class RowWriter:
@@ -204,16 +195,15 @@ class RowWriter:
 
     def add(self, *columns: Sequence[Any] | np.ndarray) -> None:
         """Append rows, column by column."""
-        taken, count = 0, len(columns[0])
-        while taken < count:
-            until = min(count, taken + self.rows_per_batch - self._filled)
+        while len(columns[0]):
+            room = self.rows_per_batch - self._filled
             for buffer, column in zip(self._buffers, columns, strict=True):
                 if isinstance(buffer, np.ndarray):
-                    buffer[self._filled : self._filled + until - taken] = column[taken:until]
+                    buffer[self._filled : self._filled + len(column[:room])] = column[:room]
                 else:
-                    buffer.extend(column[taken:until])
-            self._filled += until - taken
-            taken = until
+                    buffer.extend(column[:room])
+            self._filled += len(columns[0][:room])
+            columns = tuple(column[room:] for column in columns)
             if self._filled == self.rows_per_batch:
                 self._write_batch()
 
@@ -260,20 +250,20 @@ class RowWriter:
         return self._folder / f"{self._prefix}{len(self._files):05}.arrow"
 
 
-class Column(NamedTuple):
-    """The expected type of a column: `bytes` per row, integers from 0 to below `below`, or else text."""
-
-    bytes: int | None = None
-    below: int | None = None
-
-
 class RowReader:
     """Reads rows of packed files as views of mapped memory."""
 
     def __init__(
-        self, folder: Path, files: list[PackedFile], rows_per_batch: int, columns: Mapping[str, Column]
+        self,
+        folder: Path,
+        files: list[PackedFile],
+        rows_per_batch: int,
+        columns: Mapping[str, str],
+        below: Mapping[str, int],
     ) -> None:
-        self.folder, self.files, self.rows_per_batch, self.columns = folder, files, rows_per_batch, columns
+        """`columns` maps names to the names of Arrow types; integers are from 0 to below the number in `below`."""
+        self.folder, self.files, self.rows_per_batch = folder, files, rows_per_batch
+        self.columns, self.below = columns, below
         for file in files:
             path = folder / file.name
             size = path.stat().st_size if path.is_file() else None
@@ -295,13 +285,6 @@ class RowReader:
         for file, batch, row in zip(files.tolist(), batches.tolist(), rows.tolist(), strict=True):
             yield self._mapped.get(file, self._map)[batch], row
 
-    def verify(self) -> None:
-        """Read every file and compare its hash with the manifest."""
-        for file in self.files:
-            with (self.folder / file.name).open("rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != file.sha256:
-                    raise UserError(f"The packed file {self.folder / file.name} is damaged.", fix=PACK_AGAIN)
-
     def _map(self, number: int) -> list[dict[str, Any]]:
         import pyarrow
 
@@ -310,45 +293,38 @@ class RowReader:
             # Closing the file frees its descriptor; the memory stays mapped while a view of it exists.
             with pyarrow.memory_map(str(path)) as memory, pyarrow.ipc.open_file(memory) as reader:
                 batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
-                self._check_lengths([batch.num_rows for batch in batches], self.files[number].rows)
-                return [
-                    {name: _view(batch, name, column) for name, column in self.columns.items()} for batch in batches
-                ]
-        except (OSError, ValueError, pyarrow.ArrowException) as error:
+                # `locate` computes the place of a row from the lengths of batches.
+                full, rest = divmod(self.files[number].rows, self.rows_per_batch)
+                if [batch.num_rows for batch in batches] != [self.rows_per_batch] * full + [rest] * bool(rest):
+                    raise ValueError(f"the rows of its {len(batches):,} batches are not those of the manifest")
+                return [{name: self._view(batch, name) for name in self.columns} for batch in batches]
+        # KeyError: there is no such column, or there are two.
+        except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
             raise UserError(f"The packed file {path} is damaged: {error}.", fix=PACK_AGAIN) from error
 
-    def _check_lengths(self, found: list[int], rows: int) -> None:
-        """Check that record batches have the lengths by which `locate` computes the place of a row."""
-        full, rest = divmod(rows, self.rows_per_batch)
-        if found != [self.rows_per_batch] * full + [rest] * bool(rest):
-            raise ValueError(f"its {sum(found):,} rows in {len(found):,} batches are not those of the manifest")
+    def _view(self, batch: Any, name: str) -> Any:
+        """Return a view of a column: bytes as uint8 [rows, bytes], integers as a NumPy array, text as an Arrow array."""
+        from pyarrow import types
+
+        column, wanted = batch.column(name), self.columns[name]
+        column.validate(full=True)  # a damaged offset would make Arrow read beyond the file and crash
+        if str(column.type) != wanted:
+            raise ValueError(f"its column {name} is {column.type}, not {wanted}")
+        if column.null_count or column.offset:
+            raise ValueError(f"rows of its column {name} are empty")
+        if types.is_fixed_size_binary(column.type):
+            width = column.type.byte_width
+            return np.frombuffer(column.buffers()[1], np.uint8, count=len(column) * width).reshape(-1, width)
+        if wanted == "string":
+            return column
+        values = column.to_numpy()
+        if len(values) and not 0 <= values.min() <= values.max() < self.below[name]:
+            raise ValueError(f"its column {name} holds values that are not from 0 to {self.below[name] - 1:,}")
+        return values
 
 
-def _view(batch: Any, name: str, wanted: Column) -> Any:
-    """Return a view of a column: bytes as uint8 [rows, bytes], integers as a NumPy array, text as an Arrow array."""
-    from pyarrow import types
-
-    if batch.schema.names.count(name) != 1:
-        raise ValueError(f"it has {batch.schema.names.count(name)} columns called {name}")
-    column = batch.column(name)
-    column.validate(full=True)  # a damaged offset would make Arrow read beyond the file and crash
-    if column.null_count or column.offset:
-        raise ValueError(f"rows of its column {name} are empty")
-    if wanted.bytes is not None:
-        if not types.is_fixed_size_binary(column.type) or column.type.byte_width != wanted.bytes:
-            raise ValueError(f"its column {name} is {column.type}, not {wanted.bytes:,} bytes per row")
-        flat = np.frombuffer(column.buffers()[1], dtype=np.uint8, count=len(column) * wanted.bytes)
-        return flat.reshape(len(column), wanted.bytes)
-    if wanted.below is None:
-        if not types.is_string(column.type):
-            raise ValueError(f"its column {name} is {column.type}, not text")
-        return column
-    if not types.is_integer(column.type):
-        raise ValueError(f"its column {name} is {column.type}, not integers")
-    values = column.to_numpy()
-    if len(values) and not 0 <= values.min() <= values.max() < wanted.below:
-        raise ValueError(f"its column {name} holds values that are not from 0 to {wanted.below - 1:,}")
-    return values
+def _rows_of(size: int) -> str:
+    return f"fixed_size_binary[{size}]"
 
 
 class PackedSource:
@@ -358,16 +334,13 @@ class PackedSource:
 
     def __init__(self, folder: Path, img_size: Size, caption: str | None = None) -> None:
         self.folder, self.img_size = folder, img_size
-        self.manifest = Manifest.read(folder)
+        self.manifest = manifest = Manifest.read(folder)
+        _check_size(folder, manifest, img_size)
+        self.label_names = manifest.label_names
         self._shape = (*height_width(img_size), 3)
-        check_size(folder, self.manifest, img_size)
-        self.label_names = self.manifest.label_names
-        columns = {
-            "image": Column(bytes=math.prod(self._shape)),
-            "label": Column(below=max(1, len(self.label_names))),
-            "caption": Column(),
-        }
-        self._rows = RowReader(folder, self.manifest.files, self.manifest.rows_per_batch, columns)
+        columns = {"image": _rows_of(math.prod(self._shape)), "label": "int32", "caption": "string"}
+        below = {"label": max(1, len(self.label_names))}
+        self._rows = RowReader(folder, manifest.files, manifest.rows_per_batch, columns, below)
         self._caption = CaptionTemplate.resolve_plain(caption, self.label_names, str(folder))
 
     def __len__(self) -> int:
@@ -395,12 +368,8 @@ class PackedSource:
         hashes = [file.sha256 for file in self.manifest.files]
         return short_hash("packed", *hashes, *self.label_names, *self._caption.fingerprint_parts)
 
-    def verify(self) -> None:
-        """Read every file and compare its hash with the manifest."""
-        self._rows.verify()
 
-
-def check_size(folder: Path, manifest: Manifest, img_size: Size) -> None:
+def _check_size(folder: Path, manifest: Manifest, img_size: Size) -> None:
     """Refuse a size other than that of a packed folder."""
     if height_width(manifest.img_size) != height_width(img_size):
         packed, wanted = format_size(manifest.img_size), format_size(img_size)
@@ -408,3 +377,99 @@ def check_size(folder: Path, manifest: Manifest, img_size: Size) -> None:
             f"{folder} was packed at {packed} pixels, but --img_size is {wanted}.",
             fix=f"Train at {packed} pixels (--img_size), or pack the data set again at {wanted}.",
         )
+
+
+class EncodedText(NamedTuple):
+    """The embeddings of captions by both text encoders, in the dtype of the encoders, with their masks."""
+
+    bert: Tensor
+    bert_mask: Tensor  # uint8
+    t5: Tensor
+    t5_mask: Tensor  # uint8
+
+
+class LatentBatch(NamedTuple):
+    """The output of the frozen encoders for a batch, in the dtype of the encoders."""
+
+    latents: Tensor  # [B, original or flipped, mean or deviation, 4, H / 8, W / 8]
+    text: EncodedText
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LatentBatch:
+        """Apply a function to every tensor."""
+        return LatentBatch(function(self.latents), EncodedText(*map(function, self.text)))
+
+
+class LatentSource:
+    """The samples of an encoded folder, which has no pixels."""
+
+    memory_mapped = True
+
+    def __init__(self, folder: Path, img_size: Size, caption: str | None = None) -> None:
+        self.folder, self.img_size = folder, img_size
+        self.manifest = manifest = EncodedManifest.read(folder)
+        _check_size(folder, manifest, img_size)
+        self.label_names = manifest.label_names
+        if caption is not None:
+            raise UserError(
+                f"The captions of {folder} are encoded already, so --caption cannot change them.",
+                fix="Leave --caption out, or give it to `muralist pack ... --encode`.",
+            )
+        columns = {
+            "bert": _rows_of(manifest.row_bytes("bert")),
+            "bert_mask": _rows_of(manifest.shapes["bert"][0]),
+            "t5": _rows_of(manifest.row_bytes("t5")),
+            "t5_mask": _rows_of(manifest.shapes["t5"][0]),
+            "text": "string",
+        }
+        self._captions = RowReader(folder, manifest.caption_files, manifest.captions_per_batch, columns, {})
+        columns = {"latents": _rows_of(manifest.row_bytes("latents")), "label": "int32", "caption": "int64"}
+        below = {"label": max(1, len(self.label_names)), "caption": len(self._captions)}
+        self._rows = RowReader(folder, manifest.files, manifest.rows_per_batch, columns, below)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> Sample:
+        """Refuse: there are no pixels."""
+        raise UserError(
+            f"{self.folder} holds latents of the model {self.manifest.model} and no pixels.",
+            fix="Give the data set from which it was encoded.",
+        )
+
+    def read_latents(self, indices: np.ndarray) -> tuple[LatentBatch, np.ndarray, list[str]]:
+        """Read latents and text embeddings by index, with labels int64 [B] and captions."""
+        rows = list(self._rows.locate(indices))
+        latents = np.stack([columns["latents"][row] for columns, row in rows])
+        labels, caption_rows = (
+            np.array([columns[name][row] for columns, row in rows], dtype=np.int64) for name in ("label", "caption")
+        )
+        text, captions = self._read_captions(caption_rows)
+        return LatentBatch(self._tensor("latents", latents), text), labels, captions
+
+    def read_empty_caption(self) -> EncodedText:
+        """Read the embeddings of the empty caption, one row."""
+        return self._read_captions(np.array([_EMPTY_CAPTION_ROW]))[0]
+
+    def fingerprint(self) -> str:
+        """Hash the hashes of the files and the classes."""
+        files = (*self.manifest.files, *self.manifest.caption_files)
+        return short_hash("encoded", *(file.sha256 for file in files), *self.label_names)
+
+    def _read_captions(self, rows: np.ndarray) -> tuple[EncodedText, list[str]]:
+        found = list(self._captions.locate(rows))
+        text = {name: np.stack([columns[name][row] for columns, row in found]) for name in EncodedText._fields}
+        captions = [columns["text"][row].as_py() for columns, row in found]
+        return EncodedText(*(self._tensor(name, rows) for name, rows in text.items())), captions
+
+    def _tensor(self, name: str, rows: np.ndarray) -> Tensor:
+        import torch
+
+        tensor = torch.from_numpy(rows)
+        if name not in self.manifest.shapes:  # a mask
+            return tensor
+        return tensor.view(getattr(torch, self.manifest.dtype)).view(len(rows), *self.manifest.shapes[name])
+
+
+def open_packed(folder: Path, img_size: Size, caption: str | None = None) -> PackedSource | LatentSource:
+    """Open a folder that `muralist pack` wrote."""
+    return (LatentSource if manifest_type(folder) is EncodedManifest else PackedSource)(folder, img_size, caption)

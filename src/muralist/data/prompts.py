@@ -16,33 +16,23 @@ from muralist.core.errors import UserError, closest_match
 from muralist.core.formatting import format_list
 from muralist.core.run_dir import check_exists
 from muralist.data.source import check_caption, first_present, short_hash
-from muralist.data.tables import (
-    TEXT_SUFFIXES,
-    Cells,
-    CocoCaptionTable,
-    ParquetTable,
-    Table,
-    TextTable,
-)
+from muralist.data.tables import TEXT_SUFFIXES, Cells, CocoCaptionTable, ParquetTable, Table, TextTable
 
 # Separators, blanks, control characters, surrogates, and characters that other systems do not allow in a file name.
 _UNSAFE = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff/\\<>:\"|?*]")
 _RESERVED = re.compile(r"^(con|prn|aux|nul|com[0-9]|lpt[0-9])\.", re.IGNORECASE)  # device names on Windows
-_LEADING_DOTS = re.compile(r"^\.+")
 _MAX_ID_BYTES = 150  # a file name has 255 bytes, for the id, the seed and the suffix
 
 
 def safe_id(text: str) -> str:
     """Make an id safe as part of a file name: one path component, not hidden, not too long; a safe id is unchanged."""
     safe = _UNSAFE.sub("_", text.strip())
-    if safe.startswith("."):
-        safe = _LEADING_DOTS.sub(lambda dots: "_" * len(dots.group()), safe)
-    safe = _RESERVED.sub(r"\1_", safe)
-    data = safe.encode()
-    if len(data) <= _MAX_ID_BYTES:
+    visible = safe.lstrip(".")
+    safe = _RESERVED.sub(r"\1_", visible.rjust(len(safe), "_"))
+    if len(safe.encode()) <= _MAX_ID_BYTES:
         return safe
     ending = f"-{short_hash(safe)}"
-    return data[: _MAX_ID_BYTES - len(ending)].decode(errors="ignore") + ending
+    return safe.encode()[: _MAX_ID_BYTES - len(ending)].decode(errors="ignore") + ending
 
 
 def image_file_stem(id: str, seed: int) -> str:
@@ -170,47 +160,34 @@ def open_prompt_table(path: str, limit: int | None = None) -> PromptTable:
             raise UserError(f"{place} is not a kind of file that holds prompts.", fix=kinds)
         if place.stat().st_size == 0:
             raise UserError(f"The prompt table {place} is empty.", fix="Check that it was copied completely.")
-        return PromptTable(place, _open_table(place, suffix), limit)
+        if suffix == ".parquet":
+            return PromptTable(place, ParquetTable(place, _USED), limit)
+        return PromptTable(place, CocoCaptionTable(place) if suffix == ".json" else TextTable(place), limit)
     except OSError as error:
         raise UserError(f"The prompt table {place} could not be read: {error.strerror}.") from error
 
 
-def _open_table(place: Path, suffix: str) -> Table:
-    if suffix == ".parquet":
-        return ParquetTable(place, _USED)
-    return CocoCaptionTable(place) if suffix == ".json" else TextTable(place)
+def refuse_collision(table: PromptTable, seeds: np.ndarray) -> None:
+    """Raise a UserError if two rows have the same id and seed, hence the same file.
 
-
-def find_collision(table: PromptTable, seeds: np.ndarray) -> tuple[int, int] | None:
-    """Find two rows with the same id and seed, hence the same file; `seeds` is [N], or [N, C] for C copies per row."""
-    hashes = table.id_hashes
-    if hashes is None:
-        return None
+    `seeds` is [N], or [N, C] for C copies per row.
+    """
+    if table.id_hashes is None:
+        return
     copies = seeds.reshape(len(table), -1)
     rows = np.repeat(np.arange(len(table)), copies.shape[1])
-    keys, flat = hashes[rows], copies.ravel()
+    keys, flat = table.id_hashes[rows], copies.ravel()
     order = np.lexsort((rows, flat, keys))
     same = np.flatnonzero((keys[order][1:] == keys[order][:-1]) & (flat[order][1:] == flat[order][:-1]))
-    pairs = np.stack((rows[order[same]], rows[order[same + 1]]), axis=1)
-    for first, second in pairs[np.argsort(pairs[:, 1], kind="stable")].tolist():
-        if first != second and table.row(first).id == table.row(second).id:  # not only the same hash
-            return first, second
-    return None
-
-
-def refuse_collision(table: PromptTable, seeds: np.ndarray) -> None:
-    """Raise a UserError if two rows would be written to the same file."""
-    if (found := find_collision(table, seeds)) is None:
-        return
-    first, second = found
-    id = table.row(first).id
-    shared = np.intersect1d(seeds.reshape(len(table), -1)[first], seeds.reshape(len(table), -1)[second])
-    raise UserError(
-        f"Two rows of {table.path} would be written to the same file, {image_file_stem(id, int(shared[0]))}: "
-        f"{table.where(first)} and {table.where(second)}.",
-        "They have the same id, once it is made safe as a file name, and the same seed.",
-        "Give them different ids or seeds.",
-    )
+    found = np.stack((rows[order[same]], rows[order[same + 1]], flat[order[same]]), axis=1)
+    for first, second, seed in found[np.argsort(found[:, 1], kind="stable")].tolist():
+        if first != second and (id := table.row(first).id) == table.row(second).id:  # not only the same hash
+            raise UserError(
+                f"Two rows of {table.path} would be written to the same file, {image_file_stem(id, seed)}: "
+                f"{table.where(first)} and {table.where(second)}.",
+                "They have the same id, once it is made safe as a file name, and the same seed.",
+                "Give them different ids or seeds.",
+            )
 
 
 def _parse_row(cells: Cells, index: int, where: str) -> PromptRow:

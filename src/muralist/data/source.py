@@ -18,6 +18,7 @@ from muralist.data.decode import Size, height_width
 CAPTION_FIELDS = ("caption", "text", "prompt", "text_zh")
 LABEL_FIELDS = ("label", "class")
 
+_FIELD = re.compile(r"\{([^{}]*)\}")
 _MAX_CLASSES = 1_000_000  # larger numbers are identifiers that were taken for labels
 _SAMPLED_BLOCKS = 256
 _BLOCK_BYTES = 4096
@@ -159,12 +160,10 @@ def resolve_labels(
 
 
 def _check_range(smallest: int, largest: int, where: str) -> None:
-    if smallest < 0:
-        raise UserError(f"{where} has the label {smallest}; labels count from 0 up.")
-    if largest >= _MAX_CLASSES:
+    if smallest < 0 or largest >= _MAX_CLASSES:
         raise UserError(
-            f"{where} has the label {largest}; there can be at most {_MAX_CLASSES:,} classes.",
-            "Such numbers are usually identifiers of images, not classes.",
+            f"{where} has the label {smallest if smallest < 0 else largest}; labels are from 0 to {_MAX_CLASSES - 1:,}.",
+            "Other numbers are usually identifiers of images, not classes.",
         )
 
 
@@ -190,7 +189,7 @@ def check_caption(value: object, where: str, what: str = "caption") -> str:
 class CaptionTemplate:
     """Makes the caption of a sample from its columns."""
 
-    pieces: tuple[str, ...]  # text, then a column, then text, and so on
+    text: str  # with names of columns between { and }
     rule: str | None = None  # as the user gave it
 
     @classmethod
@@ -203,20 +202,17 @@ class CaptionTemplate:
         columns = list(columns)
         if rule is None:
             found = first_present(columns, CAPTION_FIELDS)
-            return cls(("", found, "")) if found else cls(_split(default), default or None)
+            return cls(f"{{{found}}}") if found else cls(default, default or None)
         if not rule.strip():
             raise UserError("The caption is empty.", fix="Give the name of a column or a template, or leave it out.")
-        if rule in columns or not re.search(r"[{}\s]", rule):
-            pieces: tuple[str, ...] = ("", rule, "")
-        else:
-            pieces = _split(rule)
-        if unpaired := next((text for text in pieces[::2] if "{" in text or "}" in text), None):
+        is_name = rule in columns or not re.search(r"[{}\s]", rule)
+        text = f"{{{rule}}}" if is_name else rule
+        if re.search("[{}]", rest := _FIELD.sub("", text)):
             raise UserError(
-                f"The caption template {rule!r} has an unpaired brace, near {unpaired.strip()!r}.",
+                f"The caption template {rule!r} has an unpaired brace, near {rest.strip()!r}.",
                 fix="Put the name of each column between { and }.",
             )
-        names = {name: _match_column(name, columns, where, rule) for name in pieces[1::2]}
-        return cls(tuple(names[piece] if place % 2 else piece for place, piece in enumerate(pieces)), rule)
+        return cls(_FIELD.sub(lambda field: f"{{{_match_column(field[1], columns, where, rule)}}}", text), rule)
 
     @classmethod
     def resolve_plain(cls, rule: str | None, label_names: list[str], where: str) -> CaptionTemplate:
@@ -226,7 +222,7 @@ class CaptionTemplate:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that the template uses."""
-        return self.pieces[1::2]
+        return tuple(_FIELD.findall(self.text))
 
     @property
     def fingerprint_parts(self) -> tuple[str, ...]:
@@ -235,13 +231,10 @@ class CaptionTemplate:
 
     def format(self, row: Mapping[str, object], where: str) -> str:
         """Make the caption of one sample from its columns."""
-        pieces = enumerate(self.pieces)
-        return "".join([self.format_cell(row.get(piece), where) if place % 2 else piece for place, piece in pieces])
+        return _FIELD.sub(lambda field: self.format_cell(row.get(field[1]), where), self.text)
 
     def format_plain(self, caption: str, label_names: list[str], label: int, where: str) -> str:
         """Make the caption of one sample of a source without columns."""
-        if self.rule is None:
-            return caption
         return self.format({"caption": caption, "label": label_names[label] if label_names else None}, where)
 
     def format_cell(self, value: object, where: str) -> str:
@@ -249,10 +242,6 @@ class CaptionTemplate:
         if self.rule is not None and isinstance(value, int | float):
             return "" if value != value else str(value)  # pandas writes missing values as NaN
         return check_caption(value, where)
-
-
-def _split(template: str) -> tuple[str, ...]:
-    return tuple(re.split(r"\{([^{}]*)\}", template))
 
 
 def _match_column(name: str, columns: list[str], where: str, rule: str) -> str:

@@ -1,7 +1,8 @@
 """Read tables from disk: CSV, TSV, JSONL, plain lines, Parquet and MS-COCO captions.
 
 Prompt tables, image tables and the metadata of image folders all go through here. A table is streamed once in order,
-then read row by row from the file, so that a million rows never lie in memory together.
+then read row by row from the file, so that a million rows never lie in memory together. A pickled table opens the file
+again.
 """
 
 from __future__ import annotations
@@ -12,96 +13,71 @@ import io
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 from muralist.core.errors import UserError
 from muralist.data.source import LruCache
 
 Cells = dict[str, object]
 """The cells of a row by column name in lower case."""
+Row = TypeVar("Row")
 
 _MAX_CELL = 2**24  # characters: far above any caption, and an unclosed quote cannot fill the memory
 _PARQUET_BLOCK_ROWS = 32_768
 _ROWS_AT_ONCE = 1024  # converted to Python objects, which take ten times the memory
 _BLOCKS_KEPT = 2
-_BYTE_ORDER_MARKS = {
-    codecs.BOM_UTF8: "utf-8",
-    codecs.BOM_UTF16_LE: "utf-16-le",
-    codecs.BOM_UTF16_BE: "utf-16-be",
-}
 
 
 class TableRow(NamedTuple):
     """A row of a table."""
 
-    position: int  # by which `Table.read` finds the row again
+    position: int  # by which `read` finds the row again
     number: int  # line of the file (where the row ends), or number of the row, from 1
     cells: Cells
 
 
-class Table(Protocol):
-    """The rows of one file; a pickled copy opens the file again."""
-
-    unit: str
-    """What the number of a row counts: "line", "row" or "annotation"."""
-    columns: list[str]
-    """The names in the header, in lower case; empty where each row names its own columns."""
-
-    def stream(self) -> Iterator[TableRow]:
-        """Yield all rows in order."""
-        ...
-
-    def read(self, positions: Iterable[int]) -> list[Cells]:
-        """Return the rows at some positions."""
-        ...
-
-
 class TextTable:
-    """CSV, TSV, JSONL or plain lines, in UTF-8 or in UTF-16 with a byte order mark; positions are byte offsets.
+    """CSV, TSV, JSONL or plain lines in UTF-8; positions are byte offsets.
 
     `strict` refuses stray and unclosed quotes, where csv would guess, and accepts blanks before a quote.
     """
 
-    unit = "line"
+    unit = "line"  # what the number of a row counts
 
     def __init__(self, path: Path, strict: bool = True) -> None:
         self.path, self.strict = path, strict
-        self.columns: list[str] = []
+        self.columns: list[str] = []  # of the header, in lower case; empty where each row names its own columns
         suffix = path.suffix.lower()
         self._parse, self._delimiter = _PARSERS[suffix], "\t" if suffix == ".tsv" else ","
         with path.open("rb") as file:
-            start = file.read(4)
-        mark = next((mark for mark in _BYTE_ORDER_MARKS if start.startswith(mark)), b"")
-        self._encoding = _BYTE_ORDER_MARKS.get(mark, "utf-8")
-        self._first_row, self._header_lines = len(mark), 0
+            self._first_row = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
+        self._header_lines = 0
         if self._parse is _parse_csv:
-            with self._lines(len(mark)) as lines, self._explain_csv_errors(lines):
-                header = next((cells for cells in self.csv_reader(lines) if cells), [])  # blank lines may precede it
-                self.columns = [name.strip().lower() for name in header]
-                self._first_row, self._header_lines = lines.offset, lines.number
+            lines = _Lines(path, self._first_row)
+            cells = (cells for cells in self.csv_reader(lines) if cells)  # blank lines may precede the header
+            self.columns = [name.strip().lower() for name in self._next(cells, lines) or []]
+            self._first_row, self._header_lines = lines.offset, lines.number
 
     def stream(self) -> Iterator[TableRow]:
         """Yield all rows in order, with the byte offsets at which they begin."""
-        with self._lines(self._first_row, self._header_lines) as lines, self._explain_csv_errors(lines):
-            for cells in self._parse(self, lines):
-                yield TableRow(lines.row_offset, lines.number, cells)
-                lines.begin_row()
+        lines = _Lines(self.path, self._first_row, self._header_lines)
+        rows, offset = self._parse(self, lines), lines.offset
+        while (cells := self._next(rows, lines)) is not None:
+            yield TableRow(offset, lines.number, cells)
+            offset = lines.offset
 
     def read(self, positions: Iterable[int]) -> list[Cells]:
         """Return the rows that begin at some byte offsets."""
         found: list[Cells] = []
-        with ExitStack() as stack:
-            lines: _Lines | None = None
-            rows: Iterator[Cells] = iter(())
-            for offset in positions:
-                if lines is None or lines.offset != offset:  # reading on from the last row halves the time
-                    stack.close()
-                    lines = stack.enter_context(self._lines(offset))
-                    rows = self._parse(self, lines)
-                found.append(next(rows))
+        lines: _Lines | None = None
+        for offset in positions:
+            if lines is None or lines.offset != offset:  # reading on from the last row halves the time
+                lines = _Lines(self.path, offset)
+                rows = self._parse(self, lines)
+            found.append(next(rows))
         return found
 
     def csv_reader(self, lines: Iterable[str]) -> Iterator[list[str]]:
@@ -111,56 +87,38 @@ class TextTable:
             lines = _quote_unquoted(lines)
         return csv.reader(lines, delimiter=self._delimiter, strict=self.strict, skipinitialspace=self.strict)
 
-    def _lines(self, offset: int, number: int = 0) -> _Lines:
-        return _Lines(self.path, self._encoding, offset, number)
-
-    @contextmanager
-    def _explain_csv_errors(self, lines: _Lines) -> Iterator[None]:
+    def _next(self, rows: Iterator[Row], lines: _Lines) -> Row | None:
+        begins = lines.number + 1
         try:
-            yield
+            return next(rows, None)
         except csv.Error as error:
             raise UserError(
-                f"The row that begins in line {lines.row_number} of {self.path} could not be read: {error}.",
+                f"The row that begins in line {begins} of {self.path} could not be read: {error}.",
                 "Often a quote is not closed, or a cell begins with a quote that is not doubled.",
                 'Write a cell that holds quotes as "He said ""hello"" to her".',
             ) from error
 
 
 class _Lines:
-    """The lines of a file from a byte offset on; counts the bytes and lines taken."""
+    """The lines of a UTF-8 file from a byte offset on; counts the bytes and lines taken."""
 
-    def __init__(self, path: Path, encoding: str, offset: int, number: int) -> None:
-        self.path, self.encoding, self.offset, self.number = path, encoding, offset, number
-        self.begin_row()
-        file = path.open("rb")
-        file.seek(offset)
-        # Undecodable bytes pass here and fail below, in the line that holds them.
-        errors = "surrogateescape" if encoding == "utf-8" else "surrogatepass"
-        self._file = io.TextIOWrapper(file, encoding, errors, newline="")
-
-    def begin_row(self) -> None:
-        """Note that a row begins here."""
-        self.row_offset, self.row_number = self.offset, self.number + 1
+    def __init__(self, path: Path, offset: int, number: int = 0) -> None:
+        self.path, self.offset, self.number = path, offset, number
 
     def __iter__(self) -> Iterator[str]:
-        try:
-            for line in self._file:
-                size = len(line.encode(self.encoding))
-                self.offset += size
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            # Undecodable bytes pass here and fail below, in the line that holds them.
+            for line in io.TextIOWrapper(file, "utf-8", "surrogateescape", newline=""):
                 self.number += 1
+                try:
+                    self.offset += len(line.encode())
+                except UnicodeError as error:
+                    raise UserError(
+                        f"Line {self.number} of {self.path}, from byte {self.offset:,} on, is not UTF-8 text.",
+                        fix="Save the file as UTF-8.",
+                    ) from error
                 yield line
-        except UnicodeError as error:
-            raise UserError(
-                f"Line {self.number + 1} of {self.path}, from byte {self.offset:,} on, is not "
-                f"{self.encoding[:6].upper()} text.",
-                fix="Save the file as UTF-8.",
-            ) from error
-
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 def _parse_csv(table: TextTable, lines: _Lines) -> Iterator[Cells]:
@@ -169,12 +127,12 @@ def _parse_csv(table: TextTable, lines: _Lines) -> Iterator[Cells]:
         if not cells:
             continue
         if len(cells) != len(header):
-            missing = "Is it truncated? A row has as many separators as the header, also where fields are empty."
-            many = "Put quotes around fields that hold the separator or a line break."
             raise UserError(
                 f"Line {lines.number} of {table.path} has {len(cells)} field{'s' if len(cells) > 1 else ''}, "
                 f"but the header has {len(header)}.",
-                fix=many if len(cells) > len(header) else missing,
+                fix="Put quotes around fields that hold the separator or a line break."
+                if len(cells) > len(header)
+                else "Is it truncated? A row has as many separators as the header, also where fields are empty.",
             )
         yield dict(zip(header, cells, strict=True))
 
@@ -185,10 +143,9 @@ def _quote_unquoted(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         if inside or '"' in line:
             continues, inside = inside, False
+            text = ['"' + line if continues else line]
             try:
-                next(
-                    csv.reader(['"' + line if continues else line], delimiter="\t", strict=True, skipinitialspace=True)
-                )
+                next(csv.reader(text, delimiter="\t", strict=True, skipinitialspace=True))
             except csv.Error as error:
                 inside = "unexpected end of data" in str(error)
                 if not inside and not continues:  # text follows a closing quote
@@ -233,21 +190,20 @@ class ParquetTable:
 
     def __init__(self, path: Path, wanted: Iterable[str]) -> None:
         self.path = path
-        self._files: LruCache[Any] = LruCache(1)
         self._blocks: LruCache[Any] = LruCache(_BLOCKS_KEPT)
+        self._block_places: list[tuple[int, int]] = []  # row group of each block, and its number there
+        self._starts = [0]  # first row of each block
         with self._explain_damage():
-            names = self._file().schema_arrow.names
+            names = self._open().schema_arrow.names
         self.columns = [name.strip().lower() for name in names]
         wanted = set(wanted)
         self._names = [name for name, column in zip(names, self.columns, strict=True) if column in wanted]
-        self._block_places: list[tuple[int, int]] = []  # row group of each block, and its number there
-        self._starts = [0]  # first row of each block
 
     def stream(self) -> Iterator[TableRow]:
         """Yield all rows in order, and note where blocks begin, which `read` needs for the rows seen so far."""
-        row = 0
-        for group in range(self._file().num_row_groups):
-            for number, block in enumerate(self._read_blocks(group)):
+        file, row = self._open(), 0
+        for group in range(file.num_row_groups):
+            for number, block in enumerate(self._read_blocks(file, group)):
                 if row == self._starts[-1]:
                     self._block_places.append((group, number))
                     self._starts.append(row + block.num_rows)
@@ -267,21 +223,18 @@ class ParquetTable:
 
     def _read_block(self, index: int) -> Any:
         group, number = self._block_places[index]
-        return next(islice(self._read_blocks(group), number, None))
+        return next(islice(self._read_blocks(self._open(), group), number, None))
 
-    def _read_blocks(self, group: int) -> Iterator[Any]:
+    def _read_blocks(self, file: Any, group: int) -> Iterator[Any]:
         with self._explain_damage():
             # Threads of the parent process do not exist in a forked worker, so none are used.
-            yield from self._file().iter_batches(_PARQUET_BLOCK_ROWS, [group], self._names, use_threads=False)
+            yield from file.iter_batches(_PARQUET_BLOCK_ROWS, [group], self._names, use_threads=False)
 
     def _to_cells(self, block: Any) -> list[Cells]:
         with self._explain_damage():
             return [_lower_case_names(row) for row in block.to_pylist()]
 
-    def _file(self) -> Any:
-        return self._files.get(0, self._open)
-
-    def _open(self, _: int) -> Any:
+    def _open(self) -> Any:
         import pyarrow.parquet
 
         with self._explain_damage():
@@ -335,6 +288,9 @@ class CocoCaptionTable:
             )
         # An annotation's own id would name images that nobody can find again.
         return [{name: row[name] for name in ("image_id", "caption") if name in row} for row in annotations]
+
+
+Table = TextTable | ParquetTable | CocoCaptionTable
 
 
 def table_rows(path: Path) -> Iterator[tuple[int, Cells]]:

@@ -27,37 +27,14 @@ SIGNAL_AMBER: Color = (250, 188, 66)
 SIGNAL_GREEN: Color = (86, 190, 126)
 HEADLAMP: Color = (255, 240, 190)
 GLASS: Color = (70, 92, 116)
-CAR_COLORS: tuple[Color, ...] = (
-    (216, 84, 70),
-    (238, 176, 72),
-    (62, 128, 150),
-    (244, 236, 220),
-    (92, 158, 128),
-    (66, 74, 110),
-    (226, 138, 128),
-)
-WALLS: tuple[Color, ...] = (
-    (232, 164, 132),
-    (240, 214, 170),
-    (156, 186, 184),
-    (206, 122, 104),
-    (222, 222, 206),
-    (178, 164, 196),
-)
-ROOFS: tuple[Color, ...] = ((160, 78, 70), (92, 92, 116), (128, 92, 84), (70, 104, 112))
 EVERGREEN: Color = (72, 116, 104)
 SIGN_MEANINGS = ("warning", "no entry", "stop", "crossing")
-ASPHALTS: tuple[Color, ...] = ((112, 112, 128), (134, 128, 132), (98, 106, 122), (126, 120, 140))
 
 
 def mix(first: Color, second: Color, part: float) -> Color:
     """Blend two colors: `part` 0 is the first, 1 the second."""
     rest = 1.0 - part
-    return (
-        first[0] * rest + second[0] * part,
-        first[1] * rest + second[1] * part,
-        first[2] * rest + second[2] * part,
-    )
+    return first[0] * rest + second[0] * part, first[1] * rest + second[1] * part, first[2] * rest + second[2] * part
 
 
 def rectangle(middle: float, foot: float, width: float, height: float) -> tuple[Point, ...]:
@@ -188,7 +165,7 @@ class Daylight:
 
 
 class Canvas:
-    """A square image that is drawn in unit coordinates, lit by one daylight."""
+    """A square image that is drawn in unit coordinates, lit by one daylight: shapes first, then objects of a street."""
 
     def __init__(self, img_size: int, daylight: Daylight) -> None:
         self.reduction = max(2, -(-CANVAS_PIXELS // img_size))
@@ -255,136 +232,127 @@ class Canvas:
         curve = (np.linspace(0.0, 1.0, 256) ** power * 255.0).round().astype(np.uint8)
         return curve.take(small)
 
+    def sky(self, rng: SceneRandom, horizon: float) -> None:
+        """Draw the sky down to the horizon: gradient, sun, clouds."""
+        light = self.daylight
+        self.gradient(0.0, horizon, light.zenith, light.horizon)
+        x = 0.5 + rng.sign() * rng.uniform(0.1, 0.3)
+        if light.weather.sun:
+            y = min(light.hour.sun_height, horizon - 0.06) + 0.03 * rng.random()
+            self.ellipse(x, y, 0.10, 0.10, mix(light.horizon, (255, 240, 200), 0.35))
+            self.ellipse(x, y, 0.065, 0.065, mix(light.horizon, (255, 244, 214), 0.85))
+        if light.weather.clouds:
+            white = mix(light.horizon, PAPER, 0.7 if light.weather.sun else 0.2)
+            for _ in range(3):
+                x, y, size = rng.random(), rng.uniform(0.04, 0.26), rng.uniform(0.10, 0.17)
+                self.ellipse(x, y, size, 0.28 * size, white)
+                self.ellipse(x - 0.3 * size, y - 0.18 * size, 0.45 * size, 0.35 * size, white)
+                self.ellipse(x + 0.25 * size, y - 0.12 * size, 0.38 * size, 0.28 * size, white)
 
-def draw_sky(canvas: Canvas, rng: SceneRandom, horizon: float) -> None:
-    """Draw the sky down to the horizon: gradient, sun, clouds."""
-    light = canvas.daylight
-    canvas.gradient(0.0, horizon, light.zenith, light.horizon)
-    x = 0.5 + rng.sign() * rng.uniform(0.1, 0.3)
-    if light.weather.sun:
-        y = min(light.hour.sun_height, horizon - 0.06) + 0.03 * rng.random()
-        canvas.ellipse(x, y, 0.10, 0.10, mix(light.horizon, (255, 240, 200), 0.35))
-        canvas.ellipse(x, y, 0.065, 0.065, mix(light.horizon, (255, 244, 214), 0.85))
-    if light.weather.clouds:
-        white = mix(light.horizon, PAPER, 0.7 if light.weather.sun else 0.2)
-        for _ in range(3):
-            x, y, size = rng.random(), rng.uniform(0.04, 0.26), rng.uniform(0.10, 0.17)
-            canvas.ellipse(x, y, size, 0.28 * size, white)
-            canvas.ellipse(x - 0.3 * size, y - 0.18 * size, 0.45 * size, 0.35 * size, white)
-            canvas.ellipse(x + 0.25 * size, y - 0.12 * size, 0.38 * size, 0.28 * size, white)
+    def car(self, x: float, y: float, width: float, color: Color, front: bool, tall: float = 1.0) -> None:
+        """Draw a car seen from behind or from the front, standing at (x, y)."""
+        roof = -0.46 - 0.26 * tall
+        self.ellipse(x, y - 0.01 * width, 0.58 * width, 0.07 * width, mix(INK, color, 0.1))
+        for side in (-0.35, 0.35):
+            self.outline(x, y, width, rectangle(side, 0.0, 0.18, 0.22), INK)
+        self.outline(x, y, width, ((-0.43, -0.44), (-0.32, roof), (0.32, roof), (0.43, -0.44)), mix(color, PAPER, 0.12))
+        glass = mix(GLASS, self.daylight.horizon, 0.3 if front else 0.1)
+        self.outline(x, y, width, ((-0.35, -0.44), (-0.27, roof + 0.06), (0.27, roof + 0.06), (0.35, -0.44)), glass)
+        body = ((-0.5, -0.12), (-0.5, -0.36), (-0.42, -0.44), (0.42, -0.44), (0.5, -0.36), (0.5, -0.12))
+        self.outline(x, y, width, body, color)
+        self.outline(x, y, width, rectangle(0.0, -0.09, 1.0, 0.08), mix(color, INK, 0.55))
+        for side in (-0.39, 0.39):
+            self.outline(x, y, width, rectangle(side, -0.24, 0.16, 0.11), HEADLAMP if front else SIGNAL_RED)
 
+    def car_sideways(self, x: float, y: float, width: float, color: Color, facing: int, van: bool) -> None:
+        """Draw a car or a van seen from its side, its wheels at (x, y); `facing` is -1 for left and 1 for right."""
+        glass = mix(GLASS, self.daylight.horizon, 0.25)
+        self.ellipse(x, y, 0.52 * width, 0.05 * width, mix(INK, color, 0.1))
+        if van:
+            cabin, window = ((-0.48, -0.5), (0.3, -0.5), (0.44, -0.24), (-0.48, -0.24)), (0.08, 0.08, 0.27, 0.37)
+        else:
+            cabin, window = ((-0.24, -0.44), (0.12, -0.44), (0.3, -0.24), (-0.36, -0.24)), (-0.28, -0.2, 0.1, 0.23)
+        sill, top = -0.26, cabin[0][1] + 0.05
+        self.outline(x, y, width, cabin, mix(color, PAPER, 0.12), facing)
+        self.outline(x, y, width, list(zip(window, (sill, top, top, sill), strict=True)), glass, facing)
+        body = ((-0.5, -0.07), (-0.48, -0.26), (0.42, -0.26), (0.5, -0.19), (0.5, -0.07))
+        self.outline(x, y, width, body, color, facing)
+        for wheel in (x - 0.29 * width, x + 0.29 * width):
+            self.ellipse(wheel, y - 0.07 * width, 0.095 * width, 0.095 * width, INK)
+            self.ellipse(wheel, y - 0.07 * width, 0.04 * width, 0.04 * width, PAPER)
 
-def draw_car(canvas: Canvas, x: float, y: float, width: float, color: Color, front: bool, tall: float = 1.0) -> None:
-    """Draw a car seen from behind or from the front, standing at (x, y)."""
-    roof = -0.46 - 0.26 * tall
-    canvas.ellipse(x, y - 0.01 * width, 0.58 * width, 0.07 * width, mix(INK, color, 0.1))
-    for side in (-0.35, 0.35):
-        canvas.outline(x, y, width, rectangle(side, 0.0, 0.18, 0.22), INK)
-    canvas.outline(x, y, width, ((-0.43, -0.44), (-0.32, roof), (0.32, roof), (0.43, -0.44)), mix(color, PAPER, 0.12))
-    glass = mix(GLASS, canvas.daylight.horizon, 0.3 if front else 0.1)
-    canvas.outline(x, y, width, ((-0.35, -0.44), (-0.27, roof + 0.06), (0.27, roof + 0.06), (0.35, -0.44)), glass)
-    body = ((-0.5, -0.12), (-0.5, -0.36), (-0.42, -0.44), (0.42, -0.44), (0.5, -0.36), (0.5, -0.12))
-    canvas.outline(x, y, width, body, color)
-    canvas.outline(x, y, width, rectangle(0.0, -0.09, 1.0, 0.08), mix(color, INK, 0.55))
-    for side in (-0.39, 0.39):
-        canvas.outline(x, y, width, rectangle(side, -0.24, 0.16, 0.11), HEADLAMP if front else SIGNAL_RED)
+    def tree(self, x: float, y: float, size: float, leaves: Color, conifer: bool) -> None:
+        """Draw a tree of the given height, standing at (x, y)."""
+        self.ellipse(x, y, 0.26 * size, 0.04 * size, mix(leaves, INK, 0.5))
+        self.outline(x, y, size, rectangle(0.0, 0.0, 0.08, 0.4), (112, 84, 78))
+        if conifer:
+            leaves = mix(leaves, EVERGREEN, 0.7)
+            self.outline(x, y, size, ((0.0, -1.0), (-0.28, -0.18), (0.28, -0.18)), mix(leaves, INK, 0.22))
+            self.outline(x, y, size, ((0.0, -1.0), (-0.28, -0.18), (0.0, -0.18)), leaves)
+            return
+        self.ellipse(x, y - 0.62 * size, 0.34 * size, 0.34 * size, mix(leaves, INK, 0.22))
+        self.ellipse(x - 0.03 * size, y - 0.66 * size, 0.30 * size, 0.30 * size, leaves)
+        self.ellipse(x - 0.09 * size, y - 0.74 * size, 0.15 * size, 0.14 * size, mix(leaves, PAPER, 0.16))
 
+    def house(self, x: float, y: float, width: float, wall: Color, roof: Color) -> None:
+        """Draw a house with its gable to the viewer, standing at (x, y)."""
+        self.outline(x, y, width, rectangle(0.26, -0.55, 0.11, 0.43), mix(roof, INK, 0.35))
+        self.outline(x, y, width, rectangle(0.0, 0.0, 0.88, 0.57), wall)
+        self.outline(x, y, width, ((-0.56, -0.55), (0.0, -1.05), (0.56, -0.55)), roof)
+        self.outline(x, y, width, ((-0.36, -0.55), (0.0, -0.88), (0.36, -0.55)), mix(wall, PAPER, 0.2))
+        self.ellipse(x, y - 0.66 * width, 0.08 * width, 0.08 * width, GLASS)
+        self.outline(x, y, width, rectangle(0.0, 0.0, 0.18, 0.36), mix(roof, INK, 0.2))
+        for side in (-0.27, 0.27):
+            self.outline(x, y, width, rectangle(side, -0.2, 0.2, 0.22), mix(GLASS, PAPER, 0.15))
 
-def draw_car_sideways(canvas: Canvas, x: float, y: float, width: float, color: Color, facing: int, van: bool) -> None:
-    """Draw a car or a van seen from its side, its wheels at (x, y); `facing` is -1 for left and 1 for right."""
-    glass = mix(GLASS, canvas.daylight.horizon, 0.25)
-    canvas.ellipse(x, y, 0.52 * width, 0.05 * width, mix(INK, color, 0.1))
-    if van:
-        cabin, window = ((-0.48, -0.5), (0.3, -0.5), (0.44, -0.24), (-0.48, -0.24)), (0.08, 0.08, 0.27, 0.37)
-    else:
-        cabin, window = ((-0.24, -0.44), (0.12, -0.44), (0.3, -0.24), (-0.36, -0.24)), (-0.28, -0.2, 0.1, 0.23)
-    sill, top = -0.26, cabin[0][1] + 0.05
-    canvas.outline(x, y, width, cabin, mix(color, PAPER, 0.12), facing)
-    canvas.outline(x, y, width, list(zip(window, (sill, top, top, sill), strict=True)), glass, facing)
-    body = ((-0.5, -0.07), (-0.48, -0.26), (0.42, -0.26), (0.5, -0.19), (0.5, -0.07))
-    canvas.outline(x, y, width, body, color, facing)
-    for wheel in (x - 0.29 * width, x + 0.29 * width):
-        canvas.ellipse(wheel, y - 0.07 * width, 0.095 * width, 0.095 * width, INK)
-        canvas.ellipse(wheel, y - 0.07 * width, 0.04 * width, 0.04 * width, PAPER)
+    def block(self, left: float, right: float, top: float, ground: float, wall: Color) -> None:
+        """Draw a town building that faces the viewer, with a cornice and a grid of windows."""
+        self.box(left, top, right, ground, wall)
+        self.box(left, top, right, top + 0.02, mix(wall, INK, 0.3))
+        pane = mix(GLASS, self.daylight.horizon, 0.25)
+        step = (right - left) / 3
+        for floor in range(int((ground - top - 0.1) / 0.1)):
+            for column in range(3):
+                x, y = left + (column + 0.25) * step, top + 0.1 * floor + 0.06
+                self.box(x, y, x + 0.5 * step, y + 0.06, pane)
 
+    def pedestrian(self, x: float, y: float, height: float, coat: Color, umbrella: bool) -> None:
+        """Draw a person in mid-step, feet at (x, y)."""
+        self.ellipse(x, y, 0.16 * height, 0.025 * height, mix(INK, coat, 0.2))
+        for foot in (-0.13, 0.13):
+            self.line([(x, y - 0.45 * height), (x + foot * height, y)], 0.085 * height, INK)
+        self.outline(x, y, height, ((-0.13, -0.38), (-0.09, -0.8), (0.09, -0.8), (0.13, -0.38)), coat)
+        self.ellipse(x, y - 0.89 * height, 0.08 * height, 0.095 * height, (226, 172, 140))
+        if umbrella:
+            self.outline(x, y, height, rectangle(0.1, -0.55, 0.025, 0.55), INK)
+            dome = ((-0.24, -0.98), (-0.13, -1.17), (0.05, -1.24), (0.23, -1.17), (0.34, -0.98))
+            self.outline(x, y, height, dome, coat)
+        else:
+            self.ellipse(x, y - 0.94 * height, 0.08 * height, 0.06 * height, (84, 60, 60))
 
-def draw_tree(canvas: Canvas, x: float, y: float, size: float, leaves: Color, conifer: bool) -> None:
-    """Draw a tree of the given height, standing at (x, y)."""
-    canvas.ellipse(x, y, 0.26 * size, 0.04 * size, mix(leaves, INK, 0.5))
-    canvas.outline(x, y, size, rectangle(0.0, 0.0, 0.08, 0.4), (112, 84, 78))
-    if conifer:
-        leaves = mix(leaves, EVERGREEN, 0.7)
-        canvas.outline(x, y, size, ((0.0, -1.0), (-0.28, -0.18), (0.28, -0.18)), mix(leaves, INK, 0.22))
-        canvas.outline(x, y, size, ((0.0, -1.0), (-0.28, -0.18), (0.0, -0.18)), leaves)
-        return
-    canvas.ellipse(x, y - 0.62 * size, 0.34 * size, 0.34 * size, mix(leaves, INK, 0.22))
-    canvas.ellipse(x - 0.03 * size, y - 0.66 * size, 0.30 * size, 0.30 * size, leaves)
-    canvas.ellipse(x - 0.09 * size, y - 0.74 * size, 0.15 * size, 0.14 * size, mix(leaves, PAPER, 0.16))
+    def traffic_light(self, x: float, top: float, size: float, lit: int) -> None:
+        """Draw a traffic light hanging from (x, top); `lit` is 0 for red, 1 for amber, 2 for green."""
+        self.outline(x, top, size, rectangle(0.0, 1.1, 0.54, 1.1), INK)
+        for place, color in enumerate((SIGNAL_RED, SIGNAL_AMBER, SIGNAL_GREEN)):
+            shown = color if place == lit else mix(color, INK, 0.7)
+            self.ellipse(x, top + (0.21 + 0.34 * place) * size, 0.16 * size, 0.15 * size, shown)
 
-
-def draw_house(canvas: Canvas, x: float, y: float, width: float, wall: Color, roof: Color) -> None:
-    """Draw a house with its gable to the viewer, standing at (x, y)."""
-    canvas.outline(x, y, width, rectangle(0.26, -0.55, 0.11, 0.43), mix(roof, INK, 0.35))
-    canvas.outline(x, y, width, rectangle(0.0, 0.0, 0.88, 0.57), wall)
-    canvas.outline(x, y, width, ((-0.56, -0.55), (0.0, -1.05), (0.56, -0.55)), roof)
-    canvas.outline(x, y, width, ((-0.36, -0.55), (0.0, -0.88), (0.36, -0.55)), mix(wall, PAPER, 0.2))
-    canvas.ellipse(x, y - 0.66 * width, 0.08 * width, 0.08 * width, GLASS)
-    canvas.outline(x, y, width, rectangle(0.0, 0.0, 0.18, 0.36), mix(roof, INK, 0.2))
-    for side in (-0.27, 0.27):
-        canvas.outline(x, y, width, rectangle(side, -0.2, 0.2, 0.22), mix(GLASS, PAPER, 0.15))
-
-
-def draw_block(canvas: Canvas, left: float, right: float, top: float, ground: float, wall: Color) -> None:
-    """Draw a town building that faces the viewer, with a cornice and a grid of windows."""
-    canvas.box(left, top, right, ground, wall)
-    canvas.box(left, top, right, top + 0.02, mix(wall, INK, 0.3))
-    pane = mix(GLASS, canvas.daylight.horizon, 0.25)
-    step = (right - left) / 3
-    for floor in range(int((ground - top - 0.1) / 0.1)):
-        for column in range(3):
-            x, y = left + (column + 0.25) * step, top + 0.1 * floor + 0.06
-            canvas.box(x, y, x + 0.5 * step, y + 0.06, pane)
-
-
-def draw_pedestrian(canvas: Canvas, x: float, y: float, height: float, coat: Color, umbrella: bool) -> None:
-    """Draw a person in mid-step, feet at (x, y)."""
-    canvas.ellipse(x, y, 0.16 * height, 0.025 * height, mix(INK, coat, 0.2))
-    for foot in (-0.13, 0.13):
-        canvas.line([(x, y - 0.45 * height), (x + foot * height, y)], 0.085 * height, INK)
-    canvas.outline(x, y, height, ((-0.13, -0.38), (-0.09, -0.8), (0.09, -0.8), (0.13, -0.38)), coat)
-    canvas.ellipse(x, y - 0.89 * height, 0.08 * height, 0.095 * height, (226, 172, 140))
-    if umbrella:
-        canvas.outline(x, y, height, rectangle(0.1, -0.55, 0.025, 0.55), INK)
-        dome = ((-0.24, -0.98), (-0.13, -1.17), (0.05, -1.24), (0.23, -1.17), (0.34, -0.98))
-        canvas.outline(x, y, height, dome, coat)
-    else:
-        canvas.ellipse(x, y - 0.94 * height, 0.08 * height, 0.06 * height, (84, 60, 60))
-
-
-def draw_traffic_light(canvas: Canvas, x: float, top: float, size: float, lit: int) -> None:
-    """Draw a traffic light hanging from (x, top); `lit` is 0 for red, 1 for amber, 2 for green."""
-    canvas.outline(x, top, size, rectangle(0.0, 1.1, 0.54, 1.1), INK)
-    for place, color in enumerate((SIGNAL_RED, SIGNAL_AMBER, SIGNAL_GREEN)):
-        shown = color if place == lit else mix(color, INK, 0.7)
-        canvas.ellipse(x, top + (0.21 + 0.34 * place) * size, 0.16 * size, 0.15 * size, shown)
-
-
-def draw_traffic_sign(canvas: Canvas, x: float, ground: float, height: float, size: float, meaning: str) -> None:
-    """Draw a traffic sign on a pole; its meaning is one of SIGN_MEANINGS."""
-    y = ground - height
-    canvas.box(x - 0.012, y, x + 0.012, ground, mix(INK, PAPER, 0.35))
-    if meaning == "warning":
-        canvas.outline(x, y, size, ((0.0, -1.05), (-1.05, 0.75), (1.05, 0.75)), SIGNAL_RED)
-        canvas.outline(x, y, size, ((0.0, -0.63), (-0.63, 0.45), (0.63, 0.45)), PAPER)
-        canvas.outline(x, y, size, rectangle(0.0, 0.3, 0.2, 0.65), INK)
-    elif meaning == "no entry":
-        canvas.ellipse(x, y, size, size, SIGNAL_RED)
-        canvas.ellipse(x, y, 0.66 * size, 0.66 * size, PAPER)
-        canvas.outline(x, y, size, rectangle(0.0, 0.12, 0.8, 0.24), INK)
-    elif meaning == "stop":
-        upper = ((-1.0, -0.41), (-0.41, -1.0), (0.41, -1.0), (1.0, -0.41))
-        canvas.outline(x, y, size, (*upper, *((-across, -down) for across, down in upper)), SIGNAL_RED)
-        canvas.outline(x, y, size, rectangle(0.0, 0.2, 1.3, 0.4), PAPER)
-    else:
-        canvas.outline(x, y, size, rectangle(0.0, 0.9, 1.8, 1.8), (52, 108, 176))
-        canvas.outline(x, y, size, ((0.0, -0.65), (-0.65, 0.6), (0.65, 0.6)), PAPER)
+    def traffic_sign(self, x: float, ground: float, height: float, size: float, meaning: str) -> None:
+        """Draw a traffic sign on a pole; its meaning is one of SIGN_MEANINGS."""
+        y = ground - height
+        self.box(x - 0.012, y, x + 0.012, ground, mix(INK, PAPER, 0.35))
+        if meaning == "warning":
+            self.outline(x, y, size, ((0.0, -1.05), (-1.05, 0.75), (1.05, 0.75)), SIGNAL_RED)
+            self.outline(x, y, size, ((0.0, -0.63), (-0.63, 0.45), (0.63, 0.45)), PAPER)
+            self.outline(x, y, size, rectangle(0.0, 0.3, 0.2, 0.65), INK)
+        elif meaning == "no entry":
+            self.ellipse(x, y, size, size, SIGNAL_RED)
+            self.ellipse(x, y, 0.66 * size, 0.66 * size, PAPER)
+            self.outline(x, y, size, rectangle(0.0, 0.12, 0.8, 0.24), INK)
+        elif meaning == "stop":
+            upper = ((-1.0, -0.41), (-0.41, -1.0), (0.41, -1.0), (1.0, -0.41))
+            self.outline(x, y, size, (*upper, *((-across, -down) for across, down in upper)), SIGNAL_RED)
+            self.outline(x, y, size, rectangle(0.0, 0.2, 1.3, 0.4), PAPER)
+        else:
+            self.outline(x, y, size, rectangle(0.0, 0.9, 1.8, 1.8), (52, 108, 176))
+            self.outline(x, y, size, ((0.0, -0.65), (-0.65, 0.6), (0.65, 0.6)), PAPER)

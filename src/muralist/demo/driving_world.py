@@ -13,42 +13,40 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from PIL import ImageColor
 
 from muralist.core.errors import UserError
 from muralist.data.decode import Size, format_size, height_width
 from muralist.data.source import CaptionTemplate, Sample, short_hash
 from muralist.demo.driving_props import (
-    ASPHALTS,
-    CAR_COLORS,
     GLASS,
     INK,
     PAPER,
-    ROOFS,
     SIGN_MEANINGS,
     SIGNAL_AMBER,
-    WALLS,
     Canvas,
     Color,
     Daylight,
     Point,
     SceneRandom,
-    draw_block,
-    draw_car,
-    draw_car_sideways,
-    draw_house,
-    draw_pedestrian,
-    draw_sky,
-    draw_traffic_light,
-    draw_traffic_sign,
-    draw_tree,
     mix,
 )
+
+
+def palette(colors: str) -> tuple[Color, ...]:
+    """Parse colors such as `#d85446`."""
+    return tuple(ImageColor.getrgb(color)[:3] for color in colors.split())
+
 
 PAVEMENT: Color = (196, 188, 184)
 LAMPLIGHT: Color = (255, 214, 130)
 DUSKY: Color = (58, 60, 92)
 BARN_RED: Color = (196, 82, 70)
-CROPS: tuple[Color, ...] = ((222, 188, 96), (160, 150, 196), (196, 170, 118), (128, 170, 96))
+CAR_COLORS = palette("#d85446 #eeb048 #3e8096 #f4ecdc #5c9e80 #424a6e #e28a80")
+WALLS = palette("#e8a484 #f0d6aa #9cbab8 #ce7a68 #dedece #b2a4c4")
+ROOFS = palette("#a04e46 #5c5c74 #805c54 #466870")
+ASPHALTS = palette("#707080 #868084 #626a7a #7e788c")
+CROPS = palette("#debc60 #a096c4 #c4aa76 #80aa60")
 # Nearness of the far and the near end of three buildings along a street, far ones first.
 ROW = ((0.15, 0.28), (0.28, 0.5), (0.5, 1.3))
 
@@ -140,7 +138,7 @@ def _draw_hills(canvas: Canvas, rng: SceneRandom, horizon: float, heights: Seque
 def residential_wet(canvas: Canvas, rng: SceneRandom) -> None:
     """Terraced houses, cars parked along both curbs, a wet road with puddles that mirror the sky."""
     view, light, asphalt = View.draw(rng), canvas.daylight, rng.choice(ASPHALTS)
-    draw_sky(canvas, rng, view.horizon)
+    canvas.sky(rng, view.horizon)
     _draw_land(canvas, view.horizon, PAVEMENT)
     _draw_distant_trees(canvas, rng, view.horizon)
     canvas.gradient(view.horizon, 1.0, light.horizon, mix(asphalt, INK, 0.3), view.strip(-0.9, 0.9))
@@ -169,13 +167,13 @@ def residential_wet(canvas: Canvas, rng: SceneRandom) -> None:
             (x, y), width = view.at(side * 0.56, 0.0, near), 0.42 * near
             color = canvas.far(rng.choice(CAR_COLORS), near)
             canvas.box(x - 0.42 * width, y, x + 0.42 * width, y + 0.4 * width, mix(asphalt, color, 0.45))
-            draw_car(canvas, x, y, width, color, facing_us, rng.uniform(0.9, 1.3))
+            canvas.car(x, y, width, color, facing_us, rng.uniform(0.9, 1.3))
 
 
 def intersection(canvas: Canvas, rng: SceneRandom) -> None:
     """Two streets that cross, corner buildings, an arm of traffic lights overhead, cars passing from side to side."""
     view, asphalt = View.draw(rng), rng.choice(ASPHALTS)
-    draw_sky(canvas, rng, view.horizon)
+    canvas.sky(rng, view.horizon)
     _draw_land(canvas, view.horizon, PAVEMENT)
     _draw_distant_trees(canvas, rng, view.horizon)
     for side in (-1, 1):
@@ -183,7 +181,7 @@ def intersection(canvas: Canvas, rng: SceneRandom) -> None:
         outer = inner + side * rng.uniform(0.22, 0.28)
         for ends in ((outer, 0.5 + side * 0.6), (inner, outer)):
             wall = canvas.far(rng.choice(WALLS), 0.6)
-            draw_block(canvas, min(ends), max(ends), rng.uniform(0.14, 0.26), view.horizon + 0.07, wall)
+            canvas.block(min(ends), max(ends), rng.uniform(0.14, 0.26), view.horizon + 0.07, wall)
     _draw_road(canvas, view, 0.62, asphalt)
     top, bottom = view.horizon + 0.13, view.horizon + 0.33
     canvas.box(0.0, top - 0.02, 1.0, top, PAPER)
@@ -196,23 +194,23 @@ def intersection(canvas: Canvas, rng: SceneRandom) -> None:
         x = rng.uniform(0.1, 0.35)
         for _ in range(2):
             width = rng.uniform(0.24, 0.3)
-            draw_car_sideways(canvas, x, lane, width, rng.choice(CAR_COLORS), facing, van=rng.chance(0.3))
+            canvas.car_sideways(x, lane, width, rng.choice(CAR_COLORS), facing, van=rng.chance(0.3))
             x += rng.uniform(0.4, 0.5)
     side = rng.sign()
     x, y = view.at(side * 0.27, 0.0, 0.95)
-    draw_car(canvas, x, y, 0.32, rng.choice(CAR_COLORS), front=False)
+    canvas.car(x, y, 0.32, rng.choice(CAR_COLORS), front=False)
     pole, tip, steel = 0.5 + side * 0.44, 0.5 - side * 0.36, mix(INK, PAPER, 0.12)
     canvas.box(pole - 0.018, 0.06, pole + 0.018, 0.86, steel)
     canvas.box(min(pole, tip), 0.07, max(pole, tip), 0.095, steel)
     lit = rng.choice((0, 0, 1, 2, 2))
     for across in (-0.3, 0.0, 0.27):
-        draw_traffic_light(canvas, 0.5 - side * across, 0.08, 0.19, lit)
+        canvas.traffic_light(0.5 - side * across, 0.08, 0.19, lit)
 
 
 def highway(canvas: Canvas, rng: SceneRandom) -> None:
     """A wide road of four lanes, guard rails on both sides, far hills, small distant cars."""
     view, half = View.draw(rng, bend=0.08), rng.uniform(1.1, 1.3)
-    draw_sky(canvas, rng, view.horizon)
+    canvas.sky(rng, view.horizon)
     _draw_hills(canvas, rng, view.horizon, (0.1, 0.055))
     _draw_land(canvas, view.horizon, canvas.daylight.season.grass)
     _draw_road(canvas, view, half, rng.choice(ASPHALTS))
@@ -227,7 +225,7 @@ def highway(canvas: Canvas, rng: SceneRandom) -> None:
     for lane in rng.choice(((-0.68, 0.22), (-0.22, 0.68), (-0.68, 0.68, 0.22), (-0.22, -0.68, 0.22))):
         near = rng.uniform(0.13, 0.26)
         x, y = view.at(lane * half, 0.0, near)
-        draw_car(canvas, x, y, 0.42 * near, rng.choice(CAR_COLORS), front=lane < 0, tall=rng.uniform(0.9, 1.6))
+        canvas.car(x, y, 0.42 * near, rng.choice(CAR_COLORS), front=lane < 0, tall=rng.uniform(0.9, 1.6))
 
 
 def _draw_guard_rail(canvas: Canvas, view: View, across: float) -> None:
@@ -258,7 +256,7 @@ def rainy_street(canvas: Canvas, rng: SceneRandom) -> None:
     """Tall buildings with lit windows on both sides, all mirrored in the glossy street, rain across the image."""
     view, light = View.draw(rng), canvas.daylight
     ground = mix(rng.choice(ASPHALTS), INK, 0.35)
-    draw_sky(canvas, rng, view.horizon)
+    canvas.sky(rng, view.horizon)
     canvas.gradient(view.horizon, 1.0, light.horizon, mix(ground, light.zenith, 0.45))
     skyline = mix(light.horizon, DUSKY, 0.35)
     canvas.box(view.vanish - 0.14, view.horizon - 0.13, view.vanish + 0.14, view.horizon + 0.09, skyline)
@@ -278,7 +276,7 @@ def rainy_street(canvas: Canvas, rng: SceneRandom) -> None:
         x, y = view.at(side * rng.uniform(0.06, 0.4), 0.0, rng.uniform(0.4, 0.6))
         coat = rng.choice(CAR_COLORS)
         canvas.box(x - 0.03, y, x + 0.03, y + 0.2, mix(ground, coat, 0.5))
-        draw_pedestrian(canvas, x, y, 0.26, coat, umbrella=True)
+        canvas.pedestrian(x, y, 0.26, coat, umbrella=True)
     slant, streak = rng.sign() * rng.uniform(0.16, 0.4), mix(light.horizon, PAPER, 0.5)
     for number in range(26):
         x, y, length = (number + rng.random()) / 26, rng.uniform(-0.05, 0.9), rng.uniform(0.1, 0.2)
@@ -289,7 +287,7 @@ def suburban(canvas: Canvas, rng: SceneRandom) -> None:
     """Gabled houses and trees on lawns on both sides of a road."""
     view, asphalt, half = View.draw(rng, bend=0.06), rng.choice(ASPHALTS), rng.uniform(0.36, 0.42)
     season = canvas.daylight.season
-    draw_sky(canvas, rng, view.horizon)
+    canvas.sky(rng, view.horizon)
     _draw_distant_trees(canvas, rng, view.horizon)
     _draw_land(canvas, view.horizon, season.grass)
     canvas.polygon(view.strip(-half - 0.1, half + 0.1), canvas.far(mix(PAPER, asphalt, 0.25), 0.4))
@@ -301,17 +299,17 @@ def suburban(canvas: Canvas, rng: SceneRandom) -> None:
             if house:
                 x, y = view.at(side * rng.jitter(half + 0.5, 0.04), 0.0, near)
                 wall, roof = canvas.far(rng.choice(WALLS), near), canvas.far(rng.choice(ROOFS), near)
-                draw_house(canvas, x, y, 0.74 * near, wall, roof)
+                canvas.house(x, y, 0.74 * near, wall, roof)
             else:
                 x, y = view.at(side * rng.jitter(half + 0.2, 0.03), 0.0, near)
                 leaves = canvas.far(rng.choice(season.leaves), near)
-                draw_tree(canvas, x, y, rng.jitter(0.62, 0.06) * near, leaves, conifer)
+                canvas.tree(x, y, rng.jitter(0.62, 0.06) * near, leaves, conifer)
 
 
 def parking_lot(canvas: Canvas, rng: SceneRandom) -> None:
     """Three rows of cars side by side in marked bays, a low store behind."""
     horizon = rng.jitter(0.45, 0.022)
-    draw_sky(canvas, rng, horizon)
+    canvas.sky(rng, horizon)
     _draw_distant_trees(canvas, rng, horizon)
     left, top = rng.uniform(0.04, 0.2), horizon - rng.uniform(0.1, 0.14)
     canvas.box(left, top, left + 0.75, horizon + 0.02, canvas.far(rng.choice(WALLS), 0.3))
@@ -330,13 +328,13 @@ def parking_lot(canvas: Canvas, rng: SceneRandom) -> None:
         for number in range(-3, 4):
             if rng.chance(0.88):
                 color, tall = canvas.far(rng.choice(CAR_COLORS), 0.3 + depth), rng.uniform(0.8, 1.4)
-                draw_car(canvas, middle + number * bay, y, 0.76 * bay, color, facing_us ^ (row == 1), tall)
+                canvas.car(middle + number * bay, y, 0.76 * bay, color, facing_us ^ (row == 1), tall)
 
 
 def city_crossing(canvas: Canvas, rng: SceneRandom) -> None:
     """A zebra crossing before the viewer, people walking over it, big traffic signs, a street of buildings behind."""
     view, asphalt = View.draw(rng), rng.choice(ASPHALTS)
-    draw_sky(canvas, rng, view.horizon)
+    canvas.sky(rng, view.horizon)
     _draw_land(canvas, view.horizon, PAVEMENT)
     pane = mix(GLASS, canvas.daylight.horizon, 0.25)
     for side in (-1, 1):
@@ -351,17 +349,17 @@ def city_crossing(canvas: Canvas, rng: SceneRandom) -> None:
         canvas.polygon(view.strip(across - 0.06, across + 0.06, 0.5, 0.88), PAPER)
     for side in (-1, 1):
         x, height = 0.5 + side * rng.jitter(0.36, 0.03), rng.jitter(0.42, 0.03)
-        draw_traffic_sign(canvas, x, view.horizon + 0.24, height, 0.1, rng.choice(SIGN_MEANINGS))
+        canvas.traffic_sign(x, view.horizon + 0.24, height, 0.1, rng.choice(SIGN_MEANINGS))
     for place in rng.choice(((0.3, 0.66), (0.25, 0.5, 0.74))):
         x, y = place + rng.jitter(0.0, 0.06), rng.jitter(0.84, 0.04)
-        draw_pedestrian(canvas, x, y, 0.36, rng.choice(CAR_COLORS), umbrella=False)
+        canvas.pedestrian(x, y, 0.36, rng.choice(CAR_COLORS), umbrella=False)
 
 
 def rural(canvas: Canvas, rng: SceneRandom) -> None:
     """A narrow road that winds through striped fields and hills, with a barn, a fence and trees."""
     horizon, side = rng.jitter(0.42, 0.02), rng.sign()
     season = canvas.daylight.season
-    draw_sky(canvas, rng, horizon)
+    canvas.sky(rng, horizon)
     _draw_hills(canvas, rng, horizon, (0.16, 0.1))
     _draw_land(canvas, horizon, season.grass)
     vanish = 0.5 - side * rng.uniform(0.1, 0.2)
@@ -371,9 +369,9 @@ def rural(canvas: Canvas, rng: SceneRandom) -> None:
         canvas.polygon([(vanish, horizon + 0.03), (x - 0.13, 1.0), (x + 0.13, 1.0)], crop)
     _draw_winding_road(canvas, rng, horizon, side)
     barn, leaves, conifer = 0.5 + side * rng.uniform(0.26, 0.34), rng.choice(season.leaves), rng.chance(0.3)
-    draw_house(canvas, barn, horizon + 0.1, 0.26, BARN_RED, rng.choice(ROOFS))
-    draw_tree(canvas, 0.5 - side * rng.uniform(0.34, 0.4), horizon + 0.2, rng.uniform(0.38, 0.46), leaves, conifer)
-    draw_tree(canvas, barn + side * 0.17, horizon + 0.09, 0.2, leaves, conifer)
+    canvas.house(barn, horizon + 0.1, 0.26, BARN_RED, rng.choice(ROOFS))
+    canvas.tree(0.5 - side * rng.uniform(0.34, 0.4), horizon + 0.2, rng.uniform(0.38, 0.46), leaves, conifer)
+    canvas.tree(barn + side * 0.17, horizon + 0.09, 0.2, leaves, conifer)
     wood = mix((150, 116, 96), PAPER, 0.2)
     posts = [(0.5 + side * (0.5 - 0.085 * post), 0.98 - 0.05 * post, 0.16 - 0.02 * post) for post in range(5)]
     for rail in (0.85, 0.45):
@@ -398,31 +396,20 @@ def _draw_winding_road(canvas: Canvas, rng: SceneRandom, horizon: float, side: i
 
 
 SCENES: dict[str, Callable[[Canvas, SceneRandom], None]] = {
-    "residential_wet": residential_wet,
-    "intersection": intersection,
-    "highway": highway,
-    "rainy_street": rainy_street,
-    "suburban": suburban,
-    "parking_lot": parking_lot,
-    "city_crossing": city_crossing,
-    "rural": rural,
+    "A residential street scene with wet roads and parked cars during daytime": residential_wet,
+    "An urban intersection with traffic lights and multiple vehicles": intersection,
+    "A highway scene with clear lane markings and distant cars": highway,
+    "A rainy street with reflections on the pavement and buildings": rainy_street,
+    "A suburban road with trees and houses on both sides": suburban,
+    "A parking lot scene with various parked vehicles": parking_lot,
+    "A city street with pedestrian crossings and traffic signs": city_crossing,
+    "A rural road with natural scenery and minimal traffic": rural,
 }
-
+PROMPTS = tuple(SCENES)
+KINDS = tuple(scene.__name__ for scene in SCENES.values())
 
 # Raise it with every change that alters an image: packed files of the old drawings then no longer match.
 DRAWING_VERSION = 1
-
-PROMPTS: tuple[str, ...] = (
-    "A residential street scene with wet roads and parked cars during daytime",
-    "An urban intersection with traffic lights and multiple vehicles",
-    "A highway scene with clear lane markings and distant cars",
-    "A rainy street with reflections on the pavement and buildings",
-    "A suburban road with trees and houses on both sides",
-    "A parking lot scene with various parked vehicles",
-    "A city street with pedestrian crossings and traffic signs",
-    "A rural road with natural scenery and minimal traffic",
-)
-KINDS: tuple[str, ...] = tuple(SCENES)
 SMALLEST, LARGEST = 16, 1024
 
 
@@ -434,7 +421,7 @@ def draw_scene(kind: int, number: int, img_size: int, seed: int = 0) -> np.ndarr
     """Draw scene `number` of a kind: uint8 [img_size, img_size, 3], the same composition at every size."""
     rng = _scene_random(kind, number, seed)
     canvas = Canvas(img_size, Daylight.draw(rng))
-    SCENES[KINDS[kind]](canvas, rng)
+    SCENES[PROMPTS[kind]](canvas, rng)
     return canvas.render()
 
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import string
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler, HunyuanDiT2DModel
-from diffusers.utils import logging as diffusers_logging
 from safetensors.torch import load_file
 from transformers import BertConfig, BertModel, BertTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 from transformers.utils import logging as transformers_logging
@@ -54,7 +52,7 @@ def build_small_hunyuan_dit(folder: Path, variant: Variant = "1.2", seed: int = 
         return folder
     pipeline: Any = assemble_small_hunyuan(variant, seed)  # diffusers hides its methods from type checkers
     try:
-        with atomic_folder(folder) as temporary, _without_progress_bars():
+        with atomic_folder(folder) as temporary:
             pipeline.save_pretrained(temporary)
             atomic_write_json(temporary / RECIPE_FILE, recipe)
     except UserError:
@@ -67,18 +65,63 @@ def assemble_small_hunyuan(variant: Variant = "1.2", seed: int = 0) -> Any:
     """Build the pipeline in memory, in eval mode and float32, without changing torch's random state."""
     words, characters = caption_words(), fallback_characters()
     bert_tokenizer, t5_tokenizer = _bert_tokenizer(words, characters), _t5_tokenizer(words, characters)
+    bert_config = BertConfig(
+        vocab_size=len(bert_tokenizer),
+        hidden_size=TEXT_WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=2 * TEXT_WIDTH,
+        max_position_embeddings=BERT_TOKENS,
+        initializer_range=TEXT_WIDTH**-0.5,  # the usual 0.02 suits wide layers; here it would mix nothing
+    )
+    t5_config = T5Config(
+        vocab_size=len(t5_tokenizer),
+        d_model=TEXT_WIDTH,
+        d_kv=16,
+        d_ff=2 * TEXT_WIDTH,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        use_cache=False,
+    )
+    # The real network's config with fewer and narrower layers; two of six have a skip connection.
+    transformer_config = {
+        "sample_size": 8,
+        "in_channels": 4,
+        "patch_size": 2,
+        "num_layers": 6,
+        "num_attention_heads": 4,
+        "attention_head_dim": 32,
+        "hidden_size": 128,
+        "mlp_ratio": 4.3637,
+        "activation_fn": "gelu-approximate",
+        "learn_sigma": True,
+        "cross_attention_dim": TEXT_WIDTH,
+        "cross_attention_dim_t5": TEXT_WIDTH,
+        "pooled_projection_dim": TEXT_WIDTH,
+        "text_len": BERT_TOKENS,
+        "text_len_t5": T5_TOKENS,
+        "use_style_cond_and_image_meta_size": variant == "1.1",
+    }
+    scheduler = DDPMScheduler(
+        beta_start=HUNYUAN_BETA_START,
+        beta_end=HUNYUAN_BETA_END[variant],
+        beta_schedule="scaled_linear",
+        prediction_type="v_prediction",
+        clip_sample=False,  # latents are not confined to [-1, 1]
+        steps_offset=1,
+    )
     with torch.random.fork_rng(devices=[]):
-        text_encoder = _seeded(seed, BertModel, _bert_config(len(bert_tokenizer)))
+        text_encoder = _seeded(seed, BertModel, bert_config)
         text_encoder.embeddings.word_embeddings.weight.data.mul_(WORD_EMPHASIS)
-        text_encoder_2 = _seeded(seed, T5EncoderModel, _t5_config(len(t5_tokenizer)))
-        transformer = _seeded(seed, HunyuanDiT2DModel, **_transformer_config(variant))
-        vae = load_small_vae()
+        text_encoder_2 = _seeded(seed, T5EncoderModel, t5_config)
+        transformer = _seeded(seed, HunyuanDiT2DModel, **transformer_config)
     return _pipeline_class()(
-        vae=vae,
+        vae=load_small_vae(),
         text_encoder=text_encoder,
         tokenizer=bert_tokenizer,
         transformer=transformer,
-        scheduler=_scheduler(variant),
+        scheduler=scheduler,
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -97,8 +140,7 @@ def load_small_vae() -> AutoencoderKL:
 
 def caption_words() -> list[str]:
     """Return the words of all driving_world captions, in order of appearance."""
-    texts = list(PROMPTS)
-    texts += [part.caption for part in (*HOURS, *SEASONS, *WEATHERS)]
+    texts = [*PROMPTS, *(part.caption for part in (*HOURS, *SEASONS, *WEATHERS))]
     texts += [weather.rain_caption for weather in WEATHERS]
     return list(dict.fromkeys(" ".join(texts).split()))
 
@@ -132,64 +174,6 @@ def _t5_tokenizer(words: list[str], characters: list[str]) -> T5Tokenizer:
     return T5Tokenizer(vocab=list(pieces.items()), extra_ids=0, model_max_length=T5_TOKENS)
 
 
-def _bert_config(vocabulary: int) -> BertConfig:
-    return BertConfig(
-        vocab_size=vocabulary,
-        hidden_size=TEXT_WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=2 * TEXT_WIDTH,
-        max_position_embeddings=BERT_TOKENS,
-        initializer_range=TEXT_WIDTH**-0.5,  # the usual 0.02 suits wide layers; here it would mix nothing
-    )
-
-
-def _t5_config(vocabulary: int) -> T5Config:
-    return T5Config(
-        vocab_size=vocabulary,
-        d_model=TEXT_WIDTH,
-        d_kv=16,
-        d_ff=2 * TEXT_WIDTH,
-        num_layers=2,
-        num_heads=4,
-        feed_forward_proj="gated-gelu",
-        use_cache=False,
-    )
-
-
-def _transformer_config(variant: Variant) -> dict[str, Any]:
-    """The real network's config with fewer and narrower layers; two of six have a skip connection."""
-    return {
-        "sample_size": 8,
-        "in_channels": 4,
-        "patch_size": 2,
-        "num_layers": 6,
-        "num_attention_heads": 4,
-        "attention_head_dim": 32,
-        "hidden_size": 128,
-        "mlp_ratio": 4.3637,
-        "activation_fn": "gelu-approximate",
-        "learn_sigma": True,
-        "cross_attention_dim": TEXT_WIDTH,
-        "cross_attention_dim_t5": TEXT_WIDTH,
-        "pooled_projection_dim": TEXT_WIDTH,
-        "text_len": BERT_TOKENS,
-        "text_len_t5": T5_TOKENS,
-        "use_style_cond_and_image_meta_size": variant == "1.1",
-    }
-
-
-def _scheduler(variant: Variant) -> DDPMScheduler:
-    return DDPMScheduler(
-        beta_start=HUNYUAN_BETA_START,
-        beta_end=HUNYUAN_BETA_END[variant],
-        beta_schedule="scaled_linear",
-        prediction_type="v_prediction",
-        clip_sample=False,  # latents are not confined to [-1, 1]
-        steps_offset=1,
-    )
-
-
 def _recipe(variant: Variant, seed: int) -> dict[str, Any]:
     """Return everything that determines the content of a folder."""
     digest = hashlib.sha256(VAE_WEIGHTS.read_bytes() + VAE_CONFIG.read_bytes()).hexdigest()
@@ -206,14 +190,9 @@ def _holds(folder: Path, recipe: dict[str, Any]) -> bool:
         found = {}
     if found == recipe:
         return True
-    different = [
-        f"{name} {found.get(name)} instead of {value}"
-        for name, value in recipe.items()
-        if found.get(name, value) != value
-    ]
     raise UserError(
         f"{folder} exists and is not this small HunyuanDiT.",
-        f"It has {', '.join(different)}." if different else f"It has no {RECIPE_FILE}.",
+        f"It was built from another recipe ({RECIPE_FILE})." if found else f"It has no {RECIPE_FILE}.",
         "Remove it, or name a folder that does not exist yet.",
     )
 
@@ -228,16 +207,3 @@ def _pipeline_class() -> Any:
         return HunyuanDiTPipeline
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Silence the libraries' progress bars."""
-    shown = [library for library in (diffusers_logging, transformers_logging) if library.is_progress_bar_enabled()]
-    for library in shown:
-        library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for library in shown:
-            library.enable_progress_bar()

@@ -20,7 +20,7 @@ from muralist import __version__
 from muralist.core.errors import UserError
 from muralist.core.hardware import select_devices
 from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error
-from muralist.data.sources.registry import EMBEDDED
+from muralist.data.sources import EMBEDDED
 from muralist.evaluate import encoders, inception, metrics
 from muralist.evaluate.decoders import FeatureItem
 from muralist.evaluate.encoders import ClipEncoder, Dinov2Encoder, Encoder, InceptionEncoder

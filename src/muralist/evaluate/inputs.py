@@ -22,7 +22,7 @@ from muralist.data import ledger_reader
 from muralist.data.decode import IMAGE_EXTENSIONS
 from muralist.data.prompts import open_prompt_table
 from muralist.data.source import Source
-from muralist.data.sources.registry import open_source
+from muralist.data.sources import open_source
 from muralist.evaluate.inception import FEATURES
 from muralist.evaluate.metrics import Moments
 

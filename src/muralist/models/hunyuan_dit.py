@@ -31,8 +31,8 @@ from muralist.core.errors import UserError
 from muralist.core.progress import loading_progress
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.core.run_dir import atomic_folder
-from muralist.data.latents import EncodedText, LatentSource
 from muralist.data.loader import Batch, flip_mask, to_unit_range
+from muralist.data.packed import EncodedText, LatentSource
 from muralist.diffusion import ddpm, flow
 from muralist.models.integrity import check_base, fingerprint
 from muralist.models.lora import Lora, is_adapter

@@ -20,8 +20,8 @@ from muralist.core.errors import UserError, closest_match
 from muralist.core.hardware import copy_to_device
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.core.run_dir import atomic_folder, atomic_write_json
-from muralist.data.latents import LatentSource
 from muralist.data.loader import Batch, to_unit_range
+from muralist.data.packed import LatentSource
 from muralist.diffusion import flow, samplers
 from muralist.models import configs, jit
 from muralist.models.weights import MAX_PIXELS, WEIGHTS_FILE, damaged_file, read_weights

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from muralist.core.rng import SampleKeys
-    from muralist.data.latents import LatentSource
     from muralist.data.loader import Batch
+    from muralist.data.packed import LatentSource
 
 
 @dataclass(frozen=True)

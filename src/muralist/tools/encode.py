@@ -18,9 +18,8 @@ from torch import Tensor
 
 from muralist.core.errors import UserError
 from muralist.data.decode import height_width
-from muralist.data.latents import CAPTION_FILES
 from muralist.data.loader import to_unit_range
-from muralist.data.packed import EncodedManifest, Manifest, RowWriter
+from muralist.data.packed import CAPTION_FILES, EncodedManifest, Manifest, RowWriter
 from muralist.models.hunyuan_dit import BERT_TOKENS, ENCODER_COMPONENTS, T5_TOKENS, FrozenEncoders, encoder_fingerprints
 from muralist.models.spec import HUNYUAN_DIT
 from muralist.settings import PackSettings

@@ -23,10 +23,9 @@ from muralist.core.hardware import available_cpus
 from muralist.core.progress import Advance, progress_bar
 from muralist.core.run_dir import hold_lock
 from muralist.data.decode import ImageDecodeError, Size, format_size, height_width
-from muralist.data.latents import open_packed
-from muralist.data.packed import HELD_OUT_FOLDER, Manifest, RowWriter, is_packed, read_manifest
+from muralist.data.packed import HELD_OUT_FOLDER, Manifest, RowWriter, is_packed, open_packed, read_manifest
 from muralist.data.source import Source
-from muralist.data.sources.registry import open_held_out, open_source
+from muralist.data.sources import open_held_out, open_source
 
 _CHUNK_BYTES = 8 * 2**20  # sent by a worker at once
 _MAX_CHUNK_ROWS = 128

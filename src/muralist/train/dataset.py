@@ -12,8 +12,8 @@ import torch
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import atomic_write
-from muralist.data.latents import LatentSource
 from muralist.data.loader import fits_on_device, free_device_memory, image_bytes, num_loader_workers
+from muralist.data.packed import LatentSource
 from muralist.data.sampler import (
     BucketedSource,
     Buckets,
@@ -31,8 +31,8 @@ from muralist.data.sampler import (
     split_held_out,
 )
 from muralist.data.source import Source, cache_in_memory, short_hash
+from muralist.data.sources import open_held_out, open_source
 from muralist.data.sources.hydit_index import IndexSource
-from muralist.data.sources.registry import open_held_out, open_source
 from muralist.models.spec import families_with, find_family
 from muralist.settings import TrainSettings
 from muralist.train.distributed import World

@@ -18,11 +18,6 @@ _TRAINING = (("train_x", "images", "x", "arr_0"), ("train_y", "labels", "y", "ar
 _HELD_OUT = (("test_x",), ("test_y",))
 
 
-def has_held_out(path: Path) -> bool:
-    """Return whether an archive has held-out images."""
-    return "test_x" in _keys(path)
-
-
 class ArraySource:
     """The images of an `.npz` file: train_x and train_y (or images and labels), or test_x and test_y if `held_out`."""
 
@@ -38,7 +33,7 @@ class ArraySource:
         # Every process loads the array itself: pickling it for each DataLoader worker would cost more.
         self._arrays: LruCache[np.ndarray] = LruCache(1)
         image_names, label_names = _HELD_OUT if held_out else _TRAINING
-        keys = _keys(path)
+        keys = array_names(path)
         image_key = first_present(keys, image_names)
         if image_key is None:
             raise UserError(
@@ -90,13 +85,11 @@ class ArraySource:
         where = f"The array {self._key} in {self.path}"
         if images.dtype != np.uint8:
             raise UserError(f"{where} is {images.dtype}, not uint8.", fix="Store pixels as integers from 0 to 255.")
-        if images.ndim != 4 or 3 not in (images.shape[1], images.shape[3]):
-            raise UserError(f"{where} has the shape {images.shape}.", fix="Store images as [count, height, width, 3].")
-        if 0 in images.shape[1:]:
-            raise UserError(f"{where} has the shape {images.shape}: its images have no pixels.")
-        if images.shape[1] == images.shape[3]:
+        if images.ndim != 4 or 0 in images.shape[1:] or [images.shape[1], images.shape[3]].count(3) != 1:
             raise UserError(
-                f"{where} has the shape {images.shape}, in which either axis of 3 could be the color channels."
+                f"{where} has the shape {images.shape}.",
+                "Images have pixels, and one axis of 3 for the color channels.",
+                "Store images as [count, height, width, 3].",
             )
         return np.ascontiguousarray(images if images.shape[3] == 3 else images.transpose(0, 2, 3, 1))
 
@@ -116,7 +109,8 @@ def open_archive(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
         raise UserError(f"The file {path} could not be read as an .npz archive: {error}.", fix=fix) from error
 
 
-def _keys(path: Path) -> list[str]:
+def array_names(path: Path) -> list[str]:
+    """Return the names of the arrays of an .npz file."""
     with open_archive(path) as archive:
         return list(archive.files)
 

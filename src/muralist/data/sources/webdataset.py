@@ -7,6 +7,8 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import IO
 
@@ -36,25 +38,18 @@ _MAX_FILES = 1_000_000  # more than any folder of archives holds
 
 def expand_ranges(pattern: str) -> list[Path]:
     """Expand the ranges in a pattern such as `data-{0000..0012}.tar`, keeping leading zeros."""
-    return [Path(name) for name in _expand(pattern)]
-
-
-def _expand(pattern: str) -> list[str]:
-    match = _RANGE.search(pattern)
-    if match is None:
-        return [pattern]
-    first, last = match.groups()
-    if int(first) > int(last):
-        raise UserError(f"The range {match.group()} in {pattern} is empty.", fix="Put the smaller number first.")
-    count = int(last) + 1 - int(first)
-    rest = _expand(pattern[match.end() :]) if count <= _MAX_FILES else []
-    if count * len(rest) > _MAX_FILES or not rest:
-        raise UserError(
-            f"The range {match.group()} in {pattern} stands for more than {_MAX_FILES:,} files.",
-            fix="Give the range of numbers that the files have.",
-        )
-    start, values = pattern[: match.start()], range(int(first), int(last) + 1)
-    return [f"{start}{value:0{len(first)}}{end}" for value in values for end in rest]
+    start, *pieces = _RANGE.split(pattern)  # after the start, for each range: first, last, and the text that follows
+    choices, count = [[start]], 1
+    for first, last, text in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+        count *= max(0, int(last) + 1 - int(first))
+        if not 0 < count <= _MAX_FILES:
+            what = "is empty" if count == 0 else f"stands for more than {_MAX_FILES:,} files"
+            raise UserError(
+                f"The range {{{first}..{last}}} in {pattern} {what}.",
+                fix="Give the smallest and the largest number that the files have.",
+            )
+        choices.append([f"{value:0{len(first)}}{text}" for value in range(int(first), int(last) + 1)])
+    return [Path("".join(parts)) for parts in product(*choices)]
 
 
 class WebDatasetSource:
@@ -66,6 +61,7 @@ class WebDatasetSource:
         import pyarrow
 
         self.paths, self.img_size = paths, img_size
+        place = str(paths[0]) if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
         offsets: list[tuple[int, int, int]] = []  # tar file, offset, size
         names: list[bytes] = []
         captions: list[str] = []
@@ -79,15 +75,13 @@ class WebDatasetSource:
                     labels.append(sample.label)
                 if len(labels) not in (0, len(offsets)):
                     raise UserError(
-                        f"Some samples of {_range_of(paths)} have a label (.cls) and others none; "
+                        f"Some samples of {place} have a label (.cls) and others none; "
                         f"the first change is at {sample.name} in {path}."
                     )
         if not offsets:
-            raise UserError(
-                f"There are no images in {_range_of(paths)}.", f"Looked for members {' '.join(IMAGE_EXTENSIONS)}."
-            )
-        self._labels, self.label_names = resolve_labels(np.array(labels, dtype=np.int64), known, _range_of(paths))
-        self._caption = CaptionTemplate.resolve_plain(caption, self.label_names, _range_of(paths))
+            raise UserError(f"There are no images in {place}.", f"Looked for members {' '.join(IMAGE_EXTENSIONS)}.")
+        self._labels, self.label_names = resolve_labels(np.array(labels, dtype=np.int64), known, place)
+        self._caption = CaptionTemplate.resolve_plain(caption, self.label_names, place)
         self._offsets = np.array(offsets, dtype=np.int64)
         self._names = pyarrow.array(names, pyarrow.large_binary())
         self._captions = pyarrow.array(captions, pyarrow.large_string())
@@ -135,14 +129,15 @@ class WebDatasetSource:
             raise UserError(f"The file {self.paths[tar]} could not be read: {error.strerror}.") from error
 
 
+@dataclass
 class _Members:
     """The members of a tar file that share a key."""
 
-    def __init__(self) -> None:
-        self.name = ""
-        self.offset = self.size = 0
-        self.caption = ""
-        self.label: int | None = None
+    name: str = ""
+    offset: int = 0
+    size: int = 0
+    caption: str = ""
+    label: int | None = None
 
 
 def _samples(path: Path) -> Iterator[_Members]:
@@ -196,7 +191,3 @@ def _add_member(samples: dict[str, _Members], member: tarfile.TarInfo, descripto
             sample.caption = check_caption(fields[field], where)
         if (field := first_present(fields, LABEL_FIELDS)) and sample.label is None:
             sample.label = parse_label(fields[field], where)
-
-
-def _range_of(paths: list[Path]) -> str:
-    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"

@@ -13,8 +13,8 @@ from muralist.core.errors import UserError
 from muralist.data.decode import ImageDecodeError, center_crop
 from muralist.data.sampler import BucketedSource, Buckets, check_measurable
 from muralist.data.source import Source, read_batch
+from muralist.data.sources import open_source
 from muralist.data.sources.hydit_index import IndexSource
-from muralist.data.sources.registry import open_source
 from tests.data.driving_files import write_arrow, write_index
 from tests.support.images import EncodedSample, encoded_samples
 
@@ -222,8 +222,9 @@ def test_arrow_files_without_rows_or_images(tmp_path: Path) -> None:
         writer.write_table(table)
     with pytest.raises(UserError, match=r"Arrow file .* no column of images .* text_zh \(string\), md5 \(string\)"):
         open_source(str(tmp_path / "b.arrow"), SIZE)
+    write_arrow(tmp_path / "b.arrow", CHOSEN[:1], labelled=True)
     with pytest.raises(
-        UserError, match=r"b\.arrow has the columns text_zh, md5, but \S*a\.arrow has text_zh, md5, width"
+        UserError, match=r"b\.arrow has the columns text_zh, md5, .*, label, but \S*a\.arrow has text_zh"
     ):
         open_source(str(tmp_path), SIZE)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from muralist.core.errors import UserError
 from muralist.data import loader
-from muralist.data.loader import Batch, GpuResidentDataset, fits_on_device, load_to_device, training_batches
+from muralist.data.decode import ImageDecodeError
+from muralist.data.loader import (
+    Batch,
+    GpuResidentDataset,
+    fits_on_device,
+    held_out_batches,
+    load_to_device,
+    training_batches,
+)
 from muralist.data.sampler import ShuffledOrder, Split, split_held_out
 from muralist.data.source import Source
-from muralist.data.sources.registry import open_source
+from muralist.data.sources import open_source
 from muralist.settings import DataSettings, ModelSettings, OptimSettings, TrainSettings
 from muralist.tools.pack import pack
 from muralist.train.dataset import open_data
@@ -95,16 +109,6 @@ def test_loader_workers_give_the_same_images(photo_folder: Path) -> None:
     assert torch.equal(alone.images_u8, helped.images_u8) and torch.equal(alone.labels, helped.labels)
 
 
-def test_a_broken_image_is_a_user_error(photo_folder: Path, tmp_path: Path) -> None:
-    for path in sorted((photo_folder / "meadow").glob("*.png")):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    broken = tmp_path / "010.png"
-    broken.write_bytes(broken.read_bytes()[:100])
-    source = open_source(str(tmp_path), SIDE)
-    with pytest.raises(UserError, match=f"{broken} is a broken image"):
-        on_cpu(source, split_held_out(len(source), 0.0))
-
-
 @pytest.mark.parametrize(
     ("wish", "needed", "free", "whole_epoch", "expected"),
     [
@@ -146,3 +150,89 @@ def test_a_stop_signal_during_loading_stops_the_run(photo_folder: Path, tmp_path
     )
     assert Trainer._open_batches(stopped) is None
     assert len(reports) == 1 and reports[0].startswith("loading images to the device")
+
+
+# -- the loader: the same stream whoever reads which part of it
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """53 images that each show their own index."""
+    index = np.arange(53, dtype=np.uint8)
+    images = np.broadcast_to(index[:, None, None, None], (53, 4, 4, 3))
+    path = tmp_path_factory.mktemp("numbered") / "numbered.npz"
+    np.savez(path, train_x=images, train_y=index)
+    return open_source(str(path), 4)
+
+
+def read(
+    source: Source, rank: int, ranks: int, total: int, part: int, steps: range, num_workers: int = 0
+) -> Iterator[list[Batch]]:
+    """The batches of one rank, step by step."""
+    settings = DataSettings(batch_size=part, global_batch_size=total, num_workers=num_workers, pin_memory=False)
+    plan = plan_batch(settings, OptimSettings(), ranks)
+    parts = split_held_out(len(source), 0.1)
+    stream = ShuffledOrder(9, parts.training_size)
+    batches = training_batches(source, parts, stream, plan.sample_indices(rank, steps), settings)
+    while group := list(itertools.islice(batches, plan.accumulation_steps)):
+        yield group
+
+
+def shown(batches: list[Batch]) -> list[tuple[int, int, int]]:
+    """Number, image and label of every sample."""
+    return [
+        (int(number), int(image[0, 0, 0]), int(label))
+        for batch in batches
+        for number, image, label in zip(batch.sample_indices, batch.images_u8, batch.labels, strict=True)
+    ]
+
+
+@hypothesis_settings(max_examples=25)
+@given(ranks=st.sampled_from([1, 2, 4]), part=st.integers(1, 12), first=st.integers(0, 40), length=st.integers(1, 6))
+def test_ranks_read_disjoint_slices_of_one_order(
+    numbered: Source, ranks: int, part: int, first: int, length: int
+) -> None:
+    total = 12
+    by_rank = [list(read(numbered, rank, ranks, total, part, range(first, first + length))) for rank in range(ranks)]
+    together = [row for step in range(length) for rank in range(ranks) for row in shown(by_rank[rank][step])]
+    parts = split_held_out(53, 0.1)
+    numbers = np.arange(first * total, (first + length) * total)
+    indices = parts.training_index(ShuffledOrder(9, parts.training_size).positions(numbers))
+    assert together == [(number, index, index) for number, index in zip(numbers, indices, strict=True)]
+    assert not {index for _, index, _ in together} & set(parts.held_out.tolist())
+
+
+def test_batches_do_not_depend_on_loader_workers(numbered: Source) -> None:
+    alone, helped = (list(read(numbered, 1, 2, 12, 3, range(2, 12), workers)) for workers in (0, 2))
+    assert len(alone) == len(helped) == 10
+    for one, two in zip(itertools.chain(*alone), itertools.chain(*helped), strict=True):
+        assert torch.equal(one.images_u8, two.images_u8)
+        assert torch.equal(one.sample_indices, two.sample_indices)
+        assert torch.equal(one.labels, two.labels)
+        assert one.captions == two.captions
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_broken_image_reaches_the_trainer_as_a_user_error(
+    photo_folder: Path, tmp_path: Path, num_workers: int
+) -> None:
+    folder = tmp_path / "train"
+    folder.mkdir()
+    for path in sorted((photo_folder / "meadow").glob("*.png")):
+        (folder / path.name).write_bytes(path.read_bytes())
+    broken = folder / "010.png"
+    broken.write_bytes(broken.read_bytes()[:100])
+    with pytest.raises(ImageDecodeError) as caught:
+        list(read(open_source(str(folder), 8), 0, 1, 4, 2, range(5), num_workers))
+    assert isinstance(caught.value, UserError)
+    assert caught.value.name == str(broken)
+    assert str(broken) in caught.value.what
+    assert caught.value.fix == "`muralist pack` leaves broken images out and lists them."
+    assert not multiprocessing.active_children()  # nothing waits for the garbage collector
+
+
+def test_held_out_sample_indices_are_positions(numbered: Source) -> None:
+    indices = np.array([40, 7, 21, 33, 2])
+    batches = list(held_out_batches(numbered, indices, np.array([0, 2, 3, 4]), size=3))
+    assert [len(batch.sample_indices) for batch in batches] == [3, 1]
+    assert shown(batches) == [(0, 40, 40), (2, 21, 21), (3, 33, 33), (4, 2, 2)]
