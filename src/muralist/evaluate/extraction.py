@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from muralist.core.formatting import loading_progress
 from muralist.core.hardware import available_cpus
-from muralist.core.progress import loading_progress
 from muralist.data.decode import ImageDecodeError, read_image_file, read_image_shape, read_unchanged_image
 from muralist.evaluate.decoders import DecodeRequest, DecoderPool, PendingDecode
 from muralist.evaluate.encoders import GPU_BATCH, Encoder, LoadedEncoder

@@ -15,7 +15,6 @@ from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from muralist.core import compile_cache
 from muralist.core.errors import UserError, closest_match
 from muralist.generate.denoising import DenoisingLoop, denoisers
 from muralist.generate.diffusers_patches import (
@@ -127,8 +126,7 @@ class DiffusersPipeline(Pipeline):
         offloaded = device.type == "cuda" and _wants_offload(pipe, settings, device)
         optimizations = optimizations or Optimizations.choose(settings.compile, device)
         if not offloaded:  # before the optimizations, which quantize and reorder weights faster on the GPU
-            with compile_cache.preload_compiler(optimizations.compiled and device.type == "cuda"):
-                pipe.to(device)
+            pipe.to(device)
         pipeline = cls(pipe, settings, device, optimizations)
         if offloaded:
             # Last: offloading wraps the components' calls and unwraps them again, so it must be outermost.
