@@ -9,7 +9,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from muralist.train.profiler import times_by_kind, times_by_name
+from muralist.train.metrics import times_by_kind, times_by_name
 
 
 def time_by_kind(step: Callable[[], Any], steps: int) -> tuple[dict[str, float], dict[str, float], float]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from muralist.train.loggers import start_log
-from muralist.train.profiler import StepProfiler, kind_of
+from muralist.train.metrics import StepProfiler, kind_of
 from tests.support.runs import assert_same_state, last_checkpoint, losses, only_run, train
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ from muralist.train.checkpoint import CheckpointWriter, read_saved_weights, remo
 from muralist.train.dataset import TrainingData, has_captions, open_data, with_buckets
 from muralist.train.distributed import World, is_lost_peer
 from muralist.train.loggers import MetricsLogger, ProgressLogger, open_loggers, start_log
-from muralist.train.metrics import Forecast, MetricsRecorder, matmul_rate
+from muralist.train.metrics import Forecast, MetricsRecorder, StepProfiler, matmul_rate
 from muralist.train.parallel import build_strategy, compile_each_size
 from muralist.train.preflight import (
     NO_CAPTIONS,
@@ -40,7 +40,6 @@ from muralist.train.preflight import (
     check_strategy,
     run_summary,
 )
-from muralist.train.profiler import StepProfiler
 from muralist.train.schedule import LearningRate, TrainingClock, learning_rate, plan_batch
 from muralist.train.step import TrainState, autocast_dtype, held_out_loss
 from muralist.train.watchdog import RESUME_HINT, SAVING, WAITING, Watchdog
