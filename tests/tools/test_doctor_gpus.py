@@ -24,7 +24,7 @@ from muralist.tools.doctor.hardware import (
     compute_on_devices,
     query_nvidia_smi,
 )
-from muralist.train.memory import CONTEXT, MemoryEstimate, estimate_memory
+from muralist.train.preflight import CONTEXT, MemoryEstimate, estimate_memory
 from tests.support.runs import TINY
 
 GIGABYTE = 1024

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from muralist.core.errors import UserError
 from muralist.core.run_dir import find_os_error
 from muralist.train import checkpoint
-from muralist.train.optim import optimizer_tensors
+from muralist.train.parallel import optimizer_tensors
 from tests.support.disks import PAGE, leave_free, small_disk
 
 FACTS = {"images": 12, "total_batch": 4, "model": {"label_names": ["Straße"]}, "loss_scale": {}, "epoch_loss": [0.1, 3]}

@@ -12,7 +12,7 @@ from muralist.models import configs
 from muralist.models.jit_spec import JiTInputs, JiTSpec
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
 from muralist.settings.load import load
-from muralist.train.memory import CONTEXT, MemoryEstimate, estimate_memory, state_bytes
+from muralist.train.preflight import CONTEXT, MemoryEstimate, estimate_memory, state_bytes
 from tests.conftest import REPOSITORY
 
 

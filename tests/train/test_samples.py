@@ -20,8 +20,9 @@ from muralist.models.jit_spec import JiTSpec
 from muralist.models.spec import build_spec
 from muralist.settings import ModelSettings, SampleSettings, TrainSettings
 from muralist.train.checkpoint import folder_name
-from muralist.train.optim import EMA, SwappedWeights
+from muralist.train.parallel import SwappedWeights
 from muralist.train.samples import generate_samples, prompts_of_rank, read_prompts, write_samples, write_sheet
+from muralist.train.step import EMA
 from tests.support.disks import read_only_view
 
 GAP, LEFT, TOP = 6, 190, 34  # of the sheet

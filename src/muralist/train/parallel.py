@@ -10,23 +10,28 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from muralist.core.rng import SampleKeys
 from muralist.models.spec import Encoded, ModelSpec
 from muralist.train import checkpoint
 from muralist.train.distributed import World
-from muralist.train.memory import state_bytes
-from muralist.train.optim import EMA, SwappedWeights, optimizer_tensors
+
+if TYPE_CHECKING:
+    from muralist.train.step import EMA
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LossWrapper(nn.Module):
@@ -49,6 +54,31 @@ class Snapshot(NamedTuple):
     state: dict[str, Tensor]
 
 
+def optimizer_tensors(network: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """AdamW's state by parameter name; created before the first step, so that a checkpoint can be read into it."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            state = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state |= {key: torch.zeros_like(parameter) for key in _MOMENTS}
+            tensors |= {f"{name}.{key}": value for key, value in state.items()}
+    return tensors
+
+
+class SwappedWeights(nn.Module):
+    """A network called with other weights, such as EMA weights, without copying or changing it."""
+
+    def __init__(self, network: nn.Module, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.network, self.weights = network, weights
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network with the replaced weights."""
+        return torch.func.functional_call(self.network, self.weights, args, kwargs)
+
+
 class DataParallel:
     """Every process holds everything and gradients are averaged (DDP); or there is one process."""
 
@@ -61,17 +91,11 @@ class DataParallel:
         self.world = world
         self.module: nn.Module = nn.Identity()
 
-    def memory(self, trained: int, frozen: int) -> float:
-        """Bytes of weights, gradients, optimizer state and EMA weights in each process."""
-        return state_bytes(self.world.strategy, trained, frozen, self.world.size)
-
     def to_device(self, network: nn.Module, compiled: bool) -> None:
         """Bring a network from host memory to where it is trained."""
         network.to(self.world.device)
 
-    def wrap(
-        self, module: LossWrapper, optimizer: torch.optim.Optimizer, compiled: bool, cuda_graphs: bool
-    ) -> nn.Module:
+    def wrap(self, module: LossWrapper, optimizer: Optimizer, compiled: bool, cuda_graphs: bool) -> nn.Module:
         """Prepare the module whose forward is the loss."""
         if compiled:
             module.compile(mode="reduce-overhead" if cuda_graphs else None)
@@ -96,8 +120,8 @@ class DataParallel:
     def optimizer_step(
         self,
         network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
+        optimizer: Optimizer,
+        scaler: GradScaler,
         max_grad_norm: float | None,
         skip_non_finite: bool = False,
         fused_step: Callable[[], None] | None = None,
@@ -109,8 +133,7 @@ class DataParallel:
         scaler.unscale_(optimizer)
         parameters = [parameter for parameter in network.parameters() if parameter.grad is not None]
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], foreach=True)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = full_tensor(norm)
         # isfinite waits for the device, so it is asked only where steps may be skipped.
         if skip_non_finite and not scaler.is_enabled() and not torch.isfinite(norm):
             optimizer.zero_grad(set_to_none=True)
@@ -133,15 +156,18 @@ class DataParallel:
         """Load full EMA weights."""
         for ema, state in zip(emas, states, strict=True):
             for name, value in ema.items():
-                value.copy_(_shard_like(value, state[name]))
+                full = state[name]
+                if isinstance(value, DTensor):
+                    # Every process has read the same file and keeps its shard: nothing is sent.
+                    full, mesh = full.to(value.device), value.device_mesh
+                    full = distribute_tensor(full, mesh, value.placements, src_data_rank=None)
+                value.copy_(full)
 
-    def load_optimizer(self, path: Path, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def load_optimizer(self, path: Path, network: nn.Module, optimizer: Optimizer) -> None:
         """Load the optimizer state of a checkpoint, however many processes wrote it."""
         checkpoint.read_state(path, optimizer_tensors(network, optimizer), sharded=self.is_sharded)
 
-    def snapshot(
-        self, spec: ModelSpec, network: nn.Module, optimizer: torch.optim.Optimizer, emas: list[EMA]
-    ) -> Snapshot | None:
+    def snapshot(self, spec: ModelSpec, network: nn.Module, optimizer: Optimizer, emas: list[EMA]) -> Snapshot | None:
         """The tensors of a checkpoint; None where this process has nothing to write."""
         if not self.world.is_main and self.checkpoint_mesh is None:
             return None
@@ -178,9 +204,7 @@ class FullySharded(DataParallel):
             fully_shard(module, mesh=self.mesh)
         fully_shard(network, mesh=self.mesh)
 
-    def wrap(
-        self, module: LossWrapper, optimizer: torch.optim.Optimizer, compiled: bool, cuda_graphs: bool
-    ) -> nn.Module:
+    def wrap(self, module: LossWrapper, optimizer: Optimizer, compiled: bool, cuda_graphs: bool) -> nn.Module:
         """Compile what is around the blocks; the network has its hooks already."""
         if compiled:
             module.compile()
@@ -236,14 +260,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard_like(pattern: Tensor, tensor: Tensor) -> Tensor:
-    if not isinstance(pattern, DTensor):
-        return tensor
-    # Every process has read the same file and keeps its shard: nothing is sent.
-    tensor = tensor.to(pattern.device)
-    return distribute_tensor(tensor, pattern.device_mesh, pattern.placements, src_data_rank=None)
-
-
 def _all_reduce_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients in bf16; torch's own hook of this kind needs a GPU."""
     buffer = bucket.buffer()
@@ -266,9 +282,6 @@ def compile_each_size(count: int) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 64 * count)
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 class DeepSpeedZero(DataParallel):
     """ZeRO stage 2 or 3; all processes assemble a checkpoint and the main one writes it."""
 
@@ -281,9 +294,7 @@ class DeepSpeedZero(DataParallel):
         self.mesh = init_device_mesh(world.device.type, (world.size,))
         self.deepspeed: Any = None
 
-    def wrap(
-        self, module: LossWrapper, optimizer: torch.optim.Optimizer, compiled: bool, cuda_graphs: bool
-    ) -> nn.Module:
+    def wrap(self, module: LossWrapper, optimizer: Optimizer, compiled: bool, cuda_graphs: bool) -> nn.Module:
         """Hand module and optimizer to DeepSpeed, which takes over backward and step."""
         warnings.filterwarnings(
             "ignore", category=FutureWarning, message=".*is deprecated. Please use `torch.distributed"
@@ -318,11 +329,11 @@ class DeepSpeedZero(DataParallel):
     def optimizer_step(
         self,
         network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
+        optimizer: Optimizer,
+        scaler: GradScaler,
         max_grad_norm: float | None,
-        skip_non_finite: bool = False,
-        fused_step: Callable[[], None] | None = None,
+        *_: Any,
+        **__: Any,
     ) -> Tensor:
         """Let DeepSpeed clip and step; skipping steps was refused before."""
         self.deepspeed.optimizer.clip_grad = max_grad_norm or 0.0
@@ -348,7 +359,7 @@ class DeepSpeedZero(DataParallel):
             states = [{name: value.flatten() for name, value in state.items()} for state in states]
         super().load_emas(emas, states)
 
-    def load_optimizer(self, path: Path, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def load_optimizer(self, path: Path, network: nn.Module, optimizer: Optimizer) -> None:
         """Read the full state and keep this process's shards of it."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
@@ -369,9 +380,7 @@ class DeepSpeedZero(DataParallel):
         for flat in self._flat_weights():
             optimizer.state[flat]["step"].copy_(state[f"{next(iter(shapes))}.step"])
 
-    def snapshot(
-        self, spec: ModelSpec, network: nn.Module, optimizer: torch.optim.Optimizer, emas: list[EMA]
-    ) -> Snapshot | None:
+    def snapshot(self, spec: ModelSpec, network: nn.Module, optimizer: Optimizer, emas: list[EMA]) -> Snapshot | None:
         """Assemble everything, one tensor at a time, in the main process's host memory."""
         from deepspeed.utils import safe_get_full_optimizer_state
 

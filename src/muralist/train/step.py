@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from muralist.core.errors import UserError
 from muralist.core.rng import SampleKeys
 from muralist.data.loader import Batch, held_out_batches
 from muralist.models.spec import ModelSpec
-from muralist.settings import TrainSettings
+from muralist.settings import OptimSettings, TrainSettings
 from muralist.train.checkpoint import Checkpoint, read_saved_weights
-from muralist.train.optim import EMA, build_optimizer, optimizer_tensors
-from muralist.train.parallel import DataParallel, LossWrapper, Snapshot
-from muralist.train.schedule import BatchPlan, LearningRate
+from muralist.train.parallel import DataParallel, LossWrapper, Snapshot, optimizer_tensors
+from muralist.train.schedule import BatchPlan, LearningRate, ema_decay
 
 if TYPE_CHECKING:
     from muralist.kernels.fused_adamw_ema import FusedAdamWEma
@@ -44,6 +44,44 @@ def autocast_dtype(use_amp: bool, device: torch.device) -> torch.dtype | None:
     if not use_amp:
         return None
     return torch.float16 if device.type == "cuda" and not torch.cuda.is_bf16_supported() else torch.bfloat16
+
+
+def build_optimizer(network: nn.Module, settings: OptimSettings) -> torch.optim.Optimizer:
+    """Build AdamW; vectors (biases, norms) have no weight decay, as in the official JiT code."""
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]  # LoRA has no vectors
+    return torch.optim.AdamW(groups, lr=0.0, betas=(settings.beta1, settings.beta2), fused=True)
+
+
+class EMA:
+    """Exponential moving average of a network's trained weights, in float32 and sharded as they are."""
+
+    def __init__(self, trained: Mapping[str, Tensor], half_life: float) -> None:
+        self.half_life = half_life
+        self.names = list(trained)
+        self.values = [value.detach().float().clone() for value in trained.values()]
+
+    @torch.no_grad()
+    def update(self, trained: Mapping[str, Tensor], images: int, step_images: int) -> None:
+        """Include the weights after the step that started at `images` images."""
+        weights = [_local(value) for value in trained.values()]
+        torch._foreach_lerp_([_local(value) for value in self.values], weights, self.lerp_weight(images, step_images))
+
+    def lerp_weight(self, images: int, step_images: int) -> float:
+        """Weight of the new weights in the step that starts at `images` images: 1 - decay."""
+        return 1.0 - ema_decay(images, step_images, self.half_life)
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and averaged tensors."""
+        return zip(self.names, self.values, strict=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TrainState:

@@ -19,7 +19,7 @@ from muralist.core.hardware import check_gpu_ids, select_devices
 from muralist.core.run_dir import is_disk_full
 from muralist.settings import TrainSettings
 from muralist.tools.doctor.check import GENERATE, TRAIN, Check, CheckContext, Finding, failed, ok, skipped, warning
-from muralist.train.memory import MemoryEstimate, estimate_memory
+from muralist.train.preflight import MemoryEstimate, estimate_memory
 
 COMPUTE_TIMEOUT = 60.0  # seconds; the first CUDA context of a machine may take a while
 _SMI_TIMEOUT = 30.0  # seconds; a driver without persistence mode takes several

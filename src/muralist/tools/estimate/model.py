@@ -17,7 +17,7 @@ from muralist.models import configs
 from muralist.models.spec import families_with, find_family
 from muralist.settings import EstimateSettings, Strategy, TrainSettings
 from muralist.settings.load import read_yaml
-from muralist.train.memory import MemoryEstimate, state_bytes
+from muralist.train.preflight import MemoryEstimate, state_bytes
 
 GPUS = tuple(2**power for power in range(11))
 """1 to 1024."""
