@@ -138,9 +138,7 @@ def test_export_replaces_an_export_and_nothing_else(net, config, tmp_path):
     assert (precious / "holiday.png").read_bytes() == b"sun"
 
 
-@pytest.mark.parametrize(
-    ("module", "step"), [(export, "save_file"), (export, "atomic_write_json"), (run_dir, "fsync_dir")]
-)
+@pytest.mark.parametrize(("module", "step"), [(export, "save_file"), (export, "atomic_write_json"), (run_dir, "fsync")])
 def test_failed_export_leaves_the_old_one(net, config, tmp_path, monkeypatch, module, step):
     export.write_jit_folder(tmp_path / "export", net.state_dict(), config)
 

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,11 +151,11 @@ def test_full_disk_raises_one_error_and_keeps_earlier_checkpoints(tmp_path: Path
 
 def test_disk_that_fills_up_while_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Another process takes the space after it was checked: safetensors' own error must end as the same sentence.
-    monkeypatch.setattr(checkpoint, "_require_space", lambda *_: None)
     with small_disk(tmp_path / "disk") as disk:
         folder = disk / "checkpoints"
         earlier = write(folder, 1)
         leave_free(disk, 8 * PAGE)
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 60))
         with pytest.raises(UserError, match=r"No space left on the disk that holds .*step_0000002"):
             write(folder, 2, size=20_000)
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0000001"]

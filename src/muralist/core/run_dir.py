@@ -201,8 +201,8 @@ def atomic_write_json(path: Path, content: Any) -> None:
     atomic_write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def fsync_dir(path: Path) -> None:
-    """Flush a folder, so that renames inside it survive a power failure."""
+def fsync(path: Path) -> None:
+    """Flush a file, or a folder, so that renames inside it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -224,17 +224,14 @@ def atomic_folder(final: Path, replace: bool = False) -> Iterator[Path]:
         yield temporary
         mode = temporary.stat().st_mode & 0o666
         for path in temporary.rglob("*"):
-            if path.is_dir():
-                fsync_dir(path)
-                continue
-            path.chmod(mode)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        fsync_dir(temporary)
+            if path.is_file():
+                path.chmod(mode)
+            fsync(path)
+        fsync(temporary)
         if final.exists() and replace:
             final.replace(old)
         temporary.replace(final)
-        fsync_dir(final.parent)
+        fsync(final.parent)
     except UserError:
         raise
     except Exception as error:

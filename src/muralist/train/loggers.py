@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -27,7 +27,7 @@ log = logging.getLogger("muralist")
 Scalars = Mapping[str, float]
 
 
-class MetricsLogger(Protocol):
+class MetricsLogger:
     """Records scalars and images; a class and a line in `open_loggers` add another one."""
 
     def scalars(self, step: int, values: Scalars) -> None:
@@ -51,8 +51,8 @@ def _writing(path: Path) -> Iterator[None]:
         raise disk_write_error(error, path) from None
 
 
-class JsonlLogger:
-    """metrics.jsonl: one line per step; on resume it is truncated to the checkpoint, so that each step appears once."""
+class JsonlLogger(MetricsLogger):
+    """metrics.jsonl: one line per step, without images; on resume it is truncated, so that each step appears once."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
@@ -63,9 +63,6 @@ class JsonlLogger:
         """Append one line."""
         with _writing(self.path):
             self.file.write(json.dumps({"step": step, **values}) + "\n")
-
-    def image(self, step: int, name: str, image_u8: np.ndarray, caption: str) -> None:
-        """Images are files of their own under samples/."""
 
     def flush(self) -> None:
         """Flush the lines to disk."""
@@ -98,7 +95,7 @@ def _ignore_full_disk(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(MetricsLogger):
     """TensorBoard event files in the run's folder."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -133,15 +130,7 @@ class TensorBoardLogger:
             self.writer.close()
 
 
-def _wandb_id(run: RunDir) -> str:
-    """One id per run folder: a run with the same name elsewhere is another W&B run."""
-    path = run.root / "wandb_id"
-    if not path.exists():
-        atomic_write(path, secrets.token_hex(4))
-    return path.read_text().strip()
-
-
-class WandbLogger:
+class WandbLogger(MetricsLogger):
     """A W&B run that keeps its id when training is resumed."""
 
     def __init__(self, run: RunDir, settings: LogSettings, config: dict[str, Any], first_step: int) -> None:
@@ -153,16 +142,13 @@ class WandbLogger:
                 fix="Run `pip install 'muralist[wandb]'`.",
             ) from None
         self.wandb = wandb
-        name = settings.wandb_name or run.root.name
+        # One id per run folder: a run with the same name elsewhere is another W&B run.
+        identity, name = run.root / "wandb_id", settings.wandb_name or run.root.name
+        if not identity.exists():
+            atomic_write(identity, secrets.token_hex(4))
+        project, run_id, folder = settings.wandb_project, identity.read_text().strip(), str(run.root)
         try:
-            self.run = wandb.init(
-                project=settings.wandb_project,
-                name=name,
-                id=_wandb_id(run),
-                resume="allow",
-                dir=str(run.root),
-                config=config,
-            )
+            self.run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=folder, config=config)
         except wandb.Error as error:
             raise UserError(
                 f"W&B could not start: {error}.",
@@ -177,9 +163,6 @@ class WandbLogger:
     def image(self, step: int, name: str, image_u8: np.ndarray, caption: str) -> None:
         """Record an image with its prompt."""
         self.run.log({name: self.wandb.Image(image_u8, caption=caption)}, step=step)
-
-    def flush(self) -> None:
-        """Do nothing: W&B uploads in a process of its own."""
 
     def close(self) -> None:
         """Finish the W&B run."""
@@ -199,8 +182,8 @@ def open_loggers(run: RunDir, settings: LogSettings, config: dict[str, Any], fir
 console = Console(highlight=False)
 
 
-class _IgnoreOSError(logging.Handler):
-    """A log line that cannot be written is dropped, without a traceback per line."""
+class _Output(logging.StreamHandler):
+    """A stream; a line that cannot be written, because of a full disk or `| head`, is dropped without a traceback."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Report only errors that are not the system's."""
@@ -208,12 +191,8 @@ class _IgnoreOSError(logging.Handler):
             super().handleError(record)
 
 
-class _Output(_IgnoreOSError, logging.StreamHandler):
-    """Standard output; when its reader ends, as `| head` does, training goes on."""
-
-
-class _LogFile(_IgnoreOSError, logging.FileHandler):
-    """The run's log file; a full disk is reported by the checkpoint that does not fit."""
+class _LogFile(_Output, logging.FileHandler):
+    """The run's log file."""
 
     def _open(self) -> Any:
         """Open without following a symbolic link."""
@@ -227,21 +206,15 @@ def start_log(path: Path | None, rank: int) -> None:
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
-    terminal: logging.Handler
+    terminal: logging.Handler = _Output(sys.stdout)
     if console.is_terminal:
-        terminal = RichHandler(
-            console=console, show_path=False, show_level=False, log_time_format="%H:%M:%S", markup=False
-        )
-    else:
-        terminal = _Output(sys.stdout)
+        terminal = RichHandler(console=console, show_path=False, show_level=False, log_time_format="%H:%M:%S")
     terminal.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.addHandler(terminal)
     if path is not None and rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = _LogFile(path, encoding="utf-8")
-        except OSError as error:
-            raise disk_write_error(error, path) from None
         file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         log.addHandler(file)
 
