@@ -42,14 +42,14 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def build(delay: int, every: int = 10) -> tuple[MetricsRecorder, Memory]:
-    world: Any = SimpleNamespace(
-        device=torch.device("cpu"), size=1, all_reduce_mean=lambda values: values, is_main=True
-    )
-    spec: Any = SimpleNamespace(tokens_per_image=lambda: 16, flops_per_image=lambda: 100)
+    world = SimpleNamespace(device=torch.device("cpu"), size=1, all_reduce_mean=lambda values: values, is_main=True)
+    spec = SimpleNamespace(tokens_per_image=lambda: 16, flops_per_image=lambda: 100)
     memory = Memory()
     loggers: Any = [memory]
     progress, forecast = ProgressLogger(0, 1000, 10, quiet=True), Forecast(None, 0, 1000, 100)
-    recorder = MetricsRecorder(world, TrainingClock(10_000, 8, 1), spec, loggers, progress, forecast, every, 1e9)
+    scaler = SimpleNamespace(is_enabled=lambda: False)
+    state: Any = SimpleNamespace(world=world, spec=spec, scaler=scaler, skip_non_finite=False)
+    recorder = MetricsRecorder(state, TrainingClock(10_000, 8, 1), loggers, progress, forecast, every, 1e9)
     recorder._write_delay = delay
     return recorder, memory
 

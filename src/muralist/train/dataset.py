@@ -38,6 +38,11 @@ from muralist.settings import TrainSettings
 from muralist.train.distributed import World
 
 _CAPTIONS_CHECKED = 32  # images
+NO_CAPTIONS = (
+    "None of the images that were checked has a caption: the model will learn images, but not to follow a prompt. "
+    "Set --data.caption to the name of a column or to a text such as 'A photo of {label}', or write the caption of "
+    "image.jpg into image.txt beside it."
+)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_duration
 from muralist.core.run_dir import RunDir, atomic_write, disk_write_error, is_disk_full, open_no_follow
-from muralist.settings import LogSettings
+from muralist.settings import LogSettings, TrainSettings
 
 log = logging.getLogger("muralist")
 Scalars = Mapping[str, float]
@@ -133,7 +133,7 @@ class TensorBoardLogger(MetricsLogger):
 class WandbLogger(MetricsLogger):
     """A W&B run that keeps its id when training is resumed."""
 
-    def __init__(self, run: RunDir, settings: LogSettings, config: dict[str, Any], first_step: int) -> None:
+    def __init__(self, run: RunDir, settings: LogSettings, config: dict[str, Any]) -> None:
         try:
             import wandb
         except ImportError:
@@ -169,13 +169,13 @@ class WandbLogger(MetricsLogger):
         self.run.finish()
 
 
-def open_loggers(run: RunDir, settings: LogSettings, config: dict[str, Any], first_step: int) -> list[MetricsLogger]:
+def open_loggers(run: RunDir, settings: TrainSettings, first_step: int) -> list[MetricsLogger]:
     """Open the loggers of a run, continuing after `first_step`."""
     loggers: list[MetricsLogger] = [JsonlLogger(run.metrics, first_step)]
-    if settings.use_tensorboard:
+    if settings.log.use_tensorboard:
         loggers.append(TensorBoardLogger(run.tensorboard, first_step))
-    if settings.use_wandb:
-        loggers.append(WandbLogger(run, settings, config, first_step))
+    if settings.log.use_wandb:
+        loggers.append(WandbLogger(run, settings.log, settings.model_dump(mode="json")))
     return loggers
 
 

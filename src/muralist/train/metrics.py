@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +26,9 @@ from muralist.core.errors import UserError
 from muralist.core.formatting import format_duration
 from muralist.core.hardware import copy_to_host
 from muralist.core.run_dir import atomic_write, atomic_write_json
-from muralist.models.spec import ModelSpec
-from muralist.train.distributed import World
 from muralist.train.loggers import MetricsLogger, ProgressLogger
 from muralist.train.schedule import TrainingClock
-from muralist.train.step import StepResult
+from muralist.train.step import StepResult, TrainState
 
 log = logging.getLogger("muralist")
 _MIN_STEPS = 40  # of a run that gets a forecast
@@ -166,36 +164,32 @@ class _Readback:
     """The step after which they are written."""
 
 
-@dataclass
 class MetricsRecorder:
     """Collects the results of steps and writes them to the loggers; values do not depend on when that happens."""
 
-    world: World
-    clock: TrainingClock
-    spec: ModelSpec
-    loggers: Sequence[MetricsLogger]
-    progress: ProgressLogger
-    forecast: Forecast
-    flush_every: int
-    peak_flops: float
-    loss_is_scaled: bool = False
-    """With fp16, a non-finite gradient is expected: the step is skipped and the loss scale lowered."""
-    skip_non_finite: bool = False
-    epoch_loss: list[float] = field(default_factory=lambda: [0.0, 0])
-    """Sum of the losses and number of steps of the current epoch."""
-    skipped_steps: list[int] = field(default_factory=lambda: [0, 0])
-    """Skipped steps in total and in a row."""
-    _results: list[tuple[int, StepResult]] = field(default_factory=list)
-    _readback: _Readback | None = None
-    _last_event: DeviceEvent = field(init=False)
-    _last_read: float = field(init=False)
-    _waited: float = 0.0
-    _paused: float = 0.0
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        clock: TrainingClock,
+        loggers: Sequence[MetricsLogger],
+        progress: ProgressLogger,
+        forecast: Forecast,
+        flush_every: int,
+        peak_flops: float,
+    ) -> None:
+        self.world, self.clock, self.loggers = state.world, clock, loggers
+        self.progress, self.forecast = progress, forecast
+        self.flush_every, self.peak_flops, self.skip_non_finite = flush_every, peak_flops, state.skip_non_finite
+        # With fp16, a non-finite gradient is expected: the step is skipped and the loss scale lowered.
+        self.loss_is_scaled = state.scaler.is_enabled()
+        self.epoch_loss = [0.0, 0]  # sum of the losses and number of steps of the current epoch
+        self.skipped_steps = [0, 0]  # in total and in a row
+        self._results: list[tuple[int, StepResult]] = []
+        self._readback: _Readback | None = None
         self._last_event, self._last_read = DeviceEvent(self.world.device), time.perf_counter()
+        self._waited = self._paused = 0.0
         self._write_delay = _WRITE_DELAY if self.world.device.type == "cuda" else 0
-        self._tokens, self._flops = self.spec.tokens_per_image(), self.spec.flops_per_image()
+        self._tokens, self._flops = state.spec.tokens_per_image(), state.spec.flops_per_image()
 
     def state_dict(self) -> dict[str, list[float] | list[int]]:
         """Fields of a checkpoint's manifest, so that a resumed epoch has the same mean loss."""

@@ -23,11 +23,6 @@ CONTEXT = 1.2e9
 BYTES_ON_DISK = 20
 """Bytes of a checkpoint per trained parameter: float32 weights, two moments, two EMAs."""
 _IMAGENET_CLASSES = 1000
-NO_CAPTIONS = (
-    "None of the images that were checked has a caption: the model will learn images, but not to follow a prompt. "
-    "Set --data.caption to the name of a column or to a text such as 'A photo of {label}', or write the caption of "
-    "image.jpg into image.txt beside it."
-)
 
 
 def check_settings(settings: TrainSettings) -> None:
