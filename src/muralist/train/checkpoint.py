@@ -20,8 +20,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from muralist.core.errors import UserError
+from muralist.core.errors import UserError, first_line
 from muralist.core.formatting import format_duration
 from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error, find_os_error, fsync
 from muralist.models.spec import ModelSpec
@@ -51,6 +50,11 @@ _ALIGNMENT = 64  # bytes
 _NAME = r"step_\d{7,}"
 _FILE = re.compile(r"(state/)?\.?\w[\w.-]{0,150}")
 log = logging.getLogger("muralist")
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process writes alone, as intended
+
+Tensors = Mapping[str, Tensor]
+WeightSets = Mapping[str, Tensors]
+Group = dist.ProcessGroup | None
 _METADATA_CLASSES = (
     metadata.Metadata,
     metadata.TensorStorageMetadata,
@@ -138,19 +142,15 @@ def step_of(folder: Path) -> int:
 
 
 def write(
-    folder: Path,
-    step: int,
-    weights: Mapping[str, Mapping[str, Tensor]],
-    state: dict[str, Any],
-    facts: dict[str, Any],
-    group: dist.ProcessGroup | None = None,
+    folder: Path, step: int, weights: WeightSets, state: Tensors, facts: dict[str, Any], group: Group = None
 ) -> Path:
     """Write one checkpoint; the folder gets its name only when everything in it is on disk.
 
     With a group, all its processes call this with sharded tensors. A process that fails still takes part in every
     collective; afterwards all processes fail.
     """
-    final, aside = folder / folder_name(step), _temporary(folder, step)
+    final = folder / folder_name(step)
+    aside = folder / f".{final.name}.tmp"  # a run has one writer, so one name is enough
     main = group is None or dist.get_rank(group) == 0
     try:
         failure = _error_of(lambda: _prepare(aside, weights, state)) if main else None
@@ -163,16 +163,12 @@ def write(
             if main and failure is None:
                 failure = _error_of(lambda: _write_weights(aside / f"{name}.safetensors", complete))  # noqa: B023
         _raise_together(failure, group)
-        with _ignore_single_process_warning():
-            dcp.save(state, checkpoint_id=aside / "state", process_group=group, no_dist=group is None)
-        failure = _error_of(lambda: _complete(folder, step, facts)) if main else None
+        dcp.save(dict(state), checkpoint_id=aside / "state", process_group=group, no_dist=group is None)
+        failure = _error_of(lambda: _complete(aside, final, step, facts)) if main else None
         _raise_together(failure, group)
         return final
-    except (OSError, SafetensorError) as error:
-        raise disk_write_error(find_os_error(error), final) from None
-    except CheckpointException as error:
-        first, _ = next(iter(error.failures.values()))
-        raise disk_write_error(find_os_error(first), final) from None
+    except (OSError, SafetensorError, CheckpointException) as error:
+        raise disk_write_error(find_os_error(_first_failure(error)), final) from None
     finally:
         if main:
             shutil.rmtree(aside, ignore_errors=True)
@@ -186,7 +182,12 @@ def _error_of(work: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _raise_together(error: Exception | None, group: dist.ProcessGroup | None) -> None:
+def _first_failure(error: BaseException) -> BaseException:
+    """What went wrong first in a process, behind DCP's error."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
+def _raise_together(error: Exception | None, group: Group) -> None:
     """Raise on every process of the group if one has an error."""
     failed = torch.tensor(error is not None)
     if group is not None:
@@ -195,7 +196,7 @@ def _raise_together(error: Exception | None, group: dist.ProcessGroup | None) ->
         raise error or UserError("Another process could not write the checkpoint.", "See its own message.")
 
 
-def _prepare(aside: Path, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
+def _prepare(aside: Path, weights: WeightSets, state: Tensors) -> None:
     """Create the temporary folder; refuse a disk that is too full."""
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -209,20 +210,14 @@ def _prepare(aside: Path, weights: Mapping[str, Mapping[str, Tensor]], state: Ma
         )
 
 
-def _temporary(folder: Path, step: int) -> Path:
-    """Folder in which a checkpoint is written; a run has one writer, so one name is enough."""
-    return folder / f".{folder_name(step)}.tmp"
-
-
-def _write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file(dict(tensors), file)
+def _write_weights(file: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, file)
     # safetensors creates files that only the owner can read; restore the permissions of the user's umask.
     file.chmod(file.parent.stat().st_mode & 0o666)
 
 
-def _complete(folder: Path, step: int, facts: Mapping[str, Any]) -> Path:
+def _complete(aside: Path, final: Path, step: int, facts: Mapping[str, Any]) -> None:
     """Hash and flush the files, add the manifest, and rename the folder."""
-    final, aside = folder / folder_name(step), _temporary(folder, step)
     files = {str(path.relative_to(aside)): path for path in sorted(aside.rglob("*")) if path.is_file()}
     manifest = {"format": FORMAT, "step": step, "written": time.time(), **facts}
     manifest["files"] = {name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for name, path in files.items()}
@@ -234,9 +229,8 @@ def _complete(folder: Path, step: int, facts: Mapping[str, Any]) -> Path:
     fsync(aside)
     _delete(final)
     aside.replace(final)
-    (final / "latest").replace(folder / "latest")
-    fsync(folder)
-    return final
+    (final / "latest").replace(final.with_name("latest"))
+    fsync(final.parent)
 
 
 def _digest(path: Path) -> str:
@@ -350,23 +344,12 @@ def read_state(checkpoint: Path, state: dict[str, Any], sharded: bool = False) -
     """Fill tensors from a checkpoint's `state/` in place; a collective where they are sharded."""
     reader = SafeStateReader(checkpoint / "state")
     try:
-        with _ignore_single_process_warning():
-            dcp.load(state, storage_reader=reader, no_dist=not sharded)
+        dcp.load(state, storage_reader=reader, no_dist=not sharded)
     except CheckpointException as error:
-        first, _ = next(iter(error.failures.values()))
-        reason = str(first).splitlines()[0] if str(first) else repr(first)
         raise UserError(
-            f"The state of {checkpoint} does not fit this model: {reason}.",
+            f"The state of {checkpoint} does not fit this model: {first_line(_first_failure(error))}.",
             fix="Resume with the settings it was trained with, or start from its weights with --init_from.",
         ) from error
-
-
-@contextmanager
-def _ignore_single_process_warning() -> Iterator[None]:
-    """DCP warns when a single process writes, which is intended here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
@@ -401,9 +384,7 @@ class CheckpointWriter:
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
-    def submit(
-        self, step: int, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor], facts: dict[str, Any]
-    ) -> None:
+    def submit(self, step: int, weights: WeightSets, state: Tensors, facts: dict[str, Any]) -> None:
         """Copy the tensors to host memory, then write them in the background; waits for the previous checkpoint."""
         self.finish()
         sets = {
@@ -416,9 +397,8 @@ class CheckpointWriter:
         self._thread.start()
 
     def _write(self, step: int, weights: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]) -> None:
-        started = time.perf_counter()
+        started, group = time.perf_counter(), self.mesh.get_group() if self.mesh else None
         try:
-            group = self.mesh.get_group() if self.mesh else None
             path = write(self.folder, step, weights, state, facts, group)
             if self.mesh is None or self.mesh.get_rank() == 0:
                 prune(self.folder, self.keep.keep_last, self.keep.keep_every)
