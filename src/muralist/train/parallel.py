@@ -238,21 +238,17 @@ def gather_network(world: World, spec: ModelSpec, weights: Mapping[str, Tensor])
     """Build a full network from sharded weights; a collective, and either all processes get one or none does."""
     needed = sum(value.numel() * value.element_size() for value in weights.values())
     # With a margin: a process that ran out of memory while gathering would leave the others waiting.
-    if not world.all_reduce_min(1.2 * needed < _free_memory(world.device)):
+    free = 1 << 62  # host memory: the network was built there
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(world.device)[0]
+    if not world.all_reduce_min(1.2 * needed < free):
         return None
     network = spec.meta_model()
-    shapes = {name: value.shape for name, value in network.state_dict().items()}
-    network.load_state_dict(
-        {name: full_tensor(value).view(shapes[name]) for name, value in weights.items()}, assign=True
-    )
+    expected = network.state_dict()
+    full = {name: full_tensor(value).view(expected[name].shape) for name, value in weights.items()}
+    network.load_state_dict(full, assign=True)
     return network
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1 << 62  # host memory: the network was built there
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -296,9 +292,7 @@ class DeepSpeedZero(DataParallel):
 
     def wrap(self, module: LossWrapper, optimizer: Optimizer, compiled: bool, cuda_graphs: bool) -> nn.Module:
         """Hand module and optimizer to DeepSpeed, which takes over backward and step."""
-        warnings.filterwarnings(
-            "ignore", category=FutureWarning, message=".*is deprecated. Please use `torch.distributed"
-        )
+        warnings.filterwarnings("ignore", ".*is deprecated. Please use `torch.distributed", FutureWarning)
         if self.is_sharded:
             from deepspeed.utils import set_z3_leaf_module
 
@@ -349,9 +343,8 @@ class DeepSpeedZero(DataParallel):
             return parameter.detach()
         shard, count = parameter.ds_tensor.detach(), parameter.ds_numel
         held = min(len(shard), max(0, count - self.world.rank * len(shard)))  # the last shards are padded
-        return DTensor.from_local(
-            shard[:held], self.mesh, [Shard(0)], run_check=False, shape=torch.Size([count]), stride=(1,)
-        )
+        shape = torch.Size([count])
+        return DTensor.from_local(shard[:held], self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
     def load_emas(self, emas: list[EMA], states: list[dict[str, Tensor]]) -> None:
         """Load full EMA weights, which are flat here under stage 3."""

@@ -259,7 +259,11 @@ def held_out_loss(state: TrainState, data: TrainingData, watchdog: Watchdog) -> 
     try:
         for first in range(0, rows, state.micro_batch):
             watchdog.report("held-out loss")
-            batch, error = _next_or_error(batches)
+            batch, error = None, None
+            try:
+                batch = next(batches)
+            except UserError as caught:
+                error = caught
             if world.all_reduce_max(error is not None) or batch is None:
                 return None, error or UserError("Another process could not read a held-out image; see its message.")
             losses = state.losses(batch.to(world.device), VALIDATION_SEED)
@@ -267,10 +271,3 @@ def held_out_loss(state: TrainState, data: TrainingData, watchdog: Watchdog) -> 
     finally:
         state.network.train()
     return float(world.all_reduce_sum(total)) / count, None
-
-
-def _next_or_error(batches: Iterator[Batch]) -> tuple[Batch | None, UserError | None]:
-    try:
-        return next(batches), None
-    except UserError as error:
-        return None, error
