@@ -36,8 +36,7 @@ class CompileCache:
     """The folder that compiled code is kept in."""
 
     folder: Path
-    note: str = ""
-    """Why the folder is temporary, if it is."""
+    note: str = ""  # why the folder is temporary, if it is
 
     @property
     def is_warm(self) -> bool:

@@ -146,24 +146,19 @@ def hold_lock(path: Path, in_use: InUse, shared: bool = False) -> Iterator[FileL
 
     An OSError names the file that cannot be written.
     """
-    file = None
-    try:
-        while True:
-            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+    while True:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+") as file:
             lock = FileLock(file, path, in_use)
             lock.share() if shared else lock.acquire()
-            if lock.is_current():
-                break
-            file.close()  # the last owner removed the file meanwhile, and a lock on a removed file excludes nobody
-        try:
-            yield lock
-        finally:
-            if lock.is_current() and lock.is_exclusive():
-                with suppress(OSError):
-                    path.unlink()
-    finally:
-        if file is not None:
-            file.close()
+            if not lock.is_current():
+                continue  # the last owner removed the file meanwhile, and a lock on a removed file excludes nobody
+            try:
+                yield lock
+            finally:
+                if lock.is_current() and lock.is_exclusive():
+                    with suppress(OSError):
+                        path.unlink()
+            return
 
 
 _TORCH_WRITE_ERRORS = ("inline_container.cc", "PytorchStreamWriter")
