@@ -38,10 +38,8 @@ class TrainingData:
     split: sampler.Split
     held_out: Source | None
     held_out_indices: np.ndarray
-    facts: dict[str, Any]
-    """Fingerprint and size, which checkpoints store to notice that the data changed."""
-    buckets: sampler.Buckets | None = None
-    """With --multireso: the size of each training image. Held-out images have one size, as in all other runs."""
+    facts: dict[str, Any]  # fingerprint and size, which checkpoints store to notice that the data changed
+    buckets: sampler.Buckets | None = None  # with --multireso; held-out images have one size, as in all other runs
 
     def order(self, seed: int, total_batch: int) -> sampler.SampleOrder:
         """The order of images: sample index to position."""
@@ -58,15 +56,13 @@ class TrainingData:
         """Index of an image of the largest size."""
         return self.buckets.largest if self.buckets else 0
 
-    def bytes_on(
-        self, device: torch.device, settings: TrainSettings, steps: range, total_batch: int, ranks: int
-    ) -> int:
+    def bytes_on(self, device: torch.device, settings: TrainSettings, steps: range, total: int, ranks: int) -> int:
         """Bytes of the training images if they are to be kept on each rank's device for these steps, else 0."""
         if self.latents or self.buckets:
             return 0
         count = self.split.training_size
         needed = image_bytes(count, settings.model.img_size)
-        full_epoch = len(steps) * total_batch >= ranks * count  # every rank reads each image once on average
+        full_epoch = len(steps) * total >= ranks * count  # every rank reads each image once on average
         return needed if fits_on_device(settings.data.cache, needed, free_device_memory(device), full_epoch) else 0
 
     @property

@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,19 +148,15 @@ class DeviceEvent:
         return self._time - earlier._time
 
 
-@dataclass(frozen=True)
-class _Readback:
+class _Readback(NamedTuple):
     """Results of some steps, on their way to the host."""
 
     results: list[tuple[int, StepResult]]
-    values: Tensor
-    """Losses and gradient norms, [2, steps]."""
-    event: DeviceEvent
-    """When the last of these steps is done and its values are on the host."""
+    values: Tensor  # losses and gradient norms, [2, steps]
+    event: DeviceEvent  # when the last of these steps is done and its values are on the host
     waited: float
     paused: float
-    due: int
-    """The step after which they are written."""
+    due: int  # the step after which they are written
 
 
 class MetricsRecorder:
@@ -239,10 +234,8 @@ class MetricsRecorder:
         """Start copying the results so far to the host."""
         if not self._results:
             return
-        losses, norms = (
-            torch.stack(values).float()
-            for values in zip(*((result.loss, result.grad_norm) for _, result in self._results), strict=True)
-        )
+        losses = torch.stack([result.loss for _, result in self._results]).float()
+        norms = torch.stack([result.grad_norm for _, result in self._results]).float()
         values = copy_to_host(torch.stack((self.world.all_reduce_mean(losses), norms)))
         event = DeviceEvent(self.world.device)
         self._readback = _Readback(self._results, values, event, self._waited, self._paused, due)

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from muralist.train.step import TrainState
 
 SMALL_BATCH = 256
-CONTEXT = 1.2e9
-"""Bytes per GPU of the CUDA context, library workspaces and allocator fragmentation."""
-BYTES_ON_DISK = 20
-"""Bytes of a checkpoint per trained parameter: float32 weights, two moments, two EMAs."""
+CONTEXT = 1.2e9  # bytes per GPU of the CUDA context, library workspaces and allocator fragmentation
+BYTES_ON_DISK = 20  # of a checkpoint per trained parameter: float32 weights, two moments, two EMAs
 _IMAGENET_CLASSES = 1000
 
 
@@ -155,10 +153,8 @@ class MemoryEstimate:
     """Memory that a training needs on each GPU."""
 
     parameters: int
-    state: float
-    """Bytes that do not depend on the batch."""
-    per_image: float | None
-    """Bytes per image of a forward pass; None without a formula."""
+    state: float  # bytes that do not depend on the batch
+    per_image: float | None  # bytes per image of a forward pass; None without a formula
 
     def total(self, images: int) -> float:
         """Bytes for a micro-batch of so many images; without a formula, of the state alone."""
@@ -166,9 +162,8 @@ class MemoryEstimate:
 
     def largest_batch(self, memory: float) -> int | None:
         """The largest micro-batch that fits; None without a formula."""
-        if self.per_image is None:
-            return None
-        return max(0, int((memory - self.state - CONTEXT) / self.per_image))
+        free = memory - self.state - CONTEXT
+        return None if self.per_image is None else max(0, int(free / self.per_image))
 
     @property
     def checkpoint(self) -> float:

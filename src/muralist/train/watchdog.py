@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -40,17 +41,9 @@ class WatchdogTiming:
     """How often a process writes its file and how long it waits for the others, in seconds."""
 
     beat: float = 2.0
-    suspicion: float = 15.0
-    """A main thread that reported nothing for so long is taken to wait for the others."""
-    silence: float = 40.0
-    """Another process whose file has not changed for so long is frozen or disconnected."""
-    exit_delay: float = 30.0
-    """The longest time for which the exit is delayed by `before_exit`, such as a checkpoint that is being written."""
-
-    @property
-    def certainty(self) -> float:
-        """A time in which a living process writes at least twice."""
-        return 2.5 * self.beat
+    suspicion: float = 15.0  # a main thread that reported nothing for so long is taken to wait for the others
+    silence: float = 40.0  # another process whose file has not changed for so long is frozen or disconnected
+    exit_delay: float = 30.0  # the longest time that `before_exit`, such as writing a checkpoint, may take
 
 
 Left = Literal["", "failed", "lost contact"]
@@ -162,8 +155,8 @@ class Watchdog:
     ) -> None:
         self.folder, self.rank, self.size, self.timeout = folder, rank, size, timeout
         self.timing = timing or WatchdogTiming()
-        self.before_exit: Callable[[], object] | None = None
-        """Called before this process is ended because another one is missing."""
+        self._certainty = 2.5 * self.timing.beat  # a time in which a living process writes at least twice
+        self.before_exit: Callable[[], object] | None = None  # called before the watchdog ends this process
         self._path, self._identity = folder / f"rank_{rank}.json", ProcessIdentity.current()
         # Without MASTER_ADDR, which on the first host may be localhost.
         names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
@@ -175,7 +168,6 @@ class Watchdog:
         # Every rank reads every file: with many ranks less often, to spare the file server.
         self._read_every = 0.9 * self.timing.beat * max(1.0, size / _MANY_RANKS)
         self._last_read = time.monotonic()
-        self._warned: set[str] = set()
         self._peers: list[Peer] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -198,9 +190,9 @@ class Watchdog:
             return  # it hangs in the file system
         if self._left and self.size > 1:
             self._write()  # the file stays for the others to read
-            return
-        with suppress(OSError):
-            self._remove_files()
+        else:
+            with suppress(OSError):
+                self._remove_files()
 
     def report(self, doing: str, step: int | None = None) -> None:
         """Note what the main thread does from now on; the thread writes it to the file."""
@@ -221,7 +213,7 @@ class Watchdog:
             while not (lines := self._missing()) and time.monotonic() < deadline:
                 time.sleep(self._read_every / 8)
                 self._read_peers()
-            lines = lines or self._missing(silence=self.timing.certainty) or self._stragglers()
+            lines = lines or self._missing(silence=self._certainty) or self._stragglers()
         except OSError as error:
             lines = [f"The files in {self.folder}, which would tell more, cannot be read: {error.strerror}."]
         if not self._left:
@@ -234,19 +226,20 @@ class Watchdog:
             try:
                 self._tick()
             except Exception as error:  # whatever it is, training goes on
-                self._warn_once("Cannot watch the other processes", error)
+                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                _warn_once("Cannot watch the other processes", reason)
 
     def _tick(self) -> None:
         activity = self._activity
         stuck = self._stuck.observe(activity)
         self._beat += 1
         self._write()
-        if self.size == 1 or stuck < min(self.timing.certainty, self.timeout):
+        if self.size == 1 or stuck < min(self._certainty, self.timeout):
             return
         if time.monotonic() - self._last_read >= self._read_every:
             self._read_peers()
         # Where this process cannot write its own file, the disk may be what keeps the others' files from changing.
-        lines = self._missing(self.timing.silence if self._writable else math.inf, self.timing.certainty)
+        lines = self._missing(self.timing.silence if self._writable else math.inf, self._certainty)
         if lines and stuck >= self.timing.suspicion and activity.doing != SAVING:
             self._exit(activity, "Another process is missing", lines)
         elif stuck >= self.timeout:
@@ -326,7 +319,7 @@ class Watchdog:
         except OSError as error:
             self._writable = False
             what = f"Cannot write {self._path}, from which the other processes see that this one is alive"
-            self._warn_once(what, error)
+            _warn_once(what, error.strerror)
         finally:
             self._lock.release()
 
@@ -339,11 +332,10 @@ class Watchdog:
                 path.unlink(missing_ok=True)
         self.folder.rmdir()  # succeeds for the last process
 
-    def _warn_once(self, what: str, error: Exception) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            log.warning("%s: %s. Training goes on.", what, reason)
+
+@cache
+def _warn_once(what: str, reason: str) -> None:
+    log.warning("%s: %s. Training goes on.", what, reason)
 
 
 def _ignore_errors(job: Callable[[], object]) -> None:
