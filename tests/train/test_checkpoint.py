@@ -1,4 +1,4 @@
-"""A checkpoint is intact or absent: on a full disk, after damage of every kind, and among many."""
+"""A checkpoint is intact or absent: on a full disk, after damage of every kind, among many, in the background."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +22,9 @@ from torch import Tensor, nn
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import find_os_error
+from muralist.settings import CheckpointSettings
 from muralist.train import checkpoint
+from muralist.train.checkpoint import CheckpointWriter
 from muralist.train.parallel import optimizer_tensors
 from tests.support.disks import PAGE, leave_free, small_disk
 
@@ -387,3 +392,69 @@ def test_only_leftovers_are_removed(tmp_path: Path) -> None:
     checkpoint.remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_0000002"]
     checkpoint.read_manifest(tmp_path / "step_0000002")
+
+
+def submit(writer: CheckpointWriter, step: int, tensor: torch.Tensor) -> None:
+    writer.submit(step, {"model": {"w": tensor}}, {"w.exp_avg": tensor}, {"images": step, "model": {}})
+
+
+def test_training_continues_while_the_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, write = threading.Event(), checkpoint.write
+
+    def slow_write(*arguments: Any) -> Path:
+        assert disk.wait(20)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", slow_write)
+    writer = CheckpointWriter(tmp_path, CheckpointSettings())
+    tensor = torch.arange(4.0)
+    submit(writer, 1, tensor)  # returns although the disk has not moved
+    tensor.fill_(-1.0)  # the next optimizer step
+    assert not checkpoint.list_checkpoints(tmp_path)
+    disk.set()
+    writer.finish()
+    (only,) = checkpoint.list_checkpoints(tmp_path)
+    assert checkpoint.read_manifest(only)["step"] == 1
+    assert torch.equal(load_file(only / "model.safetensors")["w"], torch.arange(4.0))
+    loaded = {"w.exp_avg": torch.zeros(4)}
+    checkpoint.read_state(only, loaded)
+    assert torch.equal(loaded["w.exp_avg"], torch.arange(4.0))
+
+
+def test_checkpoints_are_written_in_order_and_pruned(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, CheckpointSettings(keep_last=2))
+    for step in range(1, 6):
+        submit(writer, step, torch.full((2,), float(step)))
+    writer.finish()
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step_0000004", "step_0000005"]
+
+
+def test_background_error_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: Any) -> Path:
+        raise UserError("No space left.")
+
+    monkeypatch.setattr(checkpoint, "write", full_disk)
+    writer = CheckpointWriter(tmp_path, CheckpointSettings())
+    submit(writer, 1, torch.zeros(2))
+    with pytest.raises(UserError, match="No space left"):
+        writer.finish()
+    writer.check()
+    writer.finish()
+
+
+def test_checkpoint_is_completed_at_interpreter_exit(tmp_path: Path) -> None:
+    """Somebody who presses Ctrl+C again and again leaves every wait; Python itself then waits for the thread."""
+    script = f"""
+import threading, time, torch
+from pathlib import Path
+from muralist.train import checkpoint
+complete = checkpoint._complete
+checkpoint._complete = lambda *inputs: (time.sleep(1), complete(*inputs))[1]  # the program has ended by then
+tensors = {{"w": torch.ones(4)}}
+inputs = Path({str(tmp_path)!r}), 7, {{"model": tensors}}, tensors, {{"model": {{}}}}
+threading.Thread(target=checkpoint.write, args=inputs).start()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (only,) = checkpoint.list_checkpoints(tmp_path)
+    assert checkpoint.read_manifest(only)["step"] == 7
