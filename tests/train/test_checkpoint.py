@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import shutil
 import subprocess
@@ -128,10 +127,7 @@ def test_full_disk_raises_one_error_and_keeps_earlier_checkpoints(tmp_path: Path
     with small_disk(tmp_path / "disk") as disk:
         folder = disk / "checkpoints"
         earlier = write(folder, 1, size=size)
-        for pages in (
-            -10,
-            *range(1, 13),
-        ):  # from hopeless to just enough: every file in turn is the one that does not fit
+        for pages in (-10, *range(1, 13)):  # from hopeless to just enough: each file in turn does not fit
             leave_free(disk, needed + pages * PAGE)
             try:
                 write(folder, 2, scale=2.0, size=size)
@@ -241,26 +237,14 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(copied: Path) -> None:
             assert "manifest.json" in str(error) or "is damaged" in str(error)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "null",
-        "[]",
-        "{}",
-        "3",
-        '"text"',
-        '{"format": 1}',
-        '{"files": []}',
-        '{"format": 1, "files": {}, "step": 1, "images": 1}',
-    ],
-)
+NOT_MANIFESTS = ["null", "[]", "{}", "3", '"text"', '{"format": 1}', '{"files": []}']
+
+
+@pytest.mark.parametrize("content", [*NOT_MANIFESTS, '{"format": 1, "files": {}, "step": 1, "images": 1}'])
 def test_json_that_is_not_a_manifest_is_refused(copied: Path, content: str) -> None:
+    manifest = json.loads((copied / "manifest.json").read_text())
     (copied / "manifest.json").write_text(content)
     assert f"{copied / 'manifest.json'} is damaged" in refusal(copied)
-
-
-def test_manifest_of_another_format_is_refused(copied: Path) -> None:
-    manifest = json.loads((copied / "manifest.json").read_text())
     (copied / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
     assert "has format 2, this version of muralist reads format 1" in refusal(copied)
 
@@ -279,21 +263,11 @@ def hurt(path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"")
 
 
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 @pytest.fixture
-def warnings() -> Any:
-    handler = Warnings()
-    checkpoint.log.addHandler(handler)
-    yield handler.said
-    checkpoint.log.removeHandler(handler)
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(checkpoint.log, "warning", lambda text, *rest: said.append(text % rest))
+    return said
 
 
 def names(folder: Path) -> list[str]:
@@ -320,22 +294,16 @@ def test_newest_intact_checkpoint_is_found_and_damaged_ones_are_logged(tmp_path:
     assert len(names(tmp_path)) == 3
 
 
-def test_steps_are_sorted_numerically(tmp_path: Path) -> None:
+def test_only_checkpoints_are_listed_and_by_number(tmp_path: Path) -> None:
     for step in (9_999_998, 9_999_999, 10_000_000, 10_000_001):
         write(tmp_path, step)
-    found = checkpoint.newest_intact(tmp_path)
-    assert found is not None
-    assert found[1]["step"] == 10_000_001
-    checkpoint.prune(tmp_path, keep_last=2, keep_every=None)
-    assert names(tmp_path) == ["step_10000000", "step_10000001"]
-
-
-def test_only_checkpoints_are_listed(tmp_path: Path) -> None:
-    write(tmp_path, 7)
     for stranger in ("step_12", "step_0000008x", ".step_0000009.1.tmp", "step_", "notes"):
         (tmp_path / stranger).mkdir()
     (tmp_path / "step_0000009").write_text("a file")
-    assert names(tmp_path) == ["step_0000007"]
+    found = checkpoint.newest_intact(tmp_path)
+    assert found is not None and found[1]["step"] == 10_000_001
+    checkpoint.prune(tmp_path, keep_last=2, keep_every=None)
+    assert names(tmp_path) == ["step_10000000", "step_10000001"]
 
 
 @pytest.mark.parametrize(
@@ -367,21 +335,15 @@ def test_run_resumed_from_an_earlier_checkpoint_continues_there(tmp_path: Path) 
 
 @pytest.mark.parametrize("content", [b"", b"step_0000099\n", b"\xff\xfe", b"../elsewhere\n"])
 def test_wrong_latest_file_is_logged_and_the_newest_checkpoint_used(
-    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, content: bytes, warnings: list[str]
 ) -> None:
     write(tmp_path, 2)
     newest = write(tmp_path, 4)
-    said: list[str] = []
-    monkeypatch.setattr(checkpoint.log, "warning", lambda text, *rest: said.append(text % rest))
-    found = checkpoint.newest_intact(tmp_path)
-    assert found is not None and not said
+    assert checkpoint.newest_intact(tmp_path) and not warnings
     (tmp_path / "latest").write_bytes(content)
     found = checkpoint.newest_intact(tmp_path)
-    assert found is not None
-    assert found[0] == newest
-    assert (
-        len(said) == 1 and said[0].startswith(f"{tmp_path / 'latest'} names ") and "Using the newest intact" in said[0]
-    )
+    assert found is not None and found[0] == newest and len(warnings) == 1
+    assert warnings[0].startswith(f"{tmp_path / 'latest'} names ") and "Using the newest intact" in warnings[0]
 
 
 def test_only_leftovers_are_removed(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import math
 import re
 from collections.abc import Mapping
@@ -141,16 +140,6 @@ def test_cuda_event_waits_for_the_work_before_it() -> None:
     assert 0.03 < second.since(first) < 1
 
 
-class Clock:
-    """Stands still until it is told to go on."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def run(
     path: Path, step: float, pause: float, later: float | None = None, steps: int = 1000, first: float = 0.0,
     slower: float = 0.0,
@@ -159,18 +148,18 @@ def run(
 
     The first pause takes `first` seconds more, and the ten steps after each pause take `slower` more.
     """
-    clock = Clock()
-    forecast = Forecast(path, 0, steps, 100, clock)
+    now = [100.0]  # stands still until it is told to go on
+    forecast = Forecast(path, 0, steps, 100, lambda: now[0])
     paused = 0.0
     for group in range(steps // 10):
         own = step if later is None or group < steps // 20 else later
         seconds = 10 * own + (0.5 if group == 0 else 0.0) + (slower if paused else 0.0)
-        clock.now += seconds
+        now[0] += seconds
         forecast.add(10, seconds, paused)
         paused = 0.0
         if (group + 1) % 10 == 0:
             paused = pause + (first if group == 9 else 0.0)
-            clock.now += paused
+            now[0] += paused
     forecast.conclude()
     return forecast
 
@@ -192,7 +181,7 @@ def test_forecast_ignores_the_slow_first_pause(tmp_path: Path) -> None:
     assert abs(json.loads((tmp_path / "forecast.json").read_text())["off"]) < 0.01
 
 
-def test_forecast_error_of_a_run_that_slows_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_forecast_error_of_a_run_that_slows_down(tmp_path: Path) -> None:
     run(tmp_path / "forecast.json", step=0.1, pause=0.0, later=0.3)
     assert json.loads((tmp_path / "forecast.json").read_text())["off"] == pytest.approx(-0.5, abs=0.003)
 
@@ -203,19 +192,10 @@ def test_short_runs_have_no_forecast(tmp_path: Path) -> None:
     assert not (tmp_path / "forecast.json").exists()
 
 
-def test_forecast_log_lines_and_file(tmp_path: Path) -> None:
+def test_forecast_log_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("muralist")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        run(tmp_path / "forecast.json", step=0.1, pause=2.0)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    monkeypatch.setattr(metrics.log, "info", lambda text, *values: said.append(text % values))
+    run(tmp_path / "forecast.json", step=0.1, pause=2.0)
     assert said == [
         "At this pace steps 1 to 1000 take 1 min 40 s, checkpoints and samples not counted.",
         "At this pace steps 1 to 1000 take 2 min 00 s, with its checkpoints and samples.",

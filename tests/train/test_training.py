@@ -32,18 +32,8 @@ def test_interrupted_run_equals_uninterrupted_run(photo_folder: Path, tmp_path: 
 
 
 def test_loss_falls_and_epochs_are_counted(photo_folder: Path, tmp_path: Path) -> None:
-    train(
-        "--data_path",
-        photo_folder,
-        "--epochs",
-        "20",
-        "--results_dir",
-        tmp_path,
-        "--val_fraction",
-        "0.1",
-        "--ckpt_every",
-        "50",
-    )
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path]
+    train(*common, "--epochs", "20", "--val_fraction", "0.1", "--ckpt_every", "50")
     lines = metrics(only_run(tmp_path))
     curve = [line["train/loss"] for line in lines]
     assert np.mean(curve[-20:]) < 0.5 * np.mean(curve[:20])
@@ -183,19 +173,8 @@ def test_broken_image_is_named_and_the_run_is_saved(tmp_path: Path, capfd: pytes
         Image.fromarray(np.full((20, 20, 3), number * 20, np.uint8)).save(data / f"{number}.png")
     broken = data / "7.png"
     broken.write_bytes(broken.read_bytes()[:40])
-    train(
-        "--data_path",
-        data,
-        "--batch_size",
-        "1",
-        "--epochs",
-        "1",
-        "--val_fraction",
-        "0",
-        "--results_dir",
-        tmp_path / "r",
-        expect=1,
-    )
+    common = ["--data_path", data, "--results_dir", tmp_path / "r"]
+    train(*common, "--batch_size", "1", "--epochs", "1", "--val_fraction", "0", expect=1)
     assert "7.png" in capfd.readouterr().err
     run = only_run(tmp_path / "r")
     checkpoints = list((run / "checkpoints").glob("step_*"))
@@ -432,17 +411,8 @@ def test_failed_start_does_not_claim_the_run_name(photo_folder: Path, tmp_path: 
 
 
 def test_disk_that_fills_up_is_one_error(photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    common = [
-        "--data_path",
-        photo_folder,
-        "--use_tensorboard",
-        "--ckpt_every",
-        "1",
-        "--keep_last",
-        "9",
-        "--max_steps",
-        "9",
-    ]
+    common = ["--data_path", photo_folder, "--use_tensorboard", "--ckpt_every", "1", "--max_steps", "9"]
+    common += ["--keep_last", "9"]
     with small_disk(tmp_path / "disk", "100m") as disk:
         train(*common, "--results_dir", disk, "--samples_per_gpu", "0", expect=1)
         said = capfd.readouterr()
