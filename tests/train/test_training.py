@@ -15,17 +15,21 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.support.disks import leave_free, small_disk
-from tests.support.runs import assert_same_state, last_checkpoint, losses, metrics, only_run, tensors, train
+from tests.support.runs import (
+    assert_same_state,
+    last_checkpoint,
+    losses,
+    metrics,
+    only_run,
+    tensors,
+    train,
+    train_through_and_in_legs,
+)
 
 
 def test_interrupted_run_equals_uninterrupted_run(photo_folder: Path, tmp_path: Path) -> None:
     common = ["--data_path", photo_folder, "--epochs", "2", "--enable_condition", "--ckpt_every", "100"]
-    train(*common, "--results_dir", tmp_path / "through")
-    for stop in (1, 7, 12, 19):
-        train(*common, "--results_dir", tmp_path / "legs", "--max_steps", stop)
-    train(*common, "--results_dir", tmp_path / "legs")
-    through, legs = only_run(tmp_path / "through"), only_run(tmp_path / "legs")
-    assert_same_state(last_checkpoint(through), last_checkpoint(legs))
+    through, legs = train_through_and_in_legs(tmp_path, common, 1, 7, 12, 19, 24)
     own = [{k: v for k, v in line.items() if k != "val/loss"} for line in metrics(through)]
     assert own == [{k: v for k, v in line.items() if k != "val/loss"} for line in metrics(legs)]
     assert metrics(through)[-1] == metrics(legs)[-1]
@@ -117,20 +121,14 @@ def test_fine_tuning_starts_from_the_newest_unconditional_run(photo_folder: Path
     assert not torch.equal(scratch["blocks.0.attn.qkv.weight"], pretrained["blocks.0.attn.qkv.weight"])
 
 
-def test_same_command_finds_its_finished_run(
-    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for _ in range(2):
-        train("--data_path", photo_folder, "--max_steps", "3", "--results_dir", tmp_path)
-    assert len(losses(only_run(tmp_path))) == 3
-    assert "Nothing left to do" in capfd.readouterr().out
-
-
-def test_other_settings_under_one_name_are_refused(
+def test_same_command_finds_its_finished_run_and_other_settings_are_refused(
     photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--run_name", "mine", "--max_steps", "2"]
-    train(*common)
+    for _ in range(2):
+        train(*common)
+    assert len(losses(tmp_path / "mine")) == 2
+    assert "Nothing left to do" in capfd.readouterr().out
     train(*common, "--seed", "5", expect=1)
     assert "seed: 0 there, 5 here" in capfd.readouterr().err
     train(*common, "--resume", "none", expect=1)
@@ -238,12 +236,7 @@ def test_fp16_scales_the_loss_and_resumes_exactly(
 
     # What a GPU without bf16 gets; the CPU's own half precision stands in for it.
     monkeypatch.setattr(trainer, "autocast_dtype", lambda use_amp, device: torch.float16)
-    common = ["--data_path", photo_folder, "--use_amp"]
-    train(*common, "--max_steps", "12", "--results_dir", tmp_path / "through")
-    train(*common, "--max_steps", "5", "--results_dir", tmp_path / "legs")
-    train(*common, "--max_steps", "12", "--results_dir", tmp_path / "legs")
-    through, legs = only_run(tmp_path / "through"), only_run(tmp_path / "legs")
-    assert_same_state(last_checkpoint(through), last_checkpoint(legs))
+    through, legs = train_through_and_in_legs(tmp_path, ["--data_path", photo_folder, "--use_amp"], 5, 12)
     scale = [json.loads((last_checkpoint(run) / "manifest.json").read_text())["loss_scale"] for run in (through, legs)]
     assert scale[0] == scale[1] and scale[0]["scale"] > 1
     monkeypatch.undo()
