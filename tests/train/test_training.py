@@ -359,11 +359,11 @@ def test_non_finite_gradient_is_never_saved(
 
     optimizer_step, steps = DataParallel.optimizer_step, []
 
-    def poisoned(strategy: DataParallel, network: torch.nn.Module, *rest: Any) -> torch.Tensor:
+    def poisoned(strategy: DataParallel, state: Any, *rest: Any) -> torch.Tensor:
         steps.append(1)
         if len(steps) == 3:  # a checkpoint step: the loss is still fine, the weights will not be
-            next(p for p in network.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
-        return optimizer_step(strategy, network, *rest)
+            next(p for p in state.network.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        return optimizer_step(strategy, state, *rest)
 
     monkeypatch.setattr(DataParallel, "optimizer_step", poisoned)
     common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--ckpt_every", "1", "--max_steps", "6"]

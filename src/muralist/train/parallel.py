@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -29,7 +28,7 @@ from muralist.train import checkpoint
 from muralist.train.distributed import World
 
 if TYPE_CHECKING:
-    from muralist.train.step import EMA
+    from muralist.train.step import EMA, TrainState
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -117,29 +116,22 @@ class DataParallel:
         """Accumulate gradients."""
         loss.backward()
 
-    def optimizer_step(
-        self,
-        network: nn.Module,
-        optimizer: Optimizer,
-        scaler: GradScaler,
-        max_grad_norm: float | None,
-        skip_non_finite: bool = False,
-        fused_step: Callable[[], None] | None = None,
-    ) -> Tensor:
+    def optimizer_step(self, state: TrainState, fused_step: Callable[[], None] | None) -> Tensor:
         """Clip the gradients, update the weights, reset the gradients; returns the norm before clipping.
 
         The norm is that of all processes, so they agree whether to skip. A `fused_step` replaces the optimizer's own.
         """
+        optimizer, scaler = state.optimizer, state.scaler
         scaler.unscale_(optimizer)
-        parameters = [parameter for parameter in network.parameters() if parameter.grad is not None]
+        parameters = [parameter for parameter in state.network.parameters() if parameter.grad is not None]
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], foreach=True)
         norm = full_tensor(norm)
         # isfinite waits for the device, so it is asked only where steps may be skipped.
-        if skip_non_finite and not scaler.is_enabled() and not torch.isfinite(norm):
+        if state.skip_non_finite and not scaler.is_enabled() and not torch.isfinite(norm):
             optimizer.zero_grad(set_to_none=True)
             return norm
-        if max_grad_norm is not None:
-            clip_grads_with_norm_(parameters, max_grad_norm, norm, foreach=True)
+        if state.max_grad_norm is not None:
+            clip_grads_with_norm_(parameters, state.max_grad_norm, norm, foreach=True)
         if fused_step:
             fused_step()
         else:
@@ -152,33 +144,33 @@ class DataParallel:
         """The trained weights, or this process's shards of them."""
         return {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
 
-    def load_emas(self, emas: list[EMA], states: list[dict[str, Tensor]]) -> None:
+    def load_ema(self, ema: EMA, weights: dict[str, Tensor]) -> None:
         """Load full EMA weights."""
-        for ema, state in zip(emas, states, strict=True):
-            for name, value in ema.items():
-                full = state[name]
-                if isinstance(value, DTensor):
-                    # Every process has read the same file and keeps its shard: nothing is sent.
-                    full, mesh = full.to(value.device), value.device_mesh
-                    full = distribute_tensor(full, mesh, value.placements, src_data_rank=None)
-                value.copy_(full)
+        for name, value in ema.items():
+            full = weights[name]
+            if isinstance(value, DTensor):
+                # Every process has read the same file and keeps its shard: nothing is sent.
+                full, mesh = full.to(value.device), value.device_mesh
+                full = distribute_tensor(full, mesh, value.placements, src_data_rank=None)
+            value.copy_(full)
 
-    def load_optimizer(self, path: Path, network: nn.Module, optimizer: Optimizer) -> None:
+    def load_optimizer(self, path: Path, state: TrainState) -> None:
         """Load the optimizer state of a checkpoint, however many processes wrote it."""
-        checkpoint.read_state(path, optimizer_tensors(network, optimizer), sharded=self.is_sharded)
+        checkpoint.read_state(path, optimizer_tensors(state.network, state.optimizer), sharded=self.is_sharded)
 
-    def snapshot(self, spec: ModelSpec, network: nn.Module, optimizer: Optimizer, emas: list[EMA]) -> Snapshot | None:
+    def snapshot(self, state: TrainState) -> Snapshot | None:
         """The tensors of a checkpoint; None where this process has nothing to write."""
         if not self.world.is_main and self.checkpoint_mesh is None:
             return None
-        weights = {"model": {name: value for name, value in network.state_dict().items() if spec.is_saved(name)}}
-        for number, ema in enumerate(emas, start=1):
+        tensors = state.network.state_dict()
+        weights = {"model": {name: value for name, value in tensors.items() if state.spec.is_saved(name)}}
+        for number, ema in enumerate(state.emas, start=1):
             weights[f"ema{number}"] = weights["model"] | dict(ema.items())
-        return Snapshot(weights, optimizer_tensors(network, optimizer))
+        return Snapshot(weights, optimizer_tensors(state.network, state.optimizer))
 
-    def inference_network(self, spec: ModelSpec, network: nn.Module, ema: EMA) -> nn.Module | None:
-        """A network with EMA weights that this process can run alone; None where it does not fit into memory."""
-        return SwappedWeights(network, dict(ema.items()))
+    def inference_network(self, state: TrainState) -> nn.Module | None:
+        """A network with the first EMA's weights that this process can run alone; None where it does not fit."""
+        return SwappedWeights(state.network, dict(state.emas[0].items()))
 
 
 class FullySharded(DataParallel):
@@ -214,9 +206,9 @@ class FullySharded(DataParallel):
         """Reduce-scatter in every micro-batch: full gradients until the last would cost the memory that was saved."""
         return nullcontext()
 
-    def inference_network(self, spec: ModelSpec, network: nn.Module, ema: EMA) -> nn.Module | None:
+    def inference_network(self, state: TrainState) -> nn.Module | None:
         """Gather a full copy of the EMA weights."""
-        return gather_network(self.world, spec, network.state_dict() | dict(ema.items()))
+        return gather_network(self.world, state.spec, state.network.state_dict() | dict(state.emas[0].items()))
 
 
 def build_strategy(world: World) -> DataParallel:
@@ -320,17 +312,9 @@ class DeepSpeedZero(DataParallel):
         """Add to the gradients, which DeepSpeed averages over the processes."""
         self.deepspeed.backward(loss, scale_wrt_gas=False)
 
-    def optimizer_step(
-        self,
-        network: nn.Module,
-        optimizer: Optimizer,
-        scaler: GradScaler,
-        max_grad_norm: float | None,
-        *_: Any,
-        **__: Any,
-    ) -> Tensor:
+    def optimizer_step(self, state: TrainState, fused_step: Callable[[], None] | None) -> Tensor:
         """Let DeepSpeed clip and step; skipping steps was refused before."""
-        self.deepspeed.optimizer.clip_grad = max_grad_norm or 0.0
+        self.deepspeed.optimizer.clip_grad = state.max_grad_norm or 0.0
         self.deepspeed.step()
         return torch.as_tensor(self.deepspeed.get_global_grad_norm(), device=self.world.device)
 
@@ -346,23 +330,22 @@ class DeepSpeedZero(DataParallel):
         shape = torch.Size([count])
         return DTensor.from_local(shard[:held], self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
-    def load_emas(self, emas: list[EMA], states: list[dict[str, Tensor]]) -> None:
+    def load_ema(self, ema: EMA, weights: dict[str, Tensor]) -> None:
         """Load full EMA weights, which are flat here under stage 3."""
-        if self.stage == 3:
-            states = [{name: value.flatten() for name, value in state.items()} for state in states]
-        super().load_emas(emas, states)
+        flat = {name: value.flatten() for name, value in weights.items()}
+        super().load_ema(ema, flat if self.stage == 3 else weights)
 
-    def load_optimizer(self, path: Path, network: nn.Module, optimizer: Optimizer) -> None:
+    def load_optimizer(self, path: Path, state: TrainState) -> None:
         """Read the full state and keep this process's shards of it."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-        shapes = {name: _shape(parameter) for name, parameter in network.named_parameters() if parameter.requires_grad}
-        state = {f"{name}.{key}": torch.zeros(shape) for name, shape in shapes.items() for key in _MOMENTS}
-        state |= {f"{name}.step": torch.zeros(()) for name in shapes}
-        checkpoint.read_state(path, state)
-        for name, parameter in network.named_parameters():
-            for key in _MOMENTS if parameter.requires_grad else ():
-                value = state[f"{name}.{key}"].flatten()
+        trained = {name: p for name, p in state.network.named_parameters() if p.requires_grad}
+        tensors = {f"{name}.{key}": torch.zeros(_shape(p)) for name, p in trained.items() for key in _MOMENTS}
+        tensors |= {f"{name}.step": torch.zeros(()) for name in trained}
+        checkpoint.read_state(path, tensors)
+        for name, parameter in trained.items():
+            for key in _MOMENTS:
+                value = tensors[f"{name}.{key}"].flatten()
                 if self.stage == 2:
                     safe_set_full_optimizer_state(parameter, value.to(self.world.device), key)
                 else:
@@ -371,43 +354,44 @@ class DeepSpeedZero(DataParallel):
                     shard = padded[self.world.rank * size :][:size].to(self.world.device)
                     safe_set_local_optimizer_state(parameter, shard, key)
         for flat in self._flat_weights():
-            optimizer.state[flat]["step"].copy_(state[f"{next(iter(shapes))}.step"])
+            state.optimizer.state[flat]["step"].copy_(tensors[f"{next(iter(trained))}.step"])
 
-    def snapshot(self, spec: ModelSpec, network: nn.Module, optimizer: Optimizer, emas: list[EMA]) -> Snapshot | None:
+    def snapshot(self, state: TrainState) -> Snapshot | None:
         """Assemble everything, one tensor at a time, in the main process's host memory."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        network, spec = state.network, state.spec
         model: dict[str, Tensor] = {}
-        state: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         shapes = {name: _shape(parameter) for name, parameter in network.named_parameters()}
-        (step, *_) = [optimizer.state[flat]["step"] for flat in self._flat_weights()]
+        (step, *_) = [state.optimizer.state[flat]["step"] for flat in self._flat_weights()]
         for name, parameter in network.named_parameters():
             if spec.is_saved(name):
                 self._keep(model, name, full_tensor(self._local(parameter)).view(shapes[name]))
             if parameter.requires_grad:
-                self._keep(state, f"{name}.step", step)
+                self._keep(tensors, f"{name}.step", step)
                 for key in _MOMENTS:
-                    self._keep(state, f"{name}.{key}", safe_get_full_optimizer_state(parameter, key))
+                    self._keep(tensors, f"{name}.{key}", safe_get_full_optimizer_state(parameter, key))
         for name, buffer in network.named_buffers():
             if name in network.state_dict() and spec.is_saved(name):
                 self._keep(model, name, buffer)
         weights = {"model": model}
-        for number, ema in enumerate(emas, start=1):
+        for number, ema in enumerate(state.emas, start=1):
             weights[f"ema{number}"] = dict(model)
             for name, value in ema.items():
                 self._keep(weights[f"ema{number}"], name, full_tensor(value).view(shapes[name]))
-        return Snapshot(weights, state) if self.world.is_main else None
+        return Snapshot(weights, tensors) if self.world.is_main else None
 
     def _keep(self, tensors: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         if self.world.is_main:
             tensors[name] = tensor.detach().to("cpu", copy=True)
 
-    def inference_network(self, spec: ModelSpec, network: nn.Module, ema: EMA) -> nn.Module | None:
+    def inference_network(self, state: TrainState) -> nn.Module | None:
         """Under stage 3, gather a full copy."""
         if self.stage == 2:
-            return super().inference_network(spec, network, ema)
-        shards = {name: self._local(parameter) for name, parameter in network.named_parameters()}
-        return gather_network(self.world, spec, shards | dict(ema.items()))
+            return super().inference_network(state)
+        shards = {name: self._local(parameter) for name, parameter in state.network.named_parameters()}
+        return gather_network(self.world, state.spec, shards | dict(state.emas[0].items()))
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:

@@ -17,9 +17,10 @@ from muralist.core.errors import UserError
 from muralist.core.rng import SampleKeys
 from muralist.data.loader import Batch, held_out_batches
 from muralist.models.spec import ModelSpec
+from muralist.models.weights import WeightSet
 from muralist.settings import OptimSettings, TrainSettings
 from muralist.train.checkpoint import Checkpoint, read_saved_weights
-from muralist.train.parallel import DataParallel, LossWrapper, Snapshot, optimizer_tensors
+from muralist.train.parallel import DataParallel, LossWrapper, optimizer_tensors
 from muralist.train.schedule import BatchPlan, LearningRate, ema_decay
 
 if TYPE_CHECKING:
@@ -121,19 +122,12 @@ class TrainState:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load EMA weights, optimizer, loss scale and images seen; the network has its weights already."""
-        emas = [read_saved_weights(checkpoint.path, name, self.network, self.spec) for name in ("ema1", "ema2")]
-        self.strategy.load_emas(self.emas, emas)
-        self.strategy.load_optimizer(checkpoint.path, self.network, self.optimizer)
+        names: tuple[WeightSet, WeightSet] = ("ema1", "ema2")
+        for name, ema in zip(names, self.emas, strict=True):
+            self.strategy.load_ema(ema, read_saved_weights(checkpoint.path, name, self.network, self.spec))
+        self.strategy.load_optimizer(checkpoint.path, self)
         self.scaler.load_state_dict(checkpoint.manifest["loss_scale"])
         self.images = checkpoint.step * self.plan.total
-
-    def snapshot(self) -> Snapshot | None:
-        """The tensors of a checkpoint; None where this process has nothing to write."""
-        return self.strategy.snapshot(self.spec, self.network, self.optimizer, self.emas)
-
-    def inference_network(self) -> nn.Module | None:
-        """A network with the first EMA's weights that this process can run alone; None where it does not fit."""
-        return self.strategy.inference_network(self.spec, self.network, self.emas[0])
 
     def step(self, batches: Iterable[Batch]) -> StepResult:
         """Train on this rank's batches of the next global batch."""
@@ -145,9 +139,7 @@ class TrainState:
         if self.fused_adamw_ema:
             lerp_weights = [ema.lerp_weight(self.images, self.plan.total) for ema in self.emas]
             fused_step = partial(self.fused_adamw_ema.step, lerp_weights)
-        grad_norm = self.strategy.optimizer_step(
-            self.network, self.optimizer, self.scaler, self.max_grad_norm, self.skip_non_finite, fused_step
-        )
+        grad_norm = self.strategy.optimizer_step(self, fused_step)
         if not fused_step:
             trained = self.strategy.trained_weights(self.network)
             for ema in self.emas:

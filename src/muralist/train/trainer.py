@@ -45,10 +45,7 @@ _SAVE_FILE_INTERVAL = 0.2  # seconds between looks for the file that requests a 
 class Request(IntEnum):
     """A request to the running training; the larger, the more urgent."""
 
-    NOTHING = 0
-    SAVE = 1
-    STOP = 2
-    FAIL = 3
+    NOTHING, SAVE, STOP, FAIL = range(4)
 
 
 class Trainer:
@@ -203,7 +200,7 @@ class Trainer:
         with self.recorder.paused():
             for logger in self.loggers:
                 logger.flush()
-            if snapshot := self.state.snapshot():
+            if snapshot := self.state.strategy.snapshot(self.state):
                 manifest = {
                     "images": self.state.images,
                     "total_batch": self.plan.total,
@@ -234,7 +231,8 @@ class Trainer:
         self.watchdog.report(SAVING if self.state.strategy.main_saves_alone else WAITING)
 
     def _write_samples(self, step: int) -> None:
-        network = self.state.inference_network()  # a collective where weights are sharded: it must not fail on one rank
+        # A collective where weights are sharded: it must not fail on one rank.
+        network = self.state.strategy.inference_network(self.state)
         if network is None:
             log.warning("No samples at step %d: the full network does not fit beside its training state.", step)
             return
@@ -270,8 +268,7 @@ class Trainer:
         )
         self.recorder.load_state_dict(checkpoint.manifest if checkpoint else {})
         self.writer = CheckpointWriter(run.checkpoints, settings.checkpoint, self.state.strategy.checkpoint_mesh)
-        stack.callback(self.writer.finish)
-        stack.callback(self._report_saving)
+        stack.callback(self._finish_saving)
         self.watchdog.before_exit = self.writer.finish
         self.profiler = StepProfiler(settings.log.profile or 0, steps, run.profile, world.rank, world.device)
         stack.callback(self.profiler.close)
