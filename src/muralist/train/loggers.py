@@ -81,11 +81,9 @@ def _truncate(path: Path, last_step: int) -> None:
         return
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+        with suppress(ValueError, KeyError, TypeError):  # a line truncated by a crash
             if int(json.loads(line)["step"]) <= last_step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # a line truncated by a crash
     atomic_write(path, "".join(kept))
 
 

@@ -419,17 +419,15 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     side = 8192 if device.type == "cuda" else 768
     generator = torch.Generator(device="cpu").manual_seed(0)
     a, b = (torch.rand(side, side, generator=generator).to(device, dtype) - 0.5 for _ in range(2))
-    best, deadline = float("inf"), time.perf_counter() + 0.5
-    for round_number in range(12):
+    seconds: list[float] = []
+    deadline = time.perf_counter() + 0.5
+    while len(seconds) < 3 or (len(seconds) < 12 and time.perf_counter() < deadline):
         _synchronize(device)
         start = time.perf_counter()
         a @ b
         _synchronize(device)
-        if round_number > 1:  # the first rounds load kernels and raise the clocks
-            best = min(best, time.perf_counter() - start)
-            if time.perf_counter() > deadline:
-                break
-    return 2 * side**3 / best
+        seconds.append(time.perf_counter() - start)
+    return 2 * side**3 / min(seconds[2:])  # the first two load kernels and raise the clocks
 
 
 def _synchronize(device: torch.device) -> None:
