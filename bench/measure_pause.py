@@ -13,6 +13,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from muralist.models.spec import build_spec, find_family
 from muralist.settings import CheckpointSettings, ModelSettings, OptimSettings, SampleSettings, TrainSettings
 from muralist.train.checkpoint import CheckpointWriter
 from muralist.train.distributed import World
-from muralist.train.optim import EMA, build_optimizer
 from muralist.train.parallel import DataParallel
 from muralist.train.samples import write_samples
+from muralist.train.step import EMA, build_optimizer
 
 
 def measure(name: str, size: int, folder: Path) -> dict[str, Any]:
@@ -46,7 +47,8 @@ def measure(name: str, size: int, folder: Path) -> dict[str, Any]:
     optimizer = build_optimizer(network, OptimSettings())
     emas = [EMA(strategy.trained_weights(network), 1.0) for _ in range(2)]
     result: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in network.parameters())}
-    drawing = strategy.inference_network(family, network, emas[0])
+    state: Any = SimpleNamespace(spec=family, network=network, optimizer=optimizer, emas=emas)
+    drawing = strategy.inference_network(state)
     assert drawing is not None
 
     def draw(step: int) -> None:
@@ -54,7 +56,7 @@ def measure(name: str, size: int, folder: Path) -> dict[str, Any]:
         write_samples(folder / "samples", step, 0, 1, family, drawing, prompts, SampleSettings(), precision, [])
 
     drawn = [seconds(partial(draw, step)) for step in range(3)]
-    snapshot = strategy.snapshot(family, network, optimizer, emas)
+    snapshot = strategy.snapshot(state)
     assert snapshot is not None
     writer = CheckpointWriter(folder / "checkpoints", CheckpointSettings(keep_last=1))
     result["seconds training stands still for the samples, the first time"] = round(drawn[0], 3)

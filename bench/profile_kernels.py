@@ -10,7 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from muralist.train.profiler import kind_of, times_by_kind, times_by_name
+from muralist.train.metrics import kind_of, times_by_kind, times_by_name
 
 _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 

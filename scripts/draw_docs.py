@@ -85,7 +85,7 @@ TRAINING = Diagram(
         Box(0, 2, "kernels", "kernels/ops.py", ("plain PyTorch, or", "Triton on GPUs")),
         Box(1, 2, "RNG", "core/rng.py", ("Philox: (seed, purpose,", "sample index)"), "care"),
         Box(2, 2, "schedule", "train/schedule.py", ("learning rate and EMA", "from images seen"), "care"),
-        Box(3, 2, "optimizer, EMA", "train/optim.py", ("AdamW and", "two EMAs")),
+        Box(3, 2, "optimizer, EMA", "train/step.py", ("AdamW and", "two EMAs")),
         Box(4, 2, "metrics", "train/metrics.py", ("read from the GPU a few", "steps later, then logged"), "file"),
     ),
     (

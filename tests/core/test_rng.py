@@ -178,3 +178,23 @@ def test_numbers_drawn_in_parts_are_the_same(shape: tuple[int, ...]) -> None:
     numbers = torch.tensor([4, 1 << 33, 0, 9, 9])
     parts = normal_chunked(3, Purpose.SAMPLE_NOISE, numbers, shape)
     assert torch.equal(parts, normal(3, Purpose.SAMPLE_NOISE, numbers, shape))
+
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("side", [64, 256, 512])
+def test_compiled_words_on_a_gpu_are_those_of_a_cpu(side: int) -> None:
+    numbers, count = torch.tensor([0, 7, 1 << 40]), 3 * side * side
+    found = torch.compile(words, dynamic=False)(5, int(Purpose.NOISE), numbers.cuda(), count)
+    assert torch.equal(found.cpu(), words(5, Purpose.NOISE, numbers, count))
+
+
+@pytest.mark.gpu
+@GPU
+def test_compiled_noise_on_a_gpu_is_that_of_a_cpu_but_for_rounding() -> None:
+    numbers, shape = torch.arange(4), (3, 256, 256)
+    found = torch.compile(normal, dynamic=False)(5, int(Purpose.NOISE), numbers.cuda(), shape).cpu()
+    assert (found - normal(5, Purpose.NOISE, numbers, shape)).abs().max() < 1e-4

@@ -29,7 +29,7 @@ from muralist.settings import TRAIN_FLAT_NAMES, OptimSettings, SampleSettings, T
 from muralist.settings.load import load
 from muralist.tools.hydit import translate
 from muralist.train import checkpoint
-from muralist.train.optim import build_optimizer
+from muralist.train.step import build_optimizer
 from tests.support.hunyuan import SMALL, scenes
 from tests.support.runs import assert_same_state, finish, last_checkpoint, losses, start, tensors
 

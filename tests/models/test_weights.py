@@ -140,7 +140,7 @@ def test_export_replaces_an_export_and_nothing_else(net, config, tmp_path):
 
 @pytest.mark.parametrize(
     ("owner", "step"),
-    [(jit_spec, "save_file"), (jit_spec, "atomic_write_json"), (run_dir, "fsync_dir"), (Path, "replace")],
+    [(jit_spec, "save_file"), (jit_spec, "atomic_write_json"), (run_dir, "fsync"), (Path, "replace")],
 )
 def test_failed_export_leaves_the_old_one(net, config, tmp_path, monkeypatch, owner, step):
     jit_spec.write_jit_folder(tmp_path / "export", net.state_dict(), config)

@@ -104,3 +104,14 @@ def assert_same_state(one: Path, other: Path) -> None:
     assert left.keys() == right.keys()
     different = [name for name in left if not torch.equal(left[name], right[name])]
     assert not different, f"{len(different)} of {len(left)} tensors differ, e.g. {different[:3]}"
+
+
+def train_through_and_in_legs(results: Path, common: list[object], *stops: int) -> tuple[Path, Path]:
+    """Train to the last stop at once and in several commands; the end must have the same bits. Returns both runs."""
+    train(*common, "--results_dir", results / "through", "--max_steps", stops[-1])
+    for stop in stops:
+        train(*common, "--results_dir", results / "legs", "--max_steps", stop)
+    through, legs = only_run(results / "through"), only_run(results / "legs")
+    assert_same_state(last_checkpoint(through), last_checkpoint(legs))
+    assert losses(through) == losses(legs)
+    return through, legs

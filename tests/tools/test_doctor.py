@@ -34,7 +34,7 @@ from muralist.tools.doctor.hardware import (
     query_nvidia_smi,
 )
 from muralist.tools.doctor.job import check_batch, check_clocks, check_collectives, check_learning_rate, check_slurm
-from muralist.train.memory import CONTEXT, MemoryEstimate, estimate_memory
+from muralist.train.preflight import CONTEXT, MemoryEstimate, estimate_memory
 from tests.conftest import REPOSITORY
 from tests.support.disks import leave_free, read_only_view, small_disk
 from tests.support.generating import write_table

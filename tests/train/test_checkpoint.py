@@ -1,14 +1,17 @@
-"""A checkpoint is intact or absent: on a full disk, after damage of every kind, and among many."""
+"""A checkpoint is intact or absent: on a full disk, after damage of every kind, among many, in the background."""
 
 from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +21,10 @@ from torch import Tensor, nn
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import find_os_error
+from muralist.settings import CheckpointSettings
 from muralist.train import checkpoint
-from muralist.train.optim import optimizer_tensors
+from muralist.train.checkpoint import CheckpointWriter
+from muralist.train.parallel import optimizer_tensors
 from tests.support.disks import PAGE, leave_free, small_disk
 
 FACTS = {"images": 12, "total_batch": 4, "model": {"label_names": ["Straße"]}, "loss_scale": {}, "epoch_loss": [0.1, 3]}
@@ -122,10 +127,7 @@ def test_full_disk_raises_one_error_and_keeps_earlier_checkpoints(tmp_path: Path
     with small_disk(tmp_path / "disk") as disk:
         folder = disk / "checkpoints"
         earlier = write(folder, 1, size=size)
-        for pages in (
-            -10,
-            *range(1, 13),
-        ):  # from hopeless to just enough: every file in turn is the one that does not fit
+        for pages in (-10, *range(1, 13)):  # from hopeless to just enough: each file in turn does not fit
             leave_free(disk, needed + pages * PAGE)
             try:
                 write(folder, 2, scale=2.0, size=size)
@@ -150,11 +152,11 @@ def test_full_disk_raises_one_error_and_keeps_earlier_checkpoints(tmp_path: Path
 
 def test_disk_that_fills_up_while_weights_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Another process takes the space after it was checked: safetensors' own error must end as the same sentence.
-    monkeypatch.setattr(checkpoint, "_require_space", lambda *_: None)
     with small_disk(tmp_path / "disk") as disk:
         folder = disk / "checkpoints"
         earlier = write(folder, 1)
         leave_free(disk, 8 * PAGE)
+        monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 60))
         with pytest.raises(UserError, match=r"No space left on the disk that holds .*step_0000002"):
             write(folder, 2, size=20_000)
         assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_0000001"]
@@ -235,26 +237,14 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(copied: Path) -> None:
             assert "manifest.json" in str(error) or "is damaged" in str(error)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "null",
-        "[]",
-        "{}",
-        "3",
-        '"text"',
-        '{"format": 1}',
-        '{"files": []}',
-        '{"format": 1, "files": {}, "step": 1, "images": 1}',
-    ],
-)
+NOT_MANIFESTS = ["null", "[]", "{}", "3", '"text"', '{"format": 1}', '{"files": []}']
+
+
+@pytest.mark.parametrize("content", [*NOT_MANIFESTS, '{"format": 1, "files": {}, "step": 1, "images": 1}'])
 def test_json_that_is_not_a_manifest_is_refused(copied: Path, content: str) -> None:
+    manifest = json.loads((copied / "manifest.json").read_text())
     (copied / "manifest.json").write_text(content)
     assert f"{copied / 'manifest.json'} is damaged" in refusal(copied)
-
-
-def test_manifest_of_another_format_is_refused(copied: Path) -> None:
-    manifest = json.loads((copied / "manifest.json").read_text())
     (copied / "manifest.json").write_text(json.dumps(manifest | {"format": 2}))
     assert "has format 2, this version of muralist reads format 1" in refusal(copied)
 
@@ -273,21 +263,11 @@ def hurt(path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"")
 
 
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 @pytest.fixture
-def warnings() -> Any:
-    handler = Warnings()
-    checkpoint.log.addHandler(handler)
-    yield handler.said
-    checkpoint.log.removeHandler(handler)
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(checkpoint.log, "warning", lambda text, *rest: said.append(text % rest))
+    return said
 
 
 def names(folder: Path) -> list[str]:
@@ -314,22 +294,16 @@ def test_newest_intact_checkpoint_is_found_and_damaged_ones_are_logged(tmp_path:
     assert len(names(tmp_path)) == 3
 
 
-def test_steps_are_sorted_numerically(tmp_path: Path) -> None:
+def test_only_checkpoints_are_listed_and_by_number(tmp_path: Path) -> None:
     for step in (9_999_998, 9_999_999, 10_000_000, 10_000_001):
         write(tmp_path, step)
-    found = checkpoint.newest_intact(tmp_path)
-    assert found is not None
-    assert found[1]["step"] == 10_000_001
-    checkpoint.prune(tmp_path, keep_last=2, keep_every=None)
-    assert names(tmp_path) == ["step_10000000", "step_10000001"]
-
-
-def test_only_checkpoints_are_listed(tmp_path: Path) -> None:
-    write(tmp_path, 7)
     for stranger in ("step_12", "step_0000008x", ".step_0000009.1.tmp", "step_", "notes"):
         (tmp_path / stranger).mkdir()
     (tmp_path / "step_0000009").write_text("a file")
-    assert names(tmp_path) == ["step_0000007"]
+    found = checkpoint.newest_intact(tmp_path)
+    assert found is not None and found[1]["step"] == 10_000_001
+    checkpoint.prune(tmp_path, keep_last=2, keep_every=None)
+    assert names(tmp_path) == ["step_10000000", "step_10000001"]
 
 
 @pytest.mark.parametrize(
@@ -361,21 +335,15 @@ def test_run_resumed_from_an_earlier_checkpoint_continues_there(tmp_path: Path) 
 
 @pytest.mark.parametrize("content", [b"", b"step_0000099\n", b"\xff\xfe", b"../elsewhere\n"])
 def test_wrong_latest_file_is_logged_and_the_newest_checkpoint_used(
-    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, content: bytes, warnings: list[str]
 ) -> None:
     write(tmp_path, 2)
     newest = write(tmp_path, 4)
-    said: list[str] = []
-    monkeypatch.setattr(checkpoint.log, "warning", lambda text, *rest: said.append(text % rest))
-    found = checkpoint.newest_intact(tmp_path)
-    assert found is not None and not said
+    assert checkpoint.newest_intact(tmp_path) and not warnings
     (tmp_path / "latest").write_bytes(content)
     found = checkpoint.newest_intact(tmp_path)
-    assert found is not None
-    assert found[0] == newest
-    assert (
-        len(said) == 1 and said[0].startswith(f"{tmp_path / 'latest'} names ") and "Using the newest intact" in said[0]
-    )
+    assert found is not None and found[0] == newest and len(warnings) == 1
+    assert warnings[0].startswith(f"{tmp_path / 'latest'} names ") and "Using the newest intact" in warnings[0]
 
 
 def test_only_leftovers_are_removed(tmp_path: Path) -> None:
@@ -386,3 +354,69 @@ def test_only_leftovers_are_removed(tmp_path: Path) -> None:
     checkpoint.remove_leftovers(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_0000002"]
     checkpoint.read_manifest(tmp_path / "step_0000002")
+
+
+def submit(writer: CheckpointWriter, step: int, tensor: torch.Tensor) -> None:
+    writer.submit(step, {"model": {"w": tensor}}, {"w.exp_avg": tensor}, {"images": step, "model": {}})
+
+
+def test_training_continues_while_the_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, write = threading.Event(), checkpoint.write
+
+    def slow_write(*arguments: Any) -> Path:
+        assert disk.wait(20)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write", slow_write)
+    writer = CheckpointWriter(tmp_path, CheckpointSettings())
+    tensor = torch.arange(4.0)
+    submit(writer, 1, tensor)  # returns although the disk has not moved
+    tensor.fill_(-1.0)  # the next optimizer step
+    assert not checkpoint.list_checkpoints(tmp_path)
+    disk.set()
+    writer.finish()
+    (only,) = checkpoint.list_checkpoints(tmp_path)
+    assert checkpoint.read_manifest(only)["step"] == 1
+    assert torch.equal(load_file(only / "model.safetensors")["w"], torch.arange(4.0))
+    loaded = {"w.exp_avg": torch.zeros(4)}
+    checkpoint.read_state(only, loaded)
+    assert torch.equal(loaded["w.exp_avg"], torch.arange(4.0))
+
+
+def test_checkpoints_are_written_in_order_and_pruned(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, CheckpointSettings(keep_last=2))
+    for step in range(1, 6):
+        submit(writer, step, torch.full((2,), float(step)))
+    writer.finish()
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step_0000004", "step_0000005"]
+
+
+def test_background_error_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: Any) -> Path:
+        raise UserError("No space left.")
+
+    monkeypatch.setattr(checkpoint, "write", full_disk)
+    writer = CheckpointWriter(tmp_path, CheckpointSettings())
+    submit(writer, 1, torch.zeros(2))
+    with pytest.raises(UserError, match="No space left"):
+        writer.finish()
+    writer.check()
+    writer.finish()
+
+
+def test_checkpoint_is_completed_at_interpreter_exit(tmp_path: Path) -> None:
+    """Somebody who presses Ctrl+C again and again leaves every wait; Python itself then waits for the thread."""
+    script = f"""
+import threading, time, torch
+from pathlib import Path
+from muralist.train import checkpoint
+complete = checkpoint._complete
+checkpoint._complete = lambda *inputs: (time.sleep(1), complete(*inputs))[1]  # the program has ended by then
+tensors = {{"w": torch.ones(4)}}
+inputs = Path({str(tmp_path)!r}), 7, {{"model": tensors}}, tensors, {{"model": {{}}}}
+threading.Thread(target=checkpoint.write, args=inputs).start()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (only,) = checkpoint.list_checkpoints(tmp_path)
+    assert checkpoint.read_manifest(only)["step"] == 7

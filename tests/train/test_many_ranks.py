@@ -111,19 +111,10 @@ def test_frozen_rank_ends_the_job_and_is_named(photo_folder: Path, tmp_path: Pat
 
 
 def test_rank_that_never_starts_is_named(photo_folder: Path, tmp_path: Path) -> None:
-    alone = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        alone["MASTER_PORT"] = str(probe.getsockname()[1])
     words = ["python", "train.py", *TINY, "--data_path", photo_folder, "--results_dir", tmp_path, "--dist_timeout", "5"]
     output = finish(start(*words, **alone), expect=EXIT_LOST_PEERS, timeout=60)
     assert "rank 1 never reported" in output.lower() and "Traceback" not in output
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,10 +1,15 @@
-"""Metrics of a GPU are written a few steps later, while it computes: the same values, none lost, none twice."""
+"""Metrics are written late but once, the forecast is right, a profile adds up and changes nothing."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
+import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from itertools import groupby
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +18,11 @@ import torch
 
 from muralist.core.errors import UserError
 from muralist.train import metrics
-from muralist.train.loggers import ProgressLogger
-from muralist.train.metrics import DeviceEvent, Forecast, MetricsRecorder
+from muralist.train.loggers import ProgressLogger, start_log
+from muralist.train.metrics import DeviceEvent, Forecast, MetricsRecorder, StepProfiler, kind_of
 from muralist.train.schedule import TrainingClock
 from muralist.train.step import StepResult
+from tests.support.runs import assert_same_state, last_checkpoint, losses, only_run, train
 
 
 class Memory:
@@ -42,14 +48,14 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def build(delay: int, every: int = 10) -> tuple[MetricsRecorder, Memory]:
-    world: Any = SimpleNamespace(
-        device=torch.device("cpu"), size=1, all_reduce_mean=lambda values: values, is_main=True
-    )
-    spec: Any = SimpleNamespace(tokens_per_image=lambda: 16, flops_per_image=lambda: 100)
+    world = SimpleNamespace(device=torch.device("cpu"), size=1, all_reduce_mean=lambda values: values, is_main=True)
+    spec = SimpleNamespace(tokens_per_image=lambda: 16, flops_per_image=lambda: 100)
     memory = Memory()
     loggers: Any = [memory]
     progress, forecast = ProgressLogger(0, 1000, 10, quiet=True), Forecast(None, 0, 1000, 100)
-    recorder = MetricsRecorder(world, TrainingClock(10_000, 8, 1), spec, loggers, progress, forecast, every, 1e9)
+    scaler = SimpleNamespace(is_enabled=lambda: False)
+    state: Any = SimpleNamespace(world=world, spec=spec, scaler=scaler, skip_non_finite=False)
+    recorder = MetricsRecorder(state, TrainingClock(10_000, 8, 1), loggers, progress, forecast, every, 1e9)
     recorder._write_delay = delay
     return recorder, memory
 
@@ -132,3 +138,184 @@ def test_cuda_event_waits_for_the_work_before_it() -> None:
     second = DeviceEvent(device)
     second.wait()
     assert 0.03 < second.since(first) < 1
+
+
+def run(
+    path: Path, step: float, pause: float, later: float | None = None, steps: int = 1000, first: float = 0.0,
+    slower: float = 0.0,
+) -> Forecast:  # fmt: skip
+    """A run of steps in groups of ten, with a checkpoint every hundred; from the middle on a step may take `later`.
+
+    The first pause takes `first` seconds more, and the ten steps after each pause take `slower` more.
+    """
+    now = [100.0]  # stands still until it is told to go on
+    forecast = Forecast(path, 0, steps, 100, lambda: now[0])
+    paused = 0.0
+    for group in range(steps // 10):
+        own = step if later is None or group < steps // 20 else later
+        seconds = 10 * own + (0.5 if group == 0 else 0.0) + (slower if paused else 0.0)
+        now[0] += seconds
+        forecast.add(10, seconds, paused)
+        paused = 0.0
+        if (group + 1) % 10 == 0:
+            paused = pause + (first if group == 9 else 0.0)
+            now[0] += paused
+    forecast.conclude()
+    return forecast
+
+
+def test_forecast_of_a_steady_run_includes_checkpoints(tmp_path: Path) -> None:
+    forecast = run(tmp_path / "forecast.json", step=0.1, pause=2.0)
+    told = json.loads((tmp_path / "forecast.json").read_text())
+    assert told["seconds, taken"] == pytest.approx(1000 * 0.1 + 0.5 + 10 * 2.0)
+    assert told["seconds, estimated"] == pytest.approx(told["seconds, taken"], rel=1e-3)
+    assert abs(told["off"]) < 0.001 and told["steps per second"] == pytest.approx(10.0)
+    assert told["estimated at step"] == 210 and forecast.at_step == 210  # the first flush after the second checkpoint
+
+
+def test_forecast_ignores_the_slow_first_pause(tmp_path: Path) -> None:
+    """As on a GPU: memory is laid out at the first checkpoint, and steps are slower while files are written."""
+    run(tmp_path / "forecast.json", step=0.03, pause=1.0, first=3.7, slower=1.8)
+    assert abs(json.loads((tmp_path / "forecast.json").read_text())["off"]) < 0.01
+    run(tmp_path / "forecast.json", step=0.03, pause=1.0, first=3.7, slower=1.8, steps=400)
+    assert abs(json.loads((tmp_path / "forecast.json").read_text())["off"]) < 0.01
+
+
+def test_forecast_error_of_a_run_that_slows_down(tmp_path: Path) -> None:
+    run(tmp_path / "forecast.json", step=0.1, pause=0.0, later=0.3)
+    assert json.loads((tmp_path / "forecast.json").read_text())["off"] == pytest.approx(-0.5, abs=0.003)
+
+
+def test_short_runs_have_no_forecast(tmp_path: Path) -> None:
+    assert run(tmp_path / "forecast.json", step=0.1, pause=0.0, steps=30).expected is None
+    assert run(tmp_path / "forecast.json", step=0.0001, pause=0.0).expected is None  # too fast to be known
+    assert not (tmp_path / "forecast.json").exists()
+
+
+def test_forecast_log_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(metrics.log, "info", lambda text, *values: said.append(text % values))
+    run(tmp_path / "forecast.json", step=0.1, pause=2.0)
+    assert said == [
+        "At this pace steps 1 to 1000 take 1 min 40 s, checkpoints and samples not counted.",
+        "At this pace steps 1 to 1000 take 2 min 00 s, with its checkpoints and samples.",
+        "At this pace steps 1 to 1000 take 2 min 00 s, with its checkpoints and samples.",
+        "Took 2 min 00 s, estimated 2 min 00 s at step 210: off by +0.0%.",
+    ]
+
+
+def test_real_run_writes_its_forecast(photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("muralist.train.metrics._MIN_SECONDS", 1e-6)  # however fast this machine is
+    train("--data_path", photo_folder, "--max_steps", "48", "--results_dir", tmp_path, "--samples_per_gpu", "0",
+          "--epochs", "100", "--val_fraction", "0")  # fmt: skip
+    run_folder = only_run(tmp_path)
+    told = json.loads((run_folder / "forecast.json").read_text())
+    assert told["last step"] == 48 and told["seconds, estimated"] > 0 and told["seconds, taken"] > 0
+    log = (run_folder / "logs" / "train.log").read_text()
+    assert "At this pace steps 1 to 48 take" in log and "off by" in log
+
+
+CPU = torch.device("cpu")
+
+
+def steps_of(trace: Path) -> list[str]:
+    """The names of the steps in a trace."""
+    with gzip.open(trace) as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    assert "aten::addmm" in {event.get("name") for event in events}
+    marks = [event for event in events if str(event.get("name")).startswith("training step")]
+    return [event["name"] for event in sorted(marks, key=lambda event: event["ts"])]
+
+
+def test_trace_has_the_steps_and_the_run_is_the_same(photo_folder: Path, tmp_path: Path) -> None:
+    common = ["--data_path", photo_folder, "--max_steps", "6", "--samples_per_gpu", "0"]
+    train(*common, "--results_dir", tmp_path / "with", "--profile", "2")
+    train(*common, "--results_dir", tmp_path / "without")
+    run, without = only_run(tmp_path / "with"), only_run(tmp_path / "without")
+    assert run.name == without.name and not (without / "profile").exists()
+    assert losses(run) == losses(without)
+    assert_same_state(last_checkpoint(run), last_checkpoint(without))
+    assert steps_of(run / "profile" / "trace_rank0.json.gz") == ["training step 3", "training step 4"]
+    assert sorted(path.name for path in (run / "profile").iterdir()) == ["summary_rank0.txt", "trace_rank0.json.gz"]
+    summary = (run / "profile" / "summary_rank0.txt").read_text()
+    header = re.match(r"profile    2 steps from step 4, ([0-9.,]+) ms each", summary)
+    parts = re.findall(r"^ +(\D+?) +([0-9.,]+) ms", summary, re.MULTILINE)
+    assert header and {"GEMMs", "attention", "optimizer and EMA", "other"} < {name for name, _ in parts}
+    total = sum(float(time.replace(",", "")) for _, time in parts)
+    assert total == pytest.approx(float(header[1].replace(",", "")), rel=0.01)
+    said = (run / "logs" / "train.log").read_text()
+    assert f"the trace is {run / 'profile' / 'trace_rank0.json.gz'}" in said and "GEMMs" in said
+
+
+def record(profile: StepProfiler, steps: range) -> None:
+    """Steps of a small product each."""
+    weight = torch.ones(8, 8)
+    for step in steps:
+        profile.begin(step)
+        weight = torch.addmm(weight, weight, weight)
+        profile.end(step, nullcontext)
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps", "recorded"),
+    [
+        (2, range(9), [3, 4]),
+        (10, range(5), [3, 4]),
+        (10, range(1), [0]),
+        (1, range(40, 50), [43]),  # of a run that goes on
+        (3, range(40, 42), [41]),
+    ],
+)
+def test_short_run_profiles_the_steps_it_has(tmp_path: Path, asked: int, steps: range, recorded: list[int]) -> None:
+    profile = StepProfiler(asked, steps, tmp_path, 3, CPU)
+    record(profile, steps)
+    profile.close()
+    assert steps_of(tmp_path / "trace_rank3.json.gz") == [f"training step {step}" for step in recorded]
+    told = (tmp_path / "summary_rank3.txt").read_text()
+    assert told.startswith(f"profile    {len(recorded)} steps from step {recorded[0] + 1}")
+    assert (f"(of {asked} requested: the run has no more)" in told) == (len(recorded) < asked)
+
+
+def test_stopped_run_writes_the_steps_it_profiled(tmp_path: Path) -> None:
+    profile = StepProfiler(5, range(20), tmp_path, 0, CPU)
+    record(profile, range(5))
+    profile.begin(5)  # and then a signal comes
+    profile.close()
+    assert steps_of(tmp_path / "trace_rank0.json.gz")[:2] == ["training step 3", "training step 4"]
+    assert (tmp_path / "summary_rank0.txt").read_text().startswith("profile    2 steps from step 4 (of 5 requested")
+
+
+def test_run_that_ends_too_early_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start_log(None, 0)
+    profile = StepProfiler(5, range(20), tmp_path / "none", 0, CPU)
+    record(profile, range(2))
+    profile.close()
+    assert "the run ended before step 4, the first to be profiled" in capsys.readouterr().out
+    assert not (tmp_path / "none").exists()
+
+
+def test_unwritable_profile_does_not_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start_log(None, 0)
+    (tmp_path / "profile").write_text("in the way")
+    record(StepProfiler(1, range(5), tmp_path / "profile", 0, CPU), range(5))
+    assert "The profile could not be written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "GEMMs"),
+        ("aten::addmm", "GEMMs"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("_attention_backward", "attention"),
+        ("_adaln_rmsnorm_backward", "adaLN and norms"),
+        ("_quantize_rowwise", "FP8 quantization"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
+        ("void at::native::multi_tensor_apply_kernel", "optimizer and EMA"),
+        ("triton_poi_fused_add_0", "compiled"),
+        ("aten::sum", "other"),
+    ],
+)
+def test_kernel_kinds(name: str, kind: str) -> None:
+    assert kind_of(name) == kind

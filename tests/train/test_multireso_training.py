@@ -79,7 +79,7 @@ def test_every_batch_has_one_size_and_resuming_is_exact(
     assert metrics(results / "through")[-1]["val/loss"] > 0
 
     assert main(words(folder, results, "halves", *held_out, "--max_steps", 3)) == 0
-    monkeypatch.setattr("muralist.train.dataset.measure_shapes", None)  # the shapes are remembered
+    monkeypatch.setattr("muralist.data.sampler.measure_shapes", None)  # the shapes are remembered
     assert main(words(folder, results, "halves", *held_out, "--max_steps", 6)) == 0
     assert losses(results / "halves") == losses(results / "through")
     assert_same_state(last_checkpoint(results / "through"), last_checkpoint(results / "halves"))

@@ -15,16 +15,9 @@ from tests.support.runs import assert_same_state, last_checkpoint, metrics, only
 
 def write_run(results: Path, name: str, value: float, steps: tuple[int, ...] = (1,), **model: object) -> list[Path]:
     described = {"model": "JiT-T/8", "img_size": 16, "label_names": []} | model
-    return [
-        checkpoint.write(
-            results / name / "checkpoints",
-            step,
-            {"ema1": {"a": torch.full((3,), value + step)}},
-            {"s": torch.ones(1)},
-            {"images": step, "model": described},
-        )
-        for step in steps
-    ]
+    folder, state = results / name / "checkpoints", {"s": torch.ones(1)}
+    sets = {step: {"ema1": {"a": torch.full((3,), value + step)}} for step in steps}
+    return [checkpoint.write(folder, step, sets[step], state, {"images": step, "model": described}) for step in steps]
 
 
 def found(results: Path, init_from: str = "default", condition: bool = True) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +19,10 @@ from muralist.models.jit_spec import JiTSpec
 from muralist.models.spec import build_spec
 from muralist.settings import ModelSettings, SampleSettings, TrainSettings
 from muralist.train.checkpoint import folder_name
-from muralist.train.optim import EMA, SwappedWeights
+from muralist.train.loggers import MetricsLogger
+from muralist.train.parallel import SwappedWeights
 from muralist.train.samples import generate_samples, prompts_of_rank, read_prompts, write_samples, write_sheet
+from muralist.train.step import EMA
 from tests.support.disks import read_only_view
 
 GAP, LEFT, TOP = 6, 190, 34  # of the sheet
@@ -47,17 +48,10 @@ def network(built: JiTSpec, scale: float = 1.0) -> torch.nn.Module:
 # Prompts
 
 
-@given(st.integers(1, 20), st.integers(1, 16))
-def test_gpu_r_takes_prompt_r_mod_n(prompts: int, ranks: int) -> None:
-    names = [str(index) for index in range(prompts)]
-    for rank in range(ranks):
-        assert prompts_of_rank(names, rank, ranks, 1) == [rank % prompts]
-    assert prompts_of_rank(names, 0, ranks, 0) == []
-
-
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 20))
-def test_further_samples_take_further_prompts_and_none_twice(prompts: int, ranks: int, count: int) -> None:
+def test_gpu_r_takes_prompt_r_mod_n_then_further_ones_and_none_twice(prompts: int, ranks: int, count: int) -> None:
     names = [str(index) for index in range(prompts)]
+    assert prompts_of_rank(names, 0, ranks, 0) == []
     chosen = [prompts_of_rank(names, rank, ranks, count) for rank in range(ranks)]
     for rank, mine in enumerate(chosen):
         assert mine[0] == rank % prompts
@@ -127,7 +121,7 @@ def test_samples_use_ema_weights_and_leave_the_network_unchanged() -> None:
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-class Shown:
+class Shown(MetricsLogger):
     """A logger that keeps what it is given."""
 
     def __init__(self) -> None:
@@ -135,12 +129,6 @@ class Shown:
 
     def image(self, step: int, name: str, image_u8: np.ndarray, caption: str) -> None:
         self.images[name] = (step, image_u8, caption)
-
-    def scalars(self, step: int, values: Any) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def test_files_of_two_gpus(tmp_path: Path) -> None:

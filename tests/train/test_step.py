@@ -53,9 +53,7 @@ def test_out_of_memory_splits_the_batch(photo_folder: Path, monkeypatch: pytest.
     split.warm_up(batch)
     assert split.micro_batch == 2
     assert tried == [8, 4, 2, 2, 2, 2]
-    assert all(parameter.grad is None for parameter in split.network.parameters()), (
-        "the trial must leave nothing behind"
-    )
+    assert all(parameter.grad is None for parameter in split.network.parameters())  # the trial leaves nothing behind
     result = split.step([batch])
     assert float(result.loss) == pytest.approx(float(expected.loss), rel=1e-6)
     for mine, theirs in zip(split.network.parameters(), unsplit.network.parameters(), strict=True):

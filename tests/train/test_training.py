@@ -15,35 +15,29 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.support.disks import leave_free, small_disk
-from tests.support.runs import assert_same_state, last_checkpoint, losses, metrics, only_run, tensors, train
+from tests.support.runs import (
+    assert_same_state,
+    last_checkpoint,
+    losses,
+    metrics,
+    only_run,
+    tensors,
+    train,
+    train_through_and_in_legs,
+)
 
 
 def test_interrupted_run_equals_uninterrupted_run(photo_folder: Path, tmp_path: Path) -> None:
     common = ["--data_path", photo_folder, "--epochs", "2", "--enable_condition", "--ckpt_every", "100"]
-    train(*common, "--results_dir", tmp_path / "through")
-    for stop in (1, 7, 12, 19):
-        train(*common, "--results_dir", tmp_path / "legs", "--max_steps", stop)
-    train(*common, "--results_dir", tmp_path / "legs")
-    through, legs = only_run(tmp_path / "through"), only_run(tmp_path / "legs")
-    assert_same_state(last_checkpoint(through), last_checkpoint(legs))
+    through, legs = train_through_and_in_legs(tmp_path, common, 1, 7, 12, 19, 24)
     own = [{k: v for k, v in line.items() if k != "val/loss"} for line in metrics(through)]
     assert own == [{k: v for k, v in line.items() if k != "val/loss"} for line in metrics(legs)]
     assert metrics(through)[-1] == metrics(legs)[-1]
 
 
 def test_loss_falls_and_epochs_are_counted(photo_folder: Path, tmp_path: Path) -> None:
-    train(
-        "--data_path",
-        photo_folder,
-        "--epochs",
-        "20",
-        "--results_dir",
-        tmp_path,
-        "--val_fraction",
-        "0.1",
-        "--ckpt_every",
-        "50",
-    )
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path]
+    train(*common, "--epochs", "20", "--val_fraction", "0.1", "--ckpt_every", "50")
     lines = metrics(only_run(tmp_path))
     curve = [line["train/loss"] for line in lines]
     assert np.mean(curve[-20:]) < 0.5 * np.mean(curve[:20])
@@ -127,20 +121,14 @@ def test_fine_tuning_starts_from_the_newest_unconditional_run(photo_folder: Path
     assert not torch.equal(scratch["blocks.0.attn.qkv.weight"], pretrained["blocks.0.attn.qkv.weight"])
 
 
-def test_same_command_finds_its_finished_run(
-    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for _ in range(2):
-        train("--data_path", photo_folder, "--max_steps", "3", "--results_dir", tmp_path)
-    assert len(losses(only_run(tmp_path))) == 3
-    assert "Nothing left to do" in capfd.readouterr().out
-
-
-def test_other_settings_under_one_name_are_refused(
+def test_same_command_finds_its_finished_run_and_other_settings_are_refused(
     photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--run_name", "mine", "--max_steps", "2"]
-    train(*common)
+    for _ in range(2):
+        train(*common)
+    assert len(losses(tmp_path / "mine")) == 2
+    assert "Nothing left to do" in capfd.readouterr().out
     train(*common, "--seed", "5", expect=1)
     assert "seed: 0 there, 5 here" in capfd.readouterr().err
     train(*common, "--resume", "none", expect=1)
@@ -183,19 +171,8 @@ def test_broken_image_is_named_and_the_run_is_saved(tmp_path: Path, capfd: pytes
         Image.fromarray(np.full((20, 20, 3), number * 20, np.uint8)).save(data / f"{number}.png")
     broken = data / "7.png"
     broken.write_bytes(broken.read_bytes()[:40])
-    train(
-        "--data_path",
-        data,
-        "--batch_size",
-        "1",
-        "--epochs",
-        "1",
-        "--val_fraction",
-        "0",
-        "--results_dir",
-        tmp_path / "r",
-        expect=1,
-    )
+    common = ["--data_path", data, "--results_dir", tmp_path / "r"]
+    train(*common, "--batch_size", "1", "--epochs", "1", "--val_fraction", "0", expect=1)
     assert "7.png" in capfd.readouterr().err
     run = only_run(tmp_path / "r")
     checkpoints = list((run / "checkpoints").glob("step_*"))
@@ -259,12 +236,7 @@ def test_fp16_scales_the_loss_and_resumes_exactly(
 
     # What a GPU without bf16 gets; the CPU's own half precision stands in for it.
     monkeypatch.setattr(trainer, "autocast_dtype", lambda use_amp, device: torch.float16)
-    common = ["--data_path", photo_folder, "--use_amp"]
-    train(*common, "--max_steps", "12", "--results_dir", tmp_path / "through")
-    train(*common, "--max_steps", "5", "--results_dir", tmp_path / "legs")
-    train(*common, "--max_steps", "12", "--results_dir", tmp_path / "legs")
-    through, legs = only_run(tmp_path / "through"), only_run(tmp_path / "legs")
-    assert_same_state(last_checkpoint(through), last_checkpoint(legs))
+    through, legs = train_through_and_in_legs(tmp_path, ["--data_path", photo_folder, "--use_amp"], 5, 12)
     scale = [json.loads((last_checkpoint(run) / "manifest.json").read_text())["loss_scale"] for run in (through, legs)]
     assert scale[0] == scale[1] and scale[0]["scale"] > 1
     monkeypatch.undo()
@@ -387,11 +359,11 @@ def test_non_finite_gradient_is_never_saved(
 
     optimizer_step, steps = DataParallel.optimizer_step, []
 
-    def poisoned(strategy: DataParallel, network: torch.nn.Module, *rest: Any) -> torch.Tensor:
+    def poisoned(strategy: DataParallel, state: Any, *rest: Any) -> torch.Tensor:
         steps.append(1)
         if len(steps) == 3:  # a checkpoint step: the loss is still fine, the weights will not be
-            next(p for p in network.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
-        return optimizer_step(strategy, network, *rest)
+            next(p for p in state.network.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        return optimizer_step(strategy, state, *rest)
 
     monkeypatch.setattr(DataParallel, "optimizer_step", poisoned)
     common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--ckpt_every", "1", "--max_steps", "6"]
@@ -432,17 +404,8 @@ def test_failed_start_does_not_claim_the_run_name(photo_folder: Path, tmp_path: 
 
 
 def test_disk_that_fills_up_is_one_error(photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    common = [
-        "--data_path",
-        photo_folder,
-        "--use_tensorboard",
-        "--ckpt_every",
-        "1",
-        "--keep_last",
-        "9",
-        "--max_steps",
-        "9",
-    ]
+    common = ["--data_path", photo_folder, "--use_tensorboard", "--ckpt_every", "1", "--max_steps", "9"]
+    common += ["--keep_last", "9"]
     with small_disk(tmp_path / "disk", "100m") as disk:
         train(*common, "--results_dir", disk, "--samples_per_gpu", "0", expect=1)
         said = capfd.readouterr()

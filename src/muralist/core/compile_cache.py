@@ -17,9 +17,8 @@ import shutil
 import stat
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +27,6 @@ from muralist.core.hardware import cache_dir
 
 INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 TRITON_VARIABLE = "TRITON_CACHE_DIR"
-_GRAPHS = "fxgraph"  # the folder in which torch keeps compiled graphs
 _CPU_INFO = Path("/proc/cpuinfo")
 _KERNEL_SOURCES = ("kernels/*.py", "generate/diffusers_patches.py")
 
@@ -38,13 +36,12 @@ class CompileCache:
     """The folder that compiled code is kept in."""
 
     folder: Path
-    note: str = ""
-    """Why the folder is temporary, if it is."""
+    note: str = ""  # why the folder is temporary, if it is
 
     @property
     def is_warm(self) -> bool:
         """Whether earlier processes left compiled graphs."""
-        return (self.folder / _GRAPHS).is_dir()
+        return (self.folder / "fxgraph").is_dir()  # in which torch keeps compiled graphs
 
     def summary(self) -> str:
         """Say how many graphs this process compiled or found in the cache; empty if neither."""
@@ -52,10 +49,8 @@ class CompileCache:
         if dynamo is None:
             return ""
         hits, misses = (dynamo.counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss"))
-        if not hits + misses:
-            return ""
         if not misses:
-            return f"All {hits} compiled graphs were found in the cache {self.folder}."
+            return f"All {hits} compiled graphs were found in the cache {self.folder}." if hits else ""
         found = f", {hits} were found there" if hits else ""
         kept = self.note or f"They are cached in {self.folder}{found}; the next start will be faster."
         return f"{misses} graphs were compiled. {kept}"
@@ -75,31 +70,6 @@ def use_compile_cache() -> CompileCache:
     os.environ.setdefault(TRITON_VARIABLE, str(folder / "triton"))  # our kernels compile before torch would set it
     _key_by_kernel_sources()
     return CompileCache(folder, note)
-
-
-@contextmanager
-def preload_compiler(enabled: bool) -> Iterator[None]:
-    """Import the compiler in a thread while the body waits for a device, as loading weights does.
-
-    torch also hashes its own and Triton's source before it finds anything in the cache; the thread does that too.
-    """
-    thread = threading.Thread(target=_preload, daemon=True)
-    if enabled:
-        thread.start()
-    try:
-        yield
-    finally:
-        if enabled:
-            thread.join()
-
-
-def _preload() -> None:
-    with suppress(Exception):  # torch repeats this when it compiles, and reports what fails there
-        from torch._inductor import codecache, compile_fx  # noqa: F401
-        from torch._inductor.runtime.triton_compat import triton_key
-
-        codecache.torch_key()
-        triton_key()
 
 
 @contextmanager
@@ -142,16 +112,12 @@ def _platform_key() -> str:
 def _prepare(folder: Path) -> str:
     """Create the folder with mode 0700 if needed; return why it cannot hold code, or an empty text."""
     try:
-        for parent in reversed(folder.parents):  # `mkdir(parents=True)` would create parents with the default mode
-            if not parent.exists():
-                parent.mkdir(mode=0o700, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        problem = _untrusted(folder)
-        if not problem and not os.access(folder, os.W_OK | os.X_OK):
-            problem = f"{folder} is not writable"
+        for place in (*reversed(folder.parents), folder):  # `parents=True` would create parents with the default mode
+            if not place.is_dir():
+                place.mkdir(mode=0o700, exist_ok=True)
+        return _untrusted(folder) or ("" if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable")
     except OSError as error:
-        problem = f"{error.filename or folder} cannot be used ({error.strerror})"
-    return problem
+        return f"{error.filename or folder} cannot be used ({error.strerror})"
 
 
 def _untrusted(folder: Path) -> str:

@@ -53,9 +53,7 @@ def report_errors(run: Callable[[], int], debug: bool = False) -> int:
     except UserError as error:
         if debug:
             traceback.print_exc()
-        for part in (f"muralist: {error.what}", error.why, error.fix):
-            if part:
-                print(part, file=sys.stderr)
+        print("\n".join(filter(None, (f"muralist: {error.what}", error.why, error.fix))), file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader of our output exited, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -44,8 +44,8 @@ def default_processes() -> int:
     """Return NPROC, else the number of entries in CUDA_VISIBLE_DEVICES, else of GPUs, else 1."""
     if chosen := requested_processes():
         return chosen
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES", ""):
-        return len(visible.split(","))
+    if visible := [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]:
+        return len(visible)
     import torch
 
     return max(1, torch.cuda.device_count())
@@ -55,15 +55,12 @@ def select_devices(gpu_ids: Sequence[int]) -> dict[str, str]:
     """Return {label: device} for the workers: the chosen GPUs or all of them; without GPUs, CPU processes."""
     if len(set(gpu_ids)) < len(gpu_ids):
         raise UserError(f"--gpu_ids {' '.join(map(str, gpu_ids))} names a GPU twice.", fix="Name each GPU once.")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     import torch
 
     count = torch.cuda.device_count()
     if count == 0:
-        listed = [entry for entry in (visible or "").split(",") if entry]
-        labels = list(gpu_ids) or list(range(requested_processes() or len(listed) or 1))
-        return {str(label): "cpu" for label in labels}
-    check_gpu_ids(gpu_ids, count, visible)
+        return {str(label): "cpu" for label in gpu_ids or range(default_processes())}
+    check_gpu_ids(gpu_ids, count, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return {str(gpu): f"cuda:{gpu}" for gpu in gpu_ids or range(count)}
 
 

@@ -12,13 +12,12 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _BLOCK = 512  # bytes; beats are padded to full blocks, so that a shorter beat leaves no rest of a longer one behind
-_READ_ATTEMPTS = 3
-_RETRY_DELAY = 0.02  # seconds
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,8 @@ def write_beat(path: Path, content: Mapping[str, object]) -> None:
     """Rewrite a beat file in place: it works on a full disk, and on NFS a renamed file may appear a minute later."""
     text = json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "replace")
     data = text.ljust(math.ceil((len(text) + 1) / _BLOCK) * _BLOCK - 1) + b"\n"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        descriptor = os.open(path, flags, 0o666)
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, flags, 0o666)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         os.pwrite(descriptor, data, 0)
         if os.fstat(descriptor).st_size > len(data):
@@ -78,13 +73,11 @@ def write_beat(path: Path, content: Mapping[str, object]) -> None:
 
 def read_beat(path: Path) -> dict[str, Any] | None:
     """Read a beat file; None where it is torn or not a JSON object, even at the third attempt."""
-    for _ in range(_READ_ATTEMPTS):
-        try:
+    for _ in range(3):
+        with suppress(ValueError, RecursionError):
             if isinstance(content := json.loads(path.read_bytes()), dict):
                 return content
-        except (ValueError, RecursionError):
-            pass
-        time.sleep(_RETRY_DELAY)
+        time.sleep(0.02)
     return None
 
 

@@ -52,17 +52,13 @@ def check_exists(path: Path, what: str, fix: str) -> None:
     """Raise if a path does not exist, with the closest existing name; `what` names the kind of input."""
     if exists(path):
         return
-    parent = path.absolute().parent
     missing = path.absolute()
-    while not os.path.isdir(parent):  # noqa: PTH112
-        parent, missing = parent.parent, parent
-    is_last = path.absolute() == missing
-    why = f"{parent} has no entry {path.name}." if is_last else f"The folder {missing} does not exist."
-    raise UserError(
-        f"The {what} {path} was not found.",
-        f"{why} {closest_match(missing.name, (entry.name for entry in parent.iterdir()))}".strip(),
-        fix,
-    )
+    while not os.path.isdir(missing.parent):  # noqa: PTH112
+        missing = missing.parent
+    is_last = missing == path.absolute()
+    why = f"{missing.parent} has no entry {missing.name}." if is_last else f"The folder {missing} does not exist."
+    similar = closest_match(missing.name, (entry.name for entry in missing.parent.iterdir()))
+    raise UserError(f"The {what} {path} was not found.", f"{why} {similar}".strip(), fix)
 
 
 _FRESH = 60.0  # seconds for which the heartbeat of another machine counts, where the disk has no locks
@@ -119,16 +115,11 @@ class FileLock:
         if self._last_beat and time.monotonic() - self._last_beat < _BEAT:
             return
         self._last_beat = time.monotonic()
-        owner = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "job": os.environ.get("SLURM_JOB_ID", ""),
-            "heartbeat": time.time(),
-        }
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID", "")}
         try:
             self.file.seek(0)
             self.file.truncate()
-            self.file.write(json.dumps(owner) + "\n")
+            self.file.write(json.dumps(owner | {"heartbeat": time.time()}) + "\n")
             self.file.flush()
         except OSError as error:
             error.filename = str(self.path)  # a full disk names no file
@@ -155,24 +146,19 @@ def hold_lock(path: Path, in_use: InUse, shared: bool = False) -> Iterator[FileL
 
     An OSError names the file that cannot be written.
     """
-    file = None
-    try:
-        while True:
-            file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+    while True:
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+") as file:
             lock = FileLock(file, path, in_use)
             lock.share() if shared else lock.acquire()
-            if lock.is_current():
-                break
-            file.close()  # the last owner removed the file meanwhile, and a lock on a removed file excludes nobody
-        try:
-            yield lock
-        finally:
-            if lock.is_current() and lock.is_exclusive():
-                with suppress(OSError):
-                    path.unlink()
-    finally:
-        if file is not None:
-            file.close()
+            if not lock.is_current():
+                continue  # the last owner removed the file meanwhile, and a lock on a removed file excludes nobody
+            try:
+                yield lock
+            finally:
+                if lock.is_current() and lock.is_exclusive():
+                    with suppress(OSError):
+                        path.unlink()
+            return
 
 
 _TORCH_WRITE_ERRORS = ("inline_container.cc", "PytorchStreamWriter")
@@ -198,11 +184,11 @@ def atomic_write(path: Path, data: bytes | str) -> None:
 
 def open_no_follow(path: Path, mode: str, encoding: str | None = None, buffering: int = -1) -> IO[Any]:
     """Open a file for appending; refuse a symbolic link, which a folder from elsewhere may contain."""
-    return open(path, mode, buffering, encoding=encoding, opener=_open_no_follow)
 
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
-def _open_no_follow(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return open(path, mode, buffering, encoding=encoding, opener=opener)
 
 
 def atomic_write_json(path: Path, content: Any) -> None:
@@ -210,8 +196,8 @@ def atomic_write_json(path: Path, content: Any) -> None:
     atomic_write(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-def fsync_dir(path: Path) -> None:
-    """Flush a folder, so that renames inside it survive a power failure."""
+def fsync(path: Path) -> None:
+    """Flush a file, or a folder, so that renames inside it survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -233,17 +219,14 @@ def atomic_folder(final: Path, replace: bool = False) -> Iterator[Path]:
         yield temporary
         mode = temporary.stat().st_mode & 0o666
         for path in temporary.rglob("*"):
-            if path.is_dir():
-                fsync_dir(path)
-                continue
-            path.chmod(mode)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        fsync_dir(temporary)
+            if path.is_file():
+                path.chmod(mode)
+            fsync(path)
+        fsync(temporary)
         if final.exists() and replace:
             final.replace(old)
         temporary.replace(final)
-        fsync_dir(final.parent)
+        fsync(final.parent)
     except UserError:
         raise
     except Exception as error:
@@ -291,11 +274,22 @@ def sanitize_name(text: str) -> str:
     return re.sub(r"[^\w.+=@-]+", "-", text).lstrip(".")
 
 
-@dataclass(frozen=True)
 class RunDir:
     """The folder of one run and the paths inside it."""
 
-    root: Path
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"  # the settings, readable by `--config`
+        self.checkpoints = root / "checkpoints"  # one folder per checkpoint, and `latest`, a text file with a name
+        self.samples = root / "samples"  # one folder per checkpoint
+        self.log = root / "logs" / "train.log"
+        self.metrics = root / "metrics.jsonl"  # one JSON object per optimizer step
+        self.tensorboard = root / "tensorboard"
+        self.heartbeats = root / "heartbeats"  # one file per rank
+        self.shapes = root / "picture_shapes.npz"  # height and width of every image, measured for --multireso
+        self.forecast = root / "forecast.json"  # the time estimate of the run, and its error at the end
+        self.profile = root / "profile"  # traces of --profile
+        self.save_request = root / "save"  # touch this file to request a checkpoint at the next step
 
     @classmethod
     def named(cls, results_dir: str, name: str) -> RunDir:
@@ -305,61 +299,6 @@ class RunDir:
                 f"--run_name {name!r} is not a valid folder name.", fix="Use letters, digits and . _ + = @ - only."
             )
         return cls(Path(results_dir) / name)
-
-    @property
-    def config(self) -> Path:
-        """The settings, readable by `--config`."""
-        return self.root / "config.yaml"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint, and `latest`, a text file with the name of one."""
-        return self.root / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        """The samples of every checkpoint."""
-        return self.root / "samples"
-
-    @property
-    def log(self) -> Path:
-        """The log."""
-        return self.root / "logs" / "train.log"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per optimizer step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard event files."""
-        return self.root / "tensorboard"
-
-    @property
-    def heartbeats(self) -> Path:
-        """One heartbeat file per rank."""
-        return self.root / "heartbeats"
-
-    @property
-    def shapes(self) -> Path:
-        """Height and width of every image, measured for --multireso."""
-        return self.root / "picture_shapes.npz"
-
-    @property
-    def forecast(self) -> Path:
-        """The time estimate of the run, and its error at the end."""
-        return self.root / "forecast.json"
-
-    @property
-    def profile(self) -> Path:
-        """Profiler traces of --profile."""
-        return self.root / "profile"
-
-    @property
-    def save_request(self) -> Path:
-        """Touch this file to request a checkpoint at the next step."""
-        return self.root / "save"
 
     def create(self) -> None:
         """Create the folders."""
@@ -374,10 +313,8 @@ class RunDir:
         """Lock the run against a second trainer; the lock ends with its process."""
 
         def in_use(owner: str) -> UserError:
-            return UserError(
-                f"The run {self.root} is being trained by {owner}.",
-                fix="Wait for it, stop it, or use another --run_name.",
-            )
+            fix = "Wait for it, stop it, or use another --run_name."
+            return UserError(f"The run {self.root} is being trained by {owner}.", fix=fix)
 
         path = self.root / "lock"
         with ExitStack() as stack:

@@ -71,15 +71,9 @@ def expand_hosts(node_list: str) -> list[str]:
     for part in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", node_list):
         prefixes = [""]
         for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", part):
-            prefixes = [
-                prefix + suffix for prefix in prefixes for suffix in ([text] if text else _expand_ranges(ranges))
-            ]
+            suffixes = [text] if text else []
+            for first, _, last in (span.partition("-") for span in ranges.split(",") if span):
+                suffixes += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+            prefixes = [prefix + suffix for prefix in prefixes for suffix in suffixes]
         names += prefixes
     return names
-
-
-def _expand_ranges(ranges: str) -> list[str]:
-    numbers: list[str] = []
-    for first, _, last in (part.partition("-") for part in ranges.split(",")):
-        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
-    return numbers

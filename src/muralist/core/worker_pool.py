@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -77,15 +77,12 @@ class WorkerPool(ABC):
         self._last_message[label] = time.monotonic()
 
 
-@dataclass
 class _Worker:
     """A process and our end of its pipe; a thread sends messages, because a process that hangs reads none."""
 
-    process: Any
-    pipe: Connection
-    outbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
-
-    def __post_init__(self) -> None:
+    def __init__(self, process: Any, pipe: Connection) -> None:
+        self.process, self.pipe = process, pipe
+        self.outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.sender = threading.Thread(target=self._send, daemon=True)
         self.sender.start()
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from muralist.core.errors import UserError
-from muralist.core.formatting import format_bytes
+from muralist.core.formatting import format_bytes, progress_bar
 from muralist.core.hardware import available_cpus
-from muralist.core.progress import progress_bar
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.data.decode import Size, height_width
 from muralist.data.packed import LatentBatch, LatentSource

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from muralist.core.errors import UserError, first_line
-from muralist.core.formatting import format_list
+from muralist.core.formatting import format_list, loading_progress
 from muralist.core.hardware import available_cpus
-from muralist.core.progress import loading_progress
 from muralist.core.run_dir import disk_write_error
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited
 from muralist.data.decode import ImageDecodeError, decode_pixels, read_image_file, read_image_shape

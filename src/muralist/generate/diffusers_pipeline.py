@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers.utils import logging as transformers_logging
 
-from muralist.core import compile_cache
 from muralist.core.errors import UserError, closest_match
 from muralist.core.hardware import copy_to_device, copy_to_host
 from muralist.generate import diffusers_patches
@@ -133,8 +132,7 @@ class DiffusersPipeline(Pipeline):
         offloaded = device.type == "cuda" and _wants_offload(pipe, settings, device)
         optimizations = optimizations or Optimizations.choose(settings.compile, device)
         if not offloaded:  # before the optimizations, which quantize and reorder weights faster on the GPU
-            with compile_cache.preload_compiler(optimizations.compiled and device.type == "cuda"):
-                pipe.to(device)
+            pipe.to(device)
         pipeline = cls(pipe, settings, device, optimizations)
         if offloaded:
             # Last: offloading wraps the components' calls and unwraps them again, so it must be outermost.

@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from muralist.core import rng
 from muralist.core.errors import UserError
-from muralist.core.progress import loading_progress
+from muralist.core.formatting import loading_progress
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.core.run_dir import atomic_folder
 from muralist.data.loader import Batch, flip_mask, to_unit_range

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from muralist.core.errors import UserError, first_line
-from muralist.core.progress import Advance, loading_progress
+from muralist.core.formatting import Advance, loading_progress
 from muralist.models.lora import ADAPTER_FILE, convert_adapter
 from muralist.models.spec import find_family_by_key
 from muralist.settings import ExportSettings

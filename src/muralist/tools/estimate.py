@@ -24,7 +24,7 @@ from muralist.models import configs
 from muralist.models.spec import families_with, find_family
 from muralist.settings import EstimateSettings, Strategy, TrainSettings
 from muralist.settings.load import read_yaml
-from muralist.train.memory import MemoryEstimate, state_bytes
+from muralist.train.preflight import MemoryEstimate, state_bytes
 
 GPUS = tuple(2**power for power in range(11))  # 1 to 1024
 SCENARIOS = {"conservative": 0.1, "medium": 0.5, "optimistic": 0.9}  # quantiles of the readings

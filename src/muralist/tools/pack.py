@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from muralist.core.errors import UserError
-from muralist.core.formatting import format_duration
+from muralist.core.formatting import Advance, format_duration, progress_bar
 from muralist.core.hardware import available_cpus
-from muralist.core.progress import Advance, progress_bar
 from muralist.core.run_dir import hold_lock
 from muralist.data.decode import ImageDecodeError, Size, format_size, height_width
 from muralist.data.packed import HELD_OUT_FOLDER, Manifest, RowWriter, is_packed, open_packed, read_manifest

@@ -13,8 +13,8 @@ from muralist.models.spec import build_spec
 from muralist.settings import DataSettings, ModelSettings, OptimSettings, TrainSettings
 from muralist.tools.estimate import MeasuredSpeed
 from muralist.train.distributed import World
-from muralist.train.memory import state_bytes
 from muralist.train.parallel import build_strategy
+from muralist.train.preflight import state_bytes
 from muralist.train.schedule import BatchPlan, TrainingClock, learning_rate
 from muralist.train.step import TrainState, autocast_dtype
 

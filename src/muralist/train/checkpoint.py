@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import pathlib
 import pickle
 import re
@@ -21,8 +20,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,13 +36,25 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from muralist.core.errors import UserError
+from muralist.core.errors import UserError, first_line
 from muralist.core.formatting import format_duration
-from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error, find_os_error, fsync_dir
+from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error, find_os_error, fsync
 from muralist.models.spec import ModelSpec
 from muralist.models.weights import WeightSet, latest_checkpoint, read_weights
 from muralist.settings import CheckpointSettings
 
+FORMAT = 1
+_READ_CHUNK = 1 << 22  # bytes
+_PINNED_CHUNK = 1 << 28  # bytes
+_ALIGNMENT = 64  # bytes
+_NAME = r"step_\d{7,}"
+_FILE = re.compile(r"(state/)?\.?\w[\w.-]{0,150}")
+log = logging.getLogger("muralist")
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process writes alone, as intended
+
+Tensors = Mapping[str, Tensor]
+WeightSets = Mapping[str, Tensors]
+Group = dist.ProcessGroup | None
 _METADATA_CLASSES = (
     metadata.Metadata,
     metadata.TensorStorageMetadata,
@@ -55,7 +65,10 @@ _METADATA_CLASSES = (
     metadata.StorageMeta,
     metadata._MEM_FORMAT_ENCODING,
     _StorageInfo,
+    torch.Size,
+    torch.serialization._get_layout,
 )
+_ALLOWED = {(kind.__module__, kind.__name__): kind for kind in _METADATA_CLASSES}
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 
@@ -75,22 +88,13 @@ class SafeStateReader(FileSystemReader):
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Allow the few names that DCP metadata needs."""
-        allowed = (kind for kind in _METADATA_CLASSES if (kind.__module__, kind.__name__) == (module, name))
-        if found := next(allowed, None):
-            return found
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
         if module.partition(".")[0] == "pathlib" and name in ("PosixPath", "WindowsPath"):
             return pathlib.PurePosixPath  # the folder it was written to, which is never opened
         raise pickle.UnpicklingError(f"it would run {module}.{name}, which no tensor needs")
-
-
-def _layout(name: str) -> torch.layout:
-    if name != str(torch.strided):
-        raise pickle.UnpicklingError(f"it has tensors with the layout {name!r:.40}")
-    return torch.strided
 
 
 def _read_metadata(path: Path) -> metadata.Metadata:
@@ -113,15 +117,6 @@ def _read_metadata(path: Path) -> metadata.Metadata:
             f"Reason: {str(error) or type(error).__name__}.",
             "Resume from another checkpoint, or start from its weights with --init_from.",
         ) from None
-
-
-FORMAT = 1
-_READ_CHUNK = 1 << 22  # bytes
-_PINNED_CHUNK = 1 << 28  # bytes
-_ALIGNMENT = 64  # bytes
-_MAX_FILE_NAME = 200
-_NAME = r"step_\d{7,}"
-log = logging.getLogger("muralist")
 
 
 class Checkpoint(NamedTuple):
@@ -147,19 +142,15 @@ def step_of(folder: Path) -> int:
 
 
 def write(
-    folder: Path,
-    step: int,
-    weights: Mapping[str, Mapping[str, Tensor]],
-    state: dict[str, Any],
-    facts: dict[str, Any],
-    group: dist.ProcessGroup | None = None,
+    folder: Path, step: int, weights: WeightSets, state: Tensors, facts: dict[str, Any], group: Group = None
 ) -> Path:
     """Write one checkpoint; the folder gets its name only when everything in it is on disk.
 
     With a group, all its processes call this with sharded tensors. A process that fails still takes part in every
     collective; afterwards all processes fail.
     """
-    final, aside = folder / folder_name(step), _temporary(folder, step)
+    final = folder / folder_name(step)
+    aside = folder / f".{final.name}.tmp"  # a run has one writer, so one name is enough
     main = group is None or dist.get_rank(group) == 0
     try:
         failure = _error_of(lambda: _prepare(aside, weights, state)) if main else None
@@ -172,16 +163,12 @@ def write(
             if main and failure is None:
                 failure = _error_of(lambda: _write_weights(aside / f"{name}.safetensors", complete))  # noqa: B023
         _raise_together(failure, group)
-        with _ignore_single_process_warning():
-            dcp.save(state, checkpoint_id=aside / "state", process_group=group, no_dist=group is None)
-        failure = _error_of(lambda: _complete(folder, step, facts)) if main else None
+        dcp.save(dict(state), checkpoint_id=aside / "state", process_group=group, no_dist=group is None)
+        failure = _error_of(lambda: _complete(aside, final, step, facts)) if main else None
         _raise_together(failure, group)
         return final
-    except (OSError, SafetensorError) as error:
-        raise disk_write_error(find_os_error(error), final) from None
-    except CheckpointException as error:
-        first, _ = next(iter(error.failures.values()))
-        raise disk_write_error(find_os_error(first), final) from None
+    except (OSError, SafetensorError, CheckpointException) as error:
+        raise disk_write_error(find_os_error(_first_failure(error)), final) from None
     finally:
         if main:
             shutil.rmtree(aside, ignore_errors=True)
@@ -195,7 +182,12 @@ def _error_of(work: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _raise_together(error: Exception | None, group: dist.ProcessGroup | None) -> None:
+def _first_failure(error: BaseException) -> BaseException:
+    """What went wrong first in a process, behind DCP's error."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
+def _raise_together(error: Exception | None, group: Group) -> None:
     """Raise on every process of the group if one has an error."""
     failed = torch.tensor(error is not None)
     if group is not None:
@@ -204,61 +196,47 @@ def _raise_together(error: Exception | None, group: dist.ProcessGroup | None) ->
         raise error or UserError("Another process could not write the checkpoint.", "See its own message.")
 
 
-def _prepare(aside: Path, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
+def _prepare(aside: Path, weights: WeightSets, state: Tensors) -> None:
+    """Create the temporary folder; refuse a disk that is too full."""
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    _require_space(aside.parent, weights, state)
-
-
-def _temporary(folder: Path, step: int) -> Path:
-    """Folder in which a checkpoint is written; a run has one writer, so one name is enough."""
-    return folder / f".{folder_name(step)}.tmp"
-
-
-def _write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file(dict(tensors), file)
-    # safetensors creates files that only the owner can read; restore the permissions of the user's umask.
-    file.chmod(file.parent.stat().st_mode & 0o666)
-
-
-def _complete(folder: Path, step: int, facts: Mapping[str, Any]) -> Path:
-    """Hash and flush the files, add the manifest, and rename the folder."""
-    final, aside = folder / folder_name(step), _temporary(folder, step)
-    files = {str(path.relative_to(aside)): path for path in sorted(aside.rglob("*")) if path.is_file()}
-    manifest = {"format": FORMAT, "step": step, "written": time.time(), **facts}
-    manifest["files"] = {name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for name, path in files.items()}
-    for path in files.values():
-        _flush(path)
-    fsync_dir(aside / "state")
-    atomic_write_json(aside / "manifest.json", manifest | {"sha256": _seal(manifest)})
-    # Written inside, then moved: once the checkpoint has its name, nothing needs disk space any more.
-    atomic_write(aside / "latest", final.name + "\n")
-    fsync_dir(aside)
-    _delete(final)
-    aside.replace(final)
-    (final / "latest").replace(folder / "latest")
-    fsync_dir(folder)
-    return final
-
-
-def _require_space(folder: Path, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor]) -> None:
     needed = sum(t.numel() * t.element_size() for part in (*weights.values(), state) for t in part.values())
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(aside).free
     if free < needed:
         raise UserError(
-            f"A checkpoint needs {needed / 1e9:.2f} GB and the disk of {folder} has {free / 1e9:.2f} GB free.",
+            f"A checkpoint needs {needed / 1e9:.2f} GB and the disk of {aside.parent} has {free / 1e9:.2f} GB free.",
             "Nothing was written; earlier checkpoints are intact.",
             "Free some space, then run the same command to resume from the last checkpoint.",
         )
 
 
+def _write_weights(file: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, file)
+    # safetensors creates files that only the owner can read; restore the permissions of the user's umask.
+    file.chmod(file.parent.stat().st_mode & 0o666)
+
+
+def _complete(aside: Path, final: Path, step: int, facts: Mapping[str, Any]) -> None:
+    """Hash and flush the files, add the manifest, and rename the folder."""
+    files = {str(path.relative_to(aside)): path for path in sorted(aside.rglob("*")) if path.is_file()}
+    manifest = {"format": FORMAT, "step": step, "written": time.time(), **facts}
+    manifest["files"] = {name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for name, path in files.items()}
+    for path in (*files.values(), aside / "state"):
+        fsync(path)
+    atomic_write_json(aside / "manifest.json", manifest | {"sha256": _seal(manifest)})
+    # Written inside, then moved: once the checkpoint has its name, nothing needs disk space any more.
+    atomic_write(aside / "latest", final.name + "\n")
+    fsync(aside)
+    _delete(final)
+    aside.replace(final)
+    (final / "latest").replace(final.with_name("latest"))
+    fsync(final.parent)
+
+
 def _digest(path: Path) -> str:
     """SHA-256 of a file, in large chunks: between two of them this thread needs the GIL, which training holds."""
-    digest, chunk = hashlib.sha256(), memoryview(bytearray(_READ_CHUNK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            digest.update(chunk[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256", _bufsize=_READ_CHUNK).hexdigest()
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
@@ -266,16 +244,12 @@ def _seal(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Read the manifest of a checkpoint and verify all its files; a UserError names what is missing or changed."""
     path = checkpoint / "manifest.json"
     if not checkpoint.is_dir():
-        raise UserError(f"There is no checkpoint at {checkpoint}.", fix=_list_known(checkpoint.parent))
+        known = ", ".join(path.name for path in list_checkpoints(checkpoint.parent)[-5:])
+        raise UserError(f"There is no checkpoint at {checkpoint}.", fix=f"Known here: {known}." if known else "")
     try:
         manifest = json.loads(path.read_text())
         version, seal = manifest["format"], manifest.pop("sha256", None)
@@ -309,31 +283,10 @@ def require_intact(source: Path) -> None:
 def _is_plausible(manifest: Mapping[str, Any]) -> bool:
     """Whether the fields that every manifest has are of the right type; the hash does not prove who wrote it."""
     files, step = manifest.get("files"), manifest.get("step")
-    return (
-        isinstance(manifest.get("model"), dict)
-        and type(step) is int
-        and step >= 0
-        and isinstance(files, dict)
-        and all(
-            _is_inside(name) and isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys()
-            for name, facts in files.items()
-        )
-    )
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a file name stays inside the checkpoint's folder."""
-    return (
-        not Path(name).is_absolute()
-        and ".." not in Path(name).parts
-        and "\0" not in name
-        and len(name) < _MAX_FILE_NAME
-    )
-
-
-def _list_known(folder: Path) -> str:
-    known = [path.name for path in list_checkpoints(folder)]
-    return f"Known here: {', '.join(known[-5:])}." if known else ""
+    if not isinstance(manifest.get("model"), dict) or type(step) is not int or step < 0 or not isinstance(files, dict):
+        return False
+    described = all(isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys() for facts in files.values())
+    return described and all(_FILE.fullmatch(name) for name in files)  # no name leaves the checkpoint's folder
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -344,22 +297,20 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def _latest(folder: Path) -> str:
-    """Name in `latest`; empty where there is none."""
-    latest = folder / "latest"
-    return latest.read_text(errors="replace").strip() if latest.is_file() else ""
+def _up_to_latest(folder: Path) -> tuple[list[Path], str]:
+    """Checkpoints up to the one written last, and the content of `latest`.
 
-
-def _up_to_latest(folder: Path) -> list[Path]:
-    """Checkpoints up to the one written last; later ones were abandoned when the run resumed from an earlier step."""
-    found, last = list_checkpoints(folder), _latest(folder)
+    Later ones were abandoned when the run resumed from an earlier step.
+    """
+    found, latest = list_checkpoints(folder), folder / "latest"
+    last = latest.read_text(errors="replace").strip() if latest.is_file() else ""
     names = [path.name for path in found]
-    return found[: names.index(last) + 1] if last in names else found
+    return (found[: names.index(last) + 1] if last in names else found), last
 
 
 def newest_intact(folder: Path) -> Checkpoint | None:
     """The newest intact checkpoint; damaged ones are skipped with a warning, and it is an error if all are damaged."""
-    candidates, last = _up_to_latest(folder), _latest(folder)
+    candidates, last = _up_to_latest(folder)
     if candidates and candidates[-1].name != last:
         named = f"names {last:.80}, which is not there" if last else "names no checkpoint"
         log.warning("%s %s. Using the newest intact checkpoint.", folder / "latest", named)
@@ -393,28 +344,17 @@ def read_state(checkpoint: Path, state: dict[str, Any], sharded: bool = False) -
     """Fill tensors from a checkpoint's `state/` in place; a collective where they are sharded."""
     reader = SafeStateReader(checkpoint / "state")
     try:
-        with _ignore_single_process_warning():
-            dcp.load(state, storage_reader=reader, no_dist=not sharded)
+        dcp.load(state, storage_reader=reader, no_dist=not sharded)
     except CheckpointException as error:
-        first, _ = next(iter(error.failures.values()))
-        reason = str(first).splitlines()[0] if str(first) else repr(first)
         raise UserError(
-            f"The state of {checkpoint} does not fit this model: {reason}.",
+            f"The state of {checkpoint} does not fit this model: {first_line(_first_failure(error))}.",
             fix="Resume with the settings it was trained with, or start from its weights with --init_from.",
         ) from error
 
 
-@contextmanager
-def _ignore_single_process_warning() -> Iterator[None]:
-    """DCP warns when a single process writes, which is intended here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
 def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
     """Delete checkpoints that are neither among the newest nor at a kept step; each is renamed before it is deleted."""
-    for path in _up_to_latest(folder)[:-keep_last]:
+    for path in _up_to_latest(folder)[0][:-keep_last]:
         if keep_every is None or step_of(path) % keep_every:
             _delete(path)
 
@@ -444,22 +384,21 @@ class CheckpointWriter:
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
-    def submit(
-        self, step: int, weights: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Tensor], facts: dict[str, Any]
-    ) -> None:
+    def submit(self, step: int, weights: WeightSets, state: Tensors, facts: dict[str, Any]) -> None:
         """Copy the tensors to host memory, then write them in the background; waits for the previous checkpoint."""
         self.finish()
-        copies = {name: self._copy_to_host(name, tensors) for name, tensors in weights.items()}
-        states = self._copy_to_host("state", state)
+        sets = {
+            part: {name: self._copy((part, name), value.detach()) for name, value in tensors.items()}
+            for part, tensors in {**weights, "state": state}.items()
+        }
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are asynchronous
-        self._thread = threading.Thread(target=self._write, args=(step, copies, states, facts))
+        self._thread = threading.Thread(target=self._write, args=(step, sets, sets.pop("state"), facts))
         self._thread.start()
 
     def _write(self, step: int, weights: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]) -> None:
-        started = time.perf_counter()
+        started, group = time.perf_counter(), self.mesh.get_group() if self.mesh else None
         try:
-            group = self.mesh.get_group() if self.mesh else None
             path = write(self.folder, step, weights, state, facts, group)
             if self.mesh is None or self.mesh.get_rank() == 0:
                 prune(self.folder, self.keep.keep_last, self.keep.keep_every)
@@ -480,22 +419,17 @@ class CheckpointWriter:
             self._thread = None
         self.check()
 
-    def _copy_to_host(self, part: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._copy((part, name), value.detach()) for name, value in tensors.items()}
-
     def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return self._into_buffer(key, tensor)
         assert self.mesh is not None, "sharded tensors are written by all processes"
-        shard = self._into_buffer(key, tensor.to_local())
-        return DTensor.from_local(
-            shard, self.mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+        shard, shape, stride = self._into_buffer(key, tensor.to_local()), tensor.shape, tensor.stride()
+        return DTensor.from_local(shard, self.mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
     def _into_buffer(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
         """Copy into a buffer that is kept for the next checkpoint: fresh or unpinned memory is slow."""
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+        if buffer is None:
             buffer = self._pinned_like(tensor) if tensor.is_cuda else torch.empty_like(tensor, device="cpu")
             self._buffers[key] = buffer
         return buffer.copy_(tensor, non_blocking=True)

@@ -12,24 +12,9 @@ import torch
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import atomic_write
+from muralist.data import sampler
 from muralist.data.loader import fits_on_device, free_device_memory, image_bytes, num_loader_workers
 from muralist.data.packed import LatentSource
-from muralist.data.sampler import (
-    BucketedSource,
-    Buckets,
-    BucketSampler,
-    Indices,
-    MeasurableSource,
-    SampleOrder,
-    ShuffledOrder,
-    Split,
-    bucket_sizes,
-    check_measurable,
-    default_step,
-    measure_shapes,
-    nearest_size,
-    split_held_out,
-)
 from muralist.data.source import Source, cache_in_memory, short_hash
 from muralist.data.sources import open_held_out, open_source
 from muralist.data.sources.hydit_index import IndexSource
@@ -38,6 +23,11 @@ from muralist.settings import TrainSettings
 from muralist.train.distributed import World
 
 _CAPTIONS_CHECKED = 32  # images
+NO_CAPTIONS = (
+    "None of the images that were checked has a caption: the model will learn images, but not to follow a prompt. "
+    "Set --data.caption to the name of a column or to a text such as 'A photo of {label}', or write the caption of "
+    "image.jpg into image.txt beside it."
+)
 
 
 @dataclass(frozen=True)
@@ -45,19 +35,17 @@ class TrainingData:
     """Training images and held-out images of a run."""
 
     source: Source
-    split: Split
+    split: sampler.Split
     held_out: Source | None
     held_out_indices: np.ndarray
-    facts: dict[str, Any]
-    """Fingerprint and size, which checkpoints store to notice that the data changed."""
-    buckets: Buckets | None = None
-    """With --multireso: the size of each training image. Held-out images have one size, as in all other runs."""
+    facts: dict[str, Any]  # fingerprint and size, which checkpoints store to notice that the data changed
+    buckets: sampler.Buckets | None = None  # with --multireso; held-out images have one size, as in all other runs
 
-    def order(self, seed: int, total_batch: int) -> SampleOrder:
+    def order(self, seed: int, total_batch: int) -> sampler.SampleOrder:
         """The order of images: sample index to position."""
         if self.buckets is None:
-            return ShuffledOrder(seed, self.split.training_size)
-        return BucketSampler.build(seed, self.buckets.of_image[self._trained_on], total_batch)
+            return sampler.ShuffledOrder(seed, self.split.training_size)
+        return sampler.BucketSampler.build(seed, self.buckets.of_image[self._trained_on], total_batch)
 
     def bucket_lines(self, total_batch: int) -> list[str]:
         """Lines of the run summary about the buckets."""
@@ -68,19 +56,17 @@ class TrainingData:
         """Index of an image of the largest size."""
         return self.buckets.largest if self.buckets else 0
 
-    def bytes_on(
-        self, device: torch.device, settings: TrainSettings, steps: range, total_batch: int, ranks: int
-    ) -> int:
+    def bytes_on(self, device: torch.device, settings: TrainSettings, steps: range, total: int, ranks: int) -> int:
         """Bytes of the training images if they are to be kept on each rank's device for these steps, else 0."""
         if self.latents or self.buckets:
             return 0
         count = self.split.training_size
         needed = image_bytes(count, settings.model.img_size)
-        full_epoch = len(steps) * total_batch >= ranks * count  # every rank reads each image once on average
+        full_epoch = len(steps) * total >= ranks * count  # every rank reads each image once on average
         return needed if fits_on_device(settings.data.cache, needed, free_device_memory(device), full_epoch) else 0
 
     @property
-    def _trained_on(self) -> Indices:
+    def _trained_on(self) -> sampler.Indices:
         return self.split.training_index(np.arange(self.split.training_size))
 
     @property
@@ -93,33 +79,31 @@ def open_data(settings: TrainSettings) -> TrainingData:
     """Open the data set; val/loss uses its own validation split, or a fixed fraction of the images is held out."""
     path, img_size = settings.data.path or "", settings.model.img_size
     source = open_source(path, img_size, settings.data.caption, settings.data.cameras)
+    several = len(settings.data.paths) > 1
     if settings.model.enable_condition and not source.label_names:
         raise UserError(
             f"--enable_condition needs labels, and {' '.join(settings.data.paths)} has none.",
-            "Several data sets have labels together only if their classes are the same."
-            if len(settings.data.paths) > 1
-            else "",
+            "Several data sets have labels together only if their classes are the same." if several else "",
             "Put the images into one sub-folder per class, or leave --enable_condition out.",
         )
     if isinstance(source, LatentSource):
         _check_latents(source, settings)
     size = min(len(source), settings.data.max_samples or len(source))
     if settings.data.multireso:
-        check_measurable(source, " ".join(settings.data.paths))
+        sampler.check_measurable(source, " ".join(settings.data.paths))
     else:
         source = cache_in_memory(source, size, img_size, num_loader_workers(settings.data))
     own = _open_own_held_out(settings) if settings.data.val_fraction > 0 else None
-    split = split_held_out(size, 0.0 if own else settings.data.val_fraction)
+    split = sampler.split_held_out(size, 0.0 if own else settings.data.val_fraction)
     if not split.training_size:
         raise UserError(
             f"--val_fraction {settings.data.val_fraction:g} holds out all {size:,} images: none are left to train on.",
             fix="Give a smaller one; 0 holds none out.",
         )
     held_out = own or (source if len(split.held_out) else None)
-    indices = split_held_out(len(own), 1.0).held_out if own else split.held_out
-    return TrainingData(
-        source, split, held_out, indices, {"fingerprint": source.fingerprint(), "samples": split.training_size}
-    )
+    indices = sampler.split_held_out(len(own), 1.0).held_out if own else split.held_out
+    facts = {"fingerprint": source.fingerprint(), "samples": split.training_size}
+    return TrainingData(source, split, held_out, indices, facts)
 
 
 def has_captions(data: TrainingData) -> bool:
@@ -152,22 +136,24 @@ def with_buckets(data: TrainingData, settings: TrainSettings, world: World, cach
     The main process measures the shapes and writes them into the file `cache`, for the other ranks and the next start.
     """
     source, count, (base, _) = data.source, data.split.source_size, settings.model.size
-    assert isinstance(source, MeasurableSource), "checked by open_data"
+    assert isinstance(source, sampler.MeasurableSource), "checked by open_data"
     if isinstance(source, IndexSource) and source.groups:
-        buckets = Buckets.of_index(source, count)
+        buckets = sampler.Buckets.of_index(source, count)
     else:
-        sizes = bucket_sizes(base, settings.data.reso_step or default_step(base))
+        sizes = sampler.bucket_sizes(base, settings.data.reso_step or sampler.default_step(base))
         shapes = _shared_shapes(source, count, world, cache, data.facts["fingerprint"])
-        buckets = Buckets.assign(sizes, nearest_size(shapes, sizes))
-    divided = cache_in_memory(BucketedSource(source, buckets), count, base, num_loader_workers(settings.data))
+        buckets = sampler.Buckets.assign(sizes, sampler.nearest_size(shapes, sizes))
+    divided = cache_in_memory(sampler.BucketedSource(source, buckets), count, base, num_loader_workers(settings.data))
     facts = data.facts | {"buckets": short_hash(*map(str, buckets.sizes), buckets.of_image)}
     return replace(data, source=divided, buckets=buckets, facts=facts)
 
 
-def _shared_shapes(source: MeasurableSource, count: int, world: World, cache: Path, fingerprint: str) -> np.ndarray:
+def _shared_shapes(
+    source: sampler.MeasurableSource, count: int, world: World, cache: Path, fingerprint: str
+) -> np.ndarray:
     if world.is_main:
         if (shapes := _read_shapes(cache, count, fingerprint)) is None:
-            shapes = measure_shapes(source, count, meanwhile=lambda: world.all_reduce_max(1))
+            shapes = sampler.measure_shapes(source, count, meanwhile=lambda: world.all_reduce_max(1))
             file = io.BytesIO()
             np.savez_compressed(file, shapes=shapes, fingerprint=fingerprint)
             atomic_write(cache, file.getvalue())
@@ -176,7 +162,9 @@ def _shared_shapes(source: MeasurableSource, count: int, world: World, cache: Pa
     while world.all_reduce_max(0):
         pass  # the main process takes part regularly: one long wait could exceed the timeout
     shapes = _read_shapes(cache, count, fingerprint)
-    return measure_shapes(source, count) if shapes is None else shapes  # the folder is not shared with the main process
+    if shapes is None:  # the folder is not shared with the main process
+        shapes = sampler.measure_shapes(source, count)
+    return shapes
 
 
 def _read_shapes(cache: Path, count: int, fingerprint: str) -> np.ndarray | None:

@@ -14,12 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import (
-    DeepSpeedPlugin,
-    DistributedDataParallelKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-)
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs, KwargsHandler
 from torch import Tensor
 
 from muralist.core.errors import UserError
@@ -31,7 +26,7 @@ _STALE_LOCK = 600.0  # seconds without a change in the folder of an extension th
 
 
 class World:
-    """All processes of a run, or the only one: rank, size, device and collectives."""
+    """All processes of a run, or the only one: rank, size, device and collectives; rank 0 is the main process."""
 
     def __init__(self, strategy: Strategy = "auto", timeout: float = 600.0, watchdog: Watchdog | None = None) -> None:
         self.watchdog = watchdog
@@ -51,35 +46,17 @@ class World:
             kwargs_handlers=handlers,
             deepspeed_plugin=_deepspeed_plugin(int(self.strategy[-1])) if zero else None,
         )
+        self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
+        self.device, self.is_main = self.accelerator.device, self.accelerator.is_main_process
         if zero:
             from transformers.integrations import unset_hf_deepspeed_config
 
             unset_hf_deepspeed_config()  # or transformers would shard every model it loads, frozen ones too
 
     @property
-    def rank(self) -> int:
-        """Rank of this process."""
-        return self.accelerator.process_index
-
-    @property
-    def size(self) -> int:
-        """Number of processes."""
-        return self.accelerator.num_processes
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        return self.accelerator.device
-
-    @property
     def device_name(self) -> str:
         """The GPU's full name, or CPU."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which writes what is written once."""
-        return self.accelerator.is_main_process
 
     def banner(self) -> str:
         """Three lines that show that the launch took effect."""
@@ -131,9 +108,8 @@ class World:
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another process ended; gloo says so only in its message."""
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or "gloo" in text or "closed by peer" in text
-    )
+    told = isinstance(error, dist.DistError) or "gloo" in text or "closed by peer" in text
+    return isinstance(error, RuntimeError) and told
 
 
 def _deepspeed_plugin(stage: int) -> DeepSpeedPlugin:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -21,13 +21,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_duration
 from muralist.core.run_dir import RunDir, atomic_write, disk_write_error, is_disk_full, open_no_follow
-from muralist.settings import LogSettings
+from muralist.settings import LogSettings, TrainSettings
 
 log = logging.getLogger("muralist")
 Scalars = Mapping[str, float]
 
 
-class MetricsLogger(Protocol):
+class MetricsLogger:
     """Records scalars and images; a class and a line in `open_loggers` add another one."""
 
     def scalars(self, step: int, values: Scalars) -> None:
@@ -51,8 +51,8 @@ def _writing(path: Path) -> Iterator[None]:
         raise disk_write_error(error, path) from None
 
 
-class JsonlLogger:
-    """metrics.jsonl: one line per step; on resume it is truncated to the checkpoint, so that each step appears once."""
+class JsonlLogger(MetricsLogger):
+    """metrics.jsonl: one line per step, without images; on resume it is truncated, so that each step appears once."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.path = path
@@ -63,9 +63,6 @@ class JsonlLogger:
         """Append one line."""
         with _writing(self.path):
             self.file.write(json.dumps({"step": step, **values}) + "\n")
-
-    def image(self, step: int, name: str, image_u8: np.ndarray, caption: str) -> None:
-        """Images are files of their own under samples/."""
 
     def flush(self) -> None:
         """Flush the lines to disk."""
@@ -84,11 +81,9 @@ def _truncate(path: Path, last_step: int) -> None:
         return
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
+        with suppress(ValueError, KeyError, TypeError):  # a line truncated by a crash
             if int(json.loads(line)["step"]) <= last_step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # a line truncated by a crash
     atomic_write(path, "".join(kept))
 
 
@@ -98,7 +93,7 @@ def _ignore_full_disk(arguments: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(arguments)
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(MetricsLogger):
     """TensorBoard event files in the run's folder."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -133,18 +128,10 @@ class TensorBoardLogger:
             self.writer.close()
 
 
-def _wandb_id(run: RunDir) -> str:
-    """One id per run folder: a run with the same name elsewhere is another W&B run."""
-    path = run.root / "wandb_id"
-    if not path.exists():
-        atomic_write(path, secrets.token_hex(4))
-    return path.read_text().strip()
-
-
-class WandbLogger:
+class WandbLogger(MetricsLogger):
     """A W&B run that keeps its id when training is resumed."""
 
-    def __init__(self, run: RunDir, settings: LogSettings, config: dict[str, Any], first_step: int) -> None:
+    def __init__(self, run: RunDir, settings: LogSettings, config: dict[str, Any]) -> None:
         try:
             import wandb
         except ImportError:
@@ -153,16 +140,13 @@ class WandbLogger:
                 fix="Run `pip install 'muralist[wandb]'`.",
             ) from None
         self.wandb = wandb
-        name = settings.wandb_name or run.root.name
+        # One id per run folder: a run with the same name elsewhere is another W&B run.
+        identity, name = run.root / "wandb_id", settings.wandb_name or run.root.name
+        if not identity.exists():
+            atomic_write(identity, secrets.token_hex(4))
+        project, run_id, folder = settings.wandb_project, identity.read_text().strip(), str(run.root)
         try:
-            self.run = wandb.init(
-                project=settings.wandb_project,
-                name=name,
-                id=_wandb_id(run),
-                resume="allow",
-                dir=str(run.root),
-                config=config,
-            )
+            self.run = wandb.init(project=project, name=name, id=run_id, resume="allow", dir=folder, config=config)
         except wandb.Error as error:
             raise UserError(
                 f"W&B could not start: {error}.",
@@ -178,29 +162,26 @@ class WandbLogger:
         """Record an image with its prompt."""
         self.run.log({name: self.wandb.Image(image_u8, caption=caption)}, step=step)
 
-    def flush(self) -> None:
-        """Do nothing: W&B uploads in a process of its own."""
-
     def close(self) -> None:
         """Finish the W&B run."""
         self.run.finish()
 
 
-def open_loggers(run: RunDir, settings: LogSettings, config: dict[str, Any], first_step: int) -> list[MetricsLogger]:
+def open_loggers(run: RunDir, settings: TrainSettings, first_step: int) -> list[MetricsLogger]:
     """Open the loggers of a run, continuing after `first_step`."""
     loggers: list[MetricsLogger] = [JsonlLogger(run.metrics, first_step)]
-    if settings.use_tensorboard:
+    if settings.log.use_tensorboard:
         loggers.append(TensorBoardLogger(run.tensorboard, first_step))
-    if settings.use_wandb:
-        loggers.append(WandbLogger(run, settings, config, first_step))
+    if settings.log.use_wandb:
+        loggers.append(WandbLogger(run, settings.log, settings.model_dump(mode="json")))
     return loggers
 
 
 console = Console(highlight=False)
 
 
-class _IgnoreOSError(logging.Handler):
-    """A log line that cannot be written is dropped, without a traceback per line."""
+class _Output(logging.StreamHandler):
+    """A stream; a line that cannot be written, because of a full disk or `| head`, is dropped without a traceback."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Report only errors that are not the system's."""
@@ -208,12 +189,8 @@ class _IgnoreOSError(logging.Handler):
             super().handleError(record)
 
 
-class _Output(_IgnoreOSError, logging.StreamHandler):
-    """Standard output; when its reader ends, as `| head` does, training goes on."""
-
-
-class _LogFile(_IgnoreOSError, logging.FileHandler):
-    """The run's log file; a full disk is reported by the checkpoint that does not fit."""
+class _LogFile(_Output, logging.FileHandler):
+    """The run's log file."""
 
     def _open(self) -> Any:
         """Open without following a symbolic link."""
@@ -227,21 +204,15 @@ def start_log(path: Path | None, rank: int) -> None:
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
-    terminal: logging.Handler
+    terminal: logging.Handler = _Output(sys.stdout)
     if console.is_terminal:
-        terminal = RichHandler(
-            console=console, show_path=False, show_level=False, log_time_format="%H:%M:%S", markup=False
-        )
-    else:
-        terminal = _Output(sys.stdout)
+        terminal = RichHandler(console=console, show_path=False, show_level=False, log_time_format="%H:%M:%S")
     terminal.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     log.addHandler(terminal)
     if path is not None and rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
             file = _LogFile(path, encoding="utf-8")
-        except OSError as error:
-            raise disk_write_error(error, path) from None
         file.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         log.addHandler(file)
 

@@ -1,4 +1,4 @@
-"""Metrics of steps, the forecast of a run's duration, and the matmul rate that MFU refers to.
+"""Measurements of a run: metrics of steps, the forecast of its duration, `--profile`, and the matmul rate of the MFU.
 
 Loggers take half a millisecond or more per step. Results are therefore read in groups, and on a GPU written a few
 steps later, while the GPU computes the next ones: where steps are short, it would idle for a few percent of the time.
@@ -8,118 +8,103 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_duration
 from muralist.core.hardware import copy_to_host
-from muralist.core.run_dir import atomic_write_json
-from muralist.models.spec import ModelSpec
-from muralist.train.distributed import World
+from muralist.core.run_dir import atomic_write, atomic_write_json
 from muralist.train.loggers import MetricsLogger, ProgressLogger
 from muralist.train.schedule import TrainingClock
-from muralist.train.step import StepResult
+from muralist.train.step import StepResult, TrainState
 
 log = logging.getLogger("muralist")
 _MIN_STEPS = 40  # of a run that gets a forecast
 _SPEED_KNOWN = 0.05  # fraction of the steps after which the speed is known
 _LAST_FORECAST = 0.6  # fraction of the steps after which no new forecast is made
 _MIN_SECONDS = 1.0  # of steps: less is noise
+_PROFILE_WAIT = 3  # steps before the first profiled one, in which memory is allocated and caches are filled
+_MAX_SKIPPED_IN_A_ROW = 10
+_MAX_SILENCE = 1.0  # seconds between updates of the progress bar, however slow a step is
+_WRITE_DELAY = 4  # steps that a GPU has in its queue while results are written
 
 
 class _Elapsed(NamedTuple):
-    """Steps and time of a run so far."""
+    """Steps of a run so far, their seconds, and the seconds with checkpoints, samples and held-out losses."""
 
     steps: int = 0
+    step_seconds: float = 0.0
     seconds: float = 0.0
-    pauses: float = 0.0
-    """Seconds between steps, for checkpoints, samples and held-out losses."""
 
 
-@dataclass
 class Forecast:
-    """Estimates a run's duration: once its speed is known, after its first pause, and after the first full round.
+    """Estimates a run's duration: once its speed is known, after the first checkpoint, and after the second.
 
-    A pause is a checkpoint with its samples; a round is the steps from one pause to the next, and one pause. The first
-    pause takes longer than the later ones (kernels are loaded), and steps are slower while files are written.
+    The last estimate uses the time from the first checkpoint to the second: the first one is slower than all others
+    (kernels are loaded), and steps are slower while files are written.
     """
 
-    file: Path | None
-    """Output; None in processes that write nothing."""
-    first_step: int
-    last_step: int
-    pause_every: int
-    """Steps between checkpoints."""
-    clock: Callable[[], float] = time.perf_counter
-    expected: float | None = field(default=None, init=False)
-    at_step: int = field(default=0, init=False)
-    """The step of the estimate."""
-    _began: float = field(init=False)
-    _elapsed: _Elapsed = field(default=_Elapsed(), init=False)
-    _warm: _Elapsed | None = field(default=None, init=False)
-    """After the first steps, which load kernels and wait for the first images; they are left out of the speed."""
-    _after: list[_Elapsed] = field(default_factory=list, init=False)
-    """After the first pause, and after the second."""
-
-    def __post_init__(self) -> None:
-        self._began = self.clock()
+    def __init__(
+        self,
+        file: Path | None,
+        first_step: int,
+        last_step: int,
+        every: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Write to `file`, if given; `every` is the number of steps between checkpoints."""
+        self.file, self.first_step, self.last_step, self.every, self.clock = file, first_step, last_step, every, clock
+        self.expected: float | None = None
+        self.at_step = 0
+        self._began, self._now = clock(), _Elapsed()
+        # After the first group of steps, which loads kernels and waits for images, and after the first two checkpoints.
+        self._marks: list[_Elapsed] = []
 
     def add(self, steps: int, seconds: float, paused: float = 0.0) -> None:
         """Add some steps, the seconds they took, and the seconds of the pause before them."""
-        before = self._elapsed._replace(pauses=self._elapsed.pauses + paused)
-        self._elapsed = _Elapsed(before.steps + steps, before.seconds + seconds, before.pauses)
-        pauses = self._pauses(self.first_step + before.steps)
-        due = self.expected is None
-        if pauses > len(self._after) and len(self._after) < 2:  # the first steps after a pause
-            self._after += [before] * (min(pauses, 2) - len(self._after))
-            due = True
-        total, done = self.last_step - self.first_step, self._elapsed.steps
-        if self._warm is not None:
-            known = done >= max(_MIN_STEPS // 4, _SPEED_KNOWN * total)
-            known &= self._elapsed.seconds - self._warm.seconds >= _MIN_SECONDS
-            if total >= _MIN_STEPS and known and due and done <= _LAST_FORECAST * total:
-                self._estimate(pauses)
-        else:
-            self._warm = self._elapsed
+        before = self._now._replace(seconds=self._now.seconds + paused)
+        self._now = _Elapsed(before.steps + steps, before.step_seconds + seconds, before.seconds + seconds)
+        if not self._marks:
+            self._marks.append(self._now)
+            return
+        checkpoints = (self.first_step + before.steps) // self.every - self.first_step // self.every
+        is_due = self.expected is None
+        if len(self._marks) <= min(checkpoints, 2):
+            self._marks.append(before)
+            is_due = True
+        total, done = self.last_step - self.first_step, self._now.steps
+        known = done >= max(_MIN_STEPS // 4, _SPEED_KNOWN * total)
+        known &= self._now.step_seconds - self._marks[0].step_seconds >= _MIN_SECONDS
+        if is_due and known and total >= _MIN_STEPS and done <= _LAST_FORECAST * total:
+            self._estimate(total)
 
-    def _pauses(self, step: int) -> int:
-        """Number of pauses up to a step; the last step has one too."""
-        regular = step // self.pause_every - self.first_step // self.pause_every
-        return regular + (step == self.last_step and step % self.pause_every > 0)
-
-    @property
-    def _round(self) -> tuple[_Elapsed, _Elapsed] | None:
-        """Begin and end of the first full round."""
-        if len(self._after) < 2 or self._after[0].steps == self._after[1].steps:
-            return None
-        return self._after[0], self._after[1]
-
-    def _pace(self) -> tuple[float, float]:
-        """Seconds of a step and of a pause: those of a full round, else of everything so far."""
-        assert self._warm is not None
-        since, now = self._round or (self._warm, self._elapsed)
-        pause = now.pauses - since.pauses if self._round else now.pauses / max(1, len(self._after))
-        return (now.seconds - since.seconds) / (now.steps - since.steps), pause
-
-    def _estimate(self, pauses: int) -> None:
-        step, pause = self._pace()
-        done = self._round[1] if self._round else self._elapsed
-        to_come = self._pauses(self.last_step) - pauses if self._after else 0
-        left = (self.last_step - self.first_step - done.steps) * step + to_come * pause
-        self.expected = done.seconds + done.pauses + left
-        self.at_step = self.first_step + self._elapsed.steps
-        what = "with its checkpoints and samples" if self._after else "checkpoints and samples not counted"
-        log.info("At this pace steps %d to %d take %s, %s.", self.first_step + 1, self.last_step,
-                 format_duration(self.expected), what)  # fmt: skip
-        self._write({})
+    def _estimate(self, total: int) -> None:
+        since, now = (self._marks[0], self._now) if len(self._marks) < 3 else (self._marks[1], self._marks[2])
+        steps = now.steps - since.steps
+        self.expected = now.seconds + (total - now.steps) * (now.seconds - since.seconds) / steps
+        self.at_step = self.first_step + self._now.steps
+        what = "with its checkpoints and samples" if len(self._marks) > 1 else "checkpoints and samples not counted"
+        first, duration = self.first_step + 1, format_duration(self.expected)
+        log.info("At this pace steps %d to %d take %s, %s.", first, self.last_step, duration, what)
+        self._content = {
+            "first step": self.first_step,
+            "last step": self.last_step,
+            "estimated at step": self.at_step,
+            "seconds, estimated": round(self.expected, 2),
+            "steps per second": round(steps / (now.step_seconds - since.step_seconds), 4),
+        }
+        self._write()
 
     def conclude(self) -> None:
         """Compare the estimate with the time that the run took."""
@@ -129,28 +114,16 @@ class Forecast:
         off = self.expected / took - 1
         log.info("Took %s, estimated %s at step %d: off by %+.1f%%.",
                  format_duration(took), format_duration(self.expected), self.at_step, 100 * off)  # fmt: skip
-        self._write({"seconds, taken": round(took, 2), "off": round(off, 4)})
+        self._content |= {"seconds, taken": round(took, 2), "off": round(off, 4)}
+        self._write()
 
-    def _write(self, more: dict[str, Any]) -> None:
-        if self.file is None or self.expected is None:
+    def _write(self) -> None:
+        if self.file is None:
             return
-        content = {
-            "first step": self.first_step,
-            "last step": self.last_step,
-            "estimated at step": self.at_step,
-            "seconds, estimated": round(self.expected, 2),
-            "steps per second": round(1 / self._pace()[0], 4),
-            **more,
-        }
         try:
-            atomic_write_json(self.file, content)
+            atomic_write_json(self.file, self._content)
         except OSError as error:
             log.warning("Cannot write %s: %s. Training goes on.", self.file, error.strerror)
-
-
-_MAX_SKIPPED_IN_A_ROW = 10
-_MAX_SILENCE = 1.0  # seconds between updates of the progress bar, however slow a step is
-_WRITE_DELAY = 4  # steps that a GPU has in its queue while results are written
 
 
 class DeviceEvent:
@@ -175,51 +148,43 @@ class DeviceEvent:
         return self._time - earlier._time
 
 
-@dataclass(frozen=True)
-class _Readback:
+class _Readback(NamedTuple):
     """Results of some steps, on their way to the host."""
 
     results: list[tuple[int, StepResult]]
-    values: Tensor
-    """Losses and gradient norms, [2, steps]."""
-    event: DeviceEvent
-    """When the last of these steps is done and its values are on the host."""
+    values: Tensor  # losses and gradient norms, [2, steps]
+    event: DeviceEvent  # when the last of these steps is done and its values are on the host
     waited: float
     paused: float
-    due: int
-    """The step after which they are written."""
+    due: int  # the step after which they are written
 
 
-@dataclass
 class MetricsRecorder:
     """Collects the results of steps and writes them to the loggers; values do not depend on when that happens."""
 
-    world: World
-    clock: TrainingClock
-    spec: ModelSpec
-    loggers: Sequence[MetricsLogger]
-    progress: ProgressLogger
-    forecast: Forecast
-    flush_every: int
-    peak_flops: float
-    loss_is_scaled: bool = False
-    """With fp16, a non-finite gradient is expected: the step is skipped and the loss scale lowered."""
-    skip_non_finite: bool = False
-    epoch_loss: list[float] = field(default_factory=lambda: [0.0, 0])
-    """Sum of the losses and number of steps of the current epoch."""
-    skipped_steps: list[int] = field(default_factory=lambda: [0, 0])
-    """Skipped steps in total and in a row."""
-    _results: list[tuple[int, StepResult]] = field(default_factory=list)
-    _readback: _Readback | None = None
-    _last_event: DeviceEvent = field(init=False)
-    _last_read: float = field(init=False)
-    _waited: float = 0.0
-    _paused: float = 0.0
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        clock: TrainingClock,
+        loggers: Sequence[MetricsLogger],
+        progress: ProgressLogger,
+        forecast: Forecast,
+        flush_every: int,
+        peak_flops: float,
+    ) -> None:
+        self.world, self.clock, self.loggers = state.world, clock, loggers
+        self.progress, self.forecast = progress, forecast
+        self.flush_every, self.peak_flops, self.skip_non_finite = flush_every, peak_flops, state.skip_non_finite
+        # With fp16, a non-finite gradient is expected: the step is skipped and the loss scale lowered.
+        self.loss_is_scaled = state.scaler.is_enabled()
+        self.epoch_loss = [0.0, 0]  # sum of the losses and number of steps of the current epoch
+        self.skipped_steps = [0, 0]  # in total and in a row
+        self._results: list[tuple[int, StepResult]] = []
+        self._readback: _Readback | None = None
         self._last_event, self._last_read = DeviceEvent(self.world.device), time.perf_counter()
+        self._waited = self._paused = 0.0
         self._write_delay = _WRITE_DELAY if self.world.device.type == "cuda" else 0
-        self._tokens, self._flops = self.spec.tokens_per_image(), self.spec.flops_per_image()
+        self._tokens, self._flops = state.spec.tokens_per_image(), state.spec.flops_per_image()
 
     def state_dict(self) -> dict[str, list[float] | list[int]]:
         """Fields of a checkpoint's manifest, so that a resumed epoch has the same mean loss."""
@@ -251,8 +216,7 @@ class MetricsRecorder:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the time of something else (held-out loss, checkpoint, samples) out of the speed."""
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)  # queued steps belong to the speed
+        _synchronize(self.world.device)  # queued steps belong to the speed
         started = time.perf_counter()
         try:
             yield
@@ -270,10 +234,8 @@ class MetricsRecorder:
         """Start copying the results so far to the host."""
         if not self._results:
             return
-        losses, norms = (
-            torch.stack(values).float()
-            for values in zip(*((result.loss, result.grad_norm) for _, result in self._results), strict=True)
-        )
+        losses = torch.stack([result.loss for _, result in self._results]).float()
+        norms = torch.stack([result.grad_norm for _, result in self._results]).float()
         values = copy_to_host(torch.stack((self.world.all_reduce_mean(losses), norms)))
         event = DeviceEvent(self.world.device)
         self._readback = _Readback(self._results, values, event, self._waited, self._paused, due)
@@ -343,22 +305,129 @@ class MetricsRecorder:
             )
 
 
+KINDS = {
+    "compiled": r"^triton_",  # first: they are named after everything that was fused into them
+    "communication": r"nccl|gloo|c10d::",
+    "attention": r"flash|fmha|sdpa|attention|cudnn_generated|cudnn::fusion",
+    "adaLN and norms": r"^_adaln_rmsnorm|^aten::\w*(rms|layer)_norm",
+    "QK norm and RoPE": r"^_qk_norm_rope",
+    "SwiGLU": r"^_swiglu_(for|back)ward",
+    "FP8 quantization": r"^_quantize_rowwise",
+    "optimizer and EMA": r"multi_tensor|adam|lerp|foreach",
+    "convolutions": r"conv|fprop|dgrad|wgrad|implicit|im2col|nchw|nhwc",
+    "GEMMs": r"gemm|nvjet|cutlass|xmma|cublas|splitk|gemv|scaled_mm|^aten::\w*mm$",
+    "copies": r"memcpy|memset|direct_copy|catarray|^aten::(copy_|cat)$",
+    "other elementwise": r"elementwise|reduce|norm|softmax|vectorized|index|gather|scatter|upsample|fill|arange",
+}
+"""Kernels and operations by kind; the first pattern that matches the name counts."""
+
+
+def kind_of(name: str) -> str:
+    """Kind of a kernel or operation, by its name."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def times_by_name(averages: Iterable[Any], steps: int, on_gpu: bool) -> dict[str, float]:
+    """Milliseconds per step by name, from a profiler's `key_averages()`: of GPU kernels, or of CPU operations."""
+    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    times: dict[str, float] = defaultdict(float)
+    for event in averages:
+        # record_function spans appear on the GPU too, over kernels that are counted already.
+        if event.device_type == wanted and not getattr(event, "is_user_annotation", False):
+            times[event.key] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3 / steps
+    return {name: time for name, time in times.items() if time > 0}
+
+
+def times_by_kind(times: Mapping[str, float]) -> dict[str, float]:
+    """Sum times by kind, the largest first."""
+    kinds: dict[str, float] = defaultdict(float)
+    for name, seconds in times.items():
+        kinds[kind_of(name)] += seconds
+    return dict(sorted(kinds.items(), key=lambda item: -item[1]))
+
+
+class StepProfiler:
+    """`--profile N`: profiles N of a run's steps (none if 0), and writes a trace and a summary per process."""
+
+    def __init__(self, count: int, steps: range, folder: Path, rank: int, device: torch.device) -> None:
+        wait = min(_PROFILE_WAIT, len(steps) - 1)
+        self.count, self.folder, self.rank, self.device = count, folder, rank, device
+        self.first = steps.start + wait
+        self.last = self.first + min(count, len(steps) - wait) - 1
+        self.recorded, self.is_done = 0, not count
+        self._profiler: profile | None = None
+
+    def begin(self, step: int) -> None:
+        """Start profiling if the first step to profile begins."""
+        if step == self.first and not self.is_done:
+            _synchronize(self.device)
+            gpus = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *gpus])
+            self._profiler.start()
+            self._started = time.perf_counter()
+        if self._profiler:
+            self._mark = record_function(f"training step {step}")
+            self._mark.__enter__()
+
+    def end(self, step: int, pause: Callable[[], AbstractContextManager[None]]) -> None:
+        """Count a step; after the last one write everything, which does not count into the run's speed."""
+        if self._profiler:
+            self._mark.__exit__(None, None, None)
+            self.recorded += 1
+            if step == self.last:
+                with pause():
+                    self.close()
+
+    def close(self) -> None:
+        """Write what was profiled; an error is logged and does not stop the run."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None and not self.is_done:
+            log.warning("--profile: the run ended before step %d, the first to be profiled.", self.first + 1)
+        self.is_done = True
+        if profiler is None:
+            return
+        try:
+            _synchronize(self.device)
+            seconds = time.perf_counter() - self._started
+            profiler.stop()
+            if self.recorded:
+                self._write(profiler, seconds)
+        except (OSError, RuntimeError) as error:
+            log.warning("The profile could not be written: %s.", str(error).rstrip("."))
+
+    def _write(self, profiler: profile, seconds: float) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"trace_rank{self.rank}.json.gz"
+        aside = path.with_name(f".{path.name}")
+        profiler.export_chrome_trace(str(aside))  # compressed because of the .gz suffix
+        aside.replace(path)
+        on_gpu, total = self.device.type == "cuda", 1e3 * seconds / self.recorded
+        kinds = times_by_kind(times_by_name(profiler.key_averages(), self.recorded, on_gpu))
+        kinds["GPU idle" if on_gpu else "Python, and waiting for data"] = max(0.0, total - sum(kinds.values()))
+        fewer = "" if self.recorded == self.count else f" (of {self.count} requested: the run has no more)"
+        first = self.first + 1
+        lines = [f"profile    {self.recorded} steps from step {first}{fewer}, {total:,.2f} ms each with the profiler:"]
+        lines += [f"           {kind:<30}{time:>12,.2f} ms {time / total:>7.1%}" for kind, time in kinds.items()]
+        lines += [f"           the trace is {path}; https://ui.perfetto.dev opens it"]
+        atomic_write(self.folder / f"summary_rank{self.rank}.txt", "\n".join(lines) + "\n")
+        for line in lines if self.rank == 0 else ():
+            log.info(line)
+
+
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOPs per second of a large matmul on random data: the best of a few, half a second at most."""
     side = 8192 if device.type == "cuda" else 768
     generator = torch.Generator(device="cpu").manual_seed(0)
     a, b = (torch.rand(side, side, generator=generator).to(device, dtype) - 0.5 for _ in range(2))
-    best, deadline = float("inf"), time.perf_counter() + 0.5
-    for round_number in range(12):
+    seconds: list[float] = []
+    deadline = time.perf_counter() + 0.5
+    while len(seconds) < 3 or (len(seconds) < 12 and time.perf_counter() < deadline):
         _synchronize(device)
         start = time.perf_counter()
         a @ b
         _synchronize(device)
-        if round_number > 1:  # the first rounds load kernels and raise the clocks
-            best = min(best, time.perf_counter() - start)
-            if time.perf_counter() > deadline:
-                break
-    return 2 * side**3 / best
+        seconds.append(time.perf_counter() - start)
+    return 2 * side**3 / min(seconds[2:])  # the first two load kernels and raise the clocks
 
 
 def _synchronize(device: torch.device) -> None:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,17 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from muralist.core.rng import SampleKeys
 from muralist.models.spec import Encoded, ModelSpec
 from muralist.train import checkpoint
 from muralist.train.distributed import World
-from muralist.train.memory import state_bytes
-from muralist.train.optim import EMA, SwappedWeights, optimizer_tensors
+
+if TYPE_CHECKING:
+    from muralist.train.step import EMA, TrainState
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LossWrapper(nn.Module):
@@ -49,6 +53,31 @@ class Snapshot(NamedTuple):
     state: dict[str, Tensor]
 
 
+def optimizer_tensors(network: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """AdamW's state by parameter name; created before the first step, so that a checkpoint can be read into it."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            state = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state |= {key: torch.zeros_like(parameter) for key in _MOMENTS}
+            tensors |= {f"{name}.{key}": value for key, value in state.items()}
+    return tensors
+
+
+class SwappedWeights(nn.Module):
+    """A network called with other weights, such as EMA weights, without copying or changing it."""
+
+    def __init__(self, network: nn.Module, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.network, self.weights = network, weights
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the network with the replaced weights."""
+        return torch.func.functional_call(self.network, self.weights, args, kwargs)
+
+
 class DataParallel:
     """Every process holds everything and gradients are averaged (DDP); or there is one process."""
 
@@ -61,17 +90,11 @@ class DataParallel:
         self.world = world
         self.module: nn.Module = nn.Identity()
 
-    def memory(self, trained: int, frozen: int) -> float:
-        """Bytes of weights, gradients, optimizer state and EMA weights in each process."""
-        return state_bytes(self.world.strategy, trained, frozen, self.world.size)
-
     def to_device(self, network: nn.Module, compiled: bool) -> None:
         """Bring a network from host memory to where it is trained."""
         network.to(self.world.device)
 
-    def wrap(
-        self, module: LossWrapper, optimizer: torch.optim.Optimizer, compiled: bool, cuda_graphs: bool
-    ) -> nn.Module:
+    def wrap(self, module: LossWrapper, optimizer: Optimizer, compiled: bool, cuda_graphs: bool) -> nn.Module:
         """Prepare the module whose forward is the loss."""
         if compiled:
             module.compile(mode="reduce-overhead" if cuda_graphs else None)
@@ -93,30 +116,22 @@ class DataParallel:
         """Accumulate gradients."""
         loss.backward()
 
-    def optimizer_step(
-        self,
-        network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        max_grad_norm: float | None,
-        skip_non_finite: bool = False,
-        fused_step: Callable[[], None] | None = None,
-    ) -> Tensor:
+    def optimizer_step(self, state: TrainState, fused_step: Callable[[], None] | None) -> Tensor:
         """Clip the gradients, update the weights, reset the gradients; returns the norm before clipping.
 
         The norm is that of all processes, so they agree whether to skip. A `fused_step` replaces the optimizer's own.
         """
+        optimizer, scaler = state.optimizer, state.scaler
         scaler.unscale_(optimizer)
-        parameters = [parameter for parameter in network.parameters() if parameter.grad is not None]
+        parameters = [parameter for parameter in state.network.parameters() if parameter.grad is not None]
         norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], foreach=True)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = full_tensor(norm)
         # isfinite waits for the device, so it is asked only where steps may be skipped.
-        if skip_non_finite and not scaler.is_enabled() and not torch.isfinite(norm):
+        if state.skip_non_finite and not scaler.is_enabled() and not torch.isfinite(norm):
             optimizer.zero_grad(set_to_none=True)
             return norm
-        if max_grad_norm is not None:
-            clip_grads_with_norm_(parameters, max_grad_norm, norm, foreach=True)
+        if state.max_grad_norm is not None:
+            clip_grads_with_norm_(parameters, state.max_grad_norm, norm, foreach=True)
         if fused_step:
             fused_step()
         else:
@@ -129,30 +144,33 @@ class DataParallel:
         """The trained weights, or this process's shards of them."""
         return {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
 
-    def load_emas(self, emas: list[EMA], states: list[dict[str, Tensor]]) -> None:
+    def load_ema(self, ema: EMA, weights: dict[str, Tensor]) -> None:
         """Load full EMA weights."""
-        for ema, state in zip(emas, states, strict=True):
-            for name, value in ema.items():
-                value.copy_(_shard_like(value, state[name]))
+        for name, value in ema.items():
+            full = weights[name]
+            if isinstance(value, DTensor):
+                # Every process has read the same file and keeps its shard: nothing is sent.
+                full, mesh = full.to(value.device), value.device_mesh
+                full = distribute_tensor(full, mesh, value.placements, src_data_rank=None)
+            value.copy_(full)
 
-    def load_optimizer(self, path: Path, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def load_optimizer(self, path: Path, state: TrainState) -> None:
         """Load the optimizer state of a checkpoint, however many processes wrote it."""
-        checkpoint.read_state(path, optimizer_tensors(network, optimizer), sharded=self.is_sharded)
+        checkpoint.read_state(path, optimizer_tensors(state.network, state.optimizer), sharded=self.is_sharded)
 
-    def snapshot(
-        self, spec: ModelSpec, network: nn.Module, optimizer: torch.optim.Optimizer, emas: list[EMA]
-    ) -> Snapshot | None:
+    def snapshot(self, state: TrainState) -> Snapshot | None:
         """The tensors of a checkpoint; None where this process has nothing to write."""
         if not self.world.is_main and self.checkpoint_mesh is None:
             return None
-        weights = {"model": {name: value for name, value in network.state_dict().items() if spec.is_saved(name)}}
-        for number, ema in enumerate(emas, start=1):
+        tensors = state.network.state_dict()
+        weights = {"model": {name: value for name, value in tensors.items() if state.spec.is_saved(name)}}
+        for number, ema in enumerate(state.emas, start=1):
             weights[f"ema{number}"] = weights["model"] | dict(ema.items())
-        return Snapshot(weights, optimizer_tensors(network, optimizer))
+        return Snapshot(weights, optimizer_tensors(state.network, state.optimizer))
 
-    def inference_network(self, spec: ModelSpec, network: nn.Module, ema: EMA) -> nn.Module | None:
-        """A network with EMA weights that this process can run alone; None where it does not fit into memory."""
-        return SwappedWeights(network, dict(ema.items()))
+    def inference_network(self, state: TrainState) -> nn.Module | None:
+        """A network with the first EMA's weights that this process can run alone; None where it does not fit."""
+        return SwappedWeights(state.network, dict(state.emas[0].items()))
 
 
 class FullySharded(DataParallel):
@@ -178,9 +196,7 @@ class FullySharded(DataParallel):
             fully_shard(module, mesh=self.mesh)
         fully_shard(network, mesh=self.mesh)
 
-    def wrap(
-        self, module: LossWrapper, optimizer: torch.optim.Optimizer, compiled: bool, cuda_graphs: bool
-    ) -> nn.Module:
+    def wrap(self, module: LossWrapper, optimizer: Optimizer, compiled: bool, cuda_graphs: bool) -> nn.Module:
         """Compile what is around the blocks; the network has its hooks already."""
         if compiled:
             module.compile()
@@ -190,9 +206,9 @@ class FullySharded(DataParallel):
         """Reduce-scatter in every micro-batch: full gradients until the last would cost the memory that was saved."""
         return nullcontext()
 
-    def inference_network(self, spec: ModelSpec, network: nn.Module, ema: EMA) -> nn.Module | None:
+    def inference_network(self, state: TrainState) -> nn.Module | None:
         """Gather a full copy of the EMA weights."""
-        return gather_network(self.world, spec, network.state_dict() | dict(ema.items()))
+        return gather_network(self.world, state.spec, state.network.state_dict() | dict(state.emas[0].items()))
 
 
 def build_strategy(world: World) -> DataParallel:
@@ -214,34 +230,22 @@ def gather_network(world: World, spec: ModelSpec, weights: Mapping[str, Tensor])
     """Build a full network from sharded weights; a collective, and either all processes get one or none does."""
     needed = sum(value.numel() * value.element_size() for value in weights.values())
     # With a margin: a process that ran out of memory while gathering would leave the others waiting.
-    if not world.all_reduce_min(1.2 * needed < _free_memory(world.device)):
+    free = 1 << 62  # host memory: the network was built there
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(world.device)[0]
+    if not world.all_reduce_min(1.2 * needed < free):
         return None
     network = spec.meta_model()
-    shapes = {name: value.shape for name, value in network.state_dict().items()}
-    network.load_state_dict(
-        {name: full_tensor(value).view(shapes[name]) for name, value in weights.items()}, assign=True
-    )
+    expected = network.state_dict()
+    full = {name: full_tensor(value).view(expected[name].shape) for name, value in weights.items()}
+    network.load_state_dict(full, assign=True)
     return network
-
-
-def _free_memory(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1 << 62  # host memory: the network was built there
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor; others are returned as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _shard_like(pattern: Tensor, tensor: Tensor) -> Tensor:
-    if not isinstance(pattern, DTensor):
-        return tensor
-    # Every process has read the same file and keeps its shard: nothing is sent.
-    tensor = tensor.to(pattern.device)
-    return distribute_tensor(tensor, pattern.device_mesh, pattern.placements, src_data_rank=None)
 
 
 def _all_reduce_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -266,9 +270,6 @@ def compile_each_size(count: int) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 64 * count)
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 class DeepSpeedZero(DataParallel):
     """ZeRO stage 2 or 3; all processes assemble a checkpoint and the main one writes it."""
 
@@ -281,13 +282,9 @@ class DeepSpeedZero(DataParallel):
         self.mesh = init_device_mesh(world.device.type, (world.size,))
         self.deepspeed: Any = None
 
-    def wrap(
-        self, module: LossWrapper, optimizer: torch.optim.Optimizer, compiled: bool, cuda_graphs: bool
-    ) -> nn.Module:
+    def wrap(self, module: LossWrapper, optimizer: Optimizer, compiled: bool, cuda_graphs: bool) -> nn.Module:
         """Hand module and optimizer to DeepSpeed, which takes over backward and step."""
-        warnings.filterwarnings(
-            "ignore", category=FutureWarning, message=".*is deprecated. Please use `torch.distributed"
-        )
+        warnings.filterwarnings("ignore", ".*is deprecated. Please use `torch.distributed", FutureWarning)
         if self.is_sharded:
             from deepspeed.utils import set_z3_leaf_module
 
@@ -315,17 +312,9 @@ class DeepSpeedZero(DataParallel):
         """Add to the gradients, which DeepSpeed averages over the processes."""
         self.deepspeed.backward(loss, scale_wrt_gas=False)
 
-    def optimizer_step(
-        self,
-        network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        max_grad_norm: float | None,
-        skip_non_finite: bool = False,
-        fused_step: Callable[[], None] | None = None,
-    ) -> Tensor:
+    def optimizer_step(self, state: TrainState, fused_step: Callable[[], None] | None) -> Tensor:
         """Let DeepSpeed clip and step; skipping steps was refused before."""
-        self.deepspeed.optimizer.clip_grad = max_grad_norm or 0.0
+        self.deepspeed.optimizer.clip_grad = state.max_grad_norm or 0.0
         self.deepspeed.step()
         return torch.as_tensor(self.deepspeed.get_global_grad_norm(), device=self.world.device)
 
@@ -338,27 +327,25 @@ class DeepSpeedZero(DataParallel):
             return parameter.detach()
         shard, count = parameter.ds_tensor.detach(), parameter.ds_numel
         held = min(len(shard), max(0, count - self.world.rank * len(shard)))  # the last shards are padded
-        return DTensor.from_local(
-            shard[:held], self.mesh, [Shard(0)], run_check=False, shape=torch.Size([count]), stride=(1,)
-        )
+        shape = torch.Size([count])
+        return DTensor.from_local(shard[:held], self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
-    def load_emas(self, emas: list[EMA], states: list[dict[str, Tensor]]) -> None:
+    def load_ema(self, ema: EMA, weights: dict[str, Tensor]) -> None:
         """Load full EMA weights, which are flat here under stage 3."""
-        if self.stage == 3:
-            states = [{name: value.flatten() for name, value in state.items()} for state in states]
-        super().load_emas(emas, states)
+        flat = {name: value.flatten() for name, value in weights.items()}
+        super().load_ema(ema, flat if self.stage == 3 else weights)
 
-    def load_optimizer(self, path: Path, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def load_optimizer(self, path: Path, state: TrainState) -> None:
         """Read the full state and keep this process's shards of it."""
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
-        shapes = {name: _shape(parameter) for name, parameter in network.named_parameters() if parameter.requires_grad}
-        state = {f"{name}.{key}": torch.zeros(shape) for name, shape in shapes.items() for key in _MOMENTS}
-        state |= {f"{name}.step": torch.zeros(()) for name in shapes}
-        checkpoint.read_state(path, state)
-        for name, parameter in network.named_parameters():
-            for key in _MOMENTS if parameter.requires_grad else ():
-                value = state[f"{name}.{key}"].flatten()
+        trained = {name: p for name, p in state.network.named_parameters() if p.requires_grad}
+        tensors = {f"{name}.{key}": torch.zeros(_shape(p)) for name, p in trained.items() for key in _MOMENTS}
+        tensors |= {f"{name}.step": torch.zeros(()) for name in trained}
+        checkpoint.read_state(path, tensors)
+        for name, parameter in trained.items():
+            for key in _MOMENTS:
+                value = tensors[f"{name}.{key}"].flatten()
                 if self.stage == 2:
                     safe_set_full_optimizer_state(parameter, value.to(self.world.device), key)
                 else:
@@ -367,45 +354,44 @@ class DeepSpeedZero(DataParallel):
                     shard = padded[self.world.rank * size :][:size].to(self.world.device)
                     safe_set_local_optimizer_state(parameter, shard, key)
         for flat in self._flat_weights():
-            optimizer.state[flat]["step"].copy_(state[f"{next(iter(shapes))}.step"])
+            state.optimizer.state[flat]["step"].copy_(tensors[f"{next(iter(trained))}.step"])
 
-    def snapshot(
-        self, spec: ModelSpec, network: nn.Module, optimizer: torch.optim.Optimizer, emas: list[EMA]
-    ) -> Snapshot | None:
+    def snapshot(self, state: TrainState) -> Snapshot | None:
         """Assemble everything, one tensor at a time, in the main process's host memory."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
+        network, spec = state.network, state.spec
         model: dict[str, Tensor] = {}
-        state: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         shapes = {name: _shape(parameter) for name, parameter in network.named_parameters()}
-        (step, *_) = [optimizer.state[flat]["step"] for flat in self._flat_weights()]
+        (step, *_) = [state.optimizer.state[flat]["step"] for flat in self._flat_weights()]
         for name, parameter in network.named_parameters():
             if spec.is_saved(name):
                 self._keep(model, name, full_tensor(self._local(parameter)).view(shapes[name]))
             if parameter.requires_grad:
-                self._keep(state, f"{name}.step", step)
+                self._keep(tensors, f"{name}.step", step)
                 for key in _MOMENTS:
-                    self._keep(state, f"{name}.{key}", safe_get_full_optimizer_state(parameter, key))
+                    self._keep(tensors, f"{name}.{key}", safe_get_full_optimizer_state(parameter, key))
         for name, buffer in network.named_buffers():
             if name in network.state_dict() and spec.is_saved(name):
                 self._keep(model, name, buffer)
         weights = {"model": model}
-        for number, ema in enumerate(emas, start=1):
+        for number, ema in enumerate(state.emas, start=1):
             weights[f"ema{number}"] = dict(model)
             for name, value in ema.items():
                 self._keep(weights[f"ema{number}"], name, full_tensor(value).view(shapes[name]))
-        return Snapshot(weights, state) if self.world.is_main else None
+        return Snapshot(weights, tensors) if self.world.is_main else None
 
     def _keep(self, tensors: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         if self.world.is_main:
             tensors[name] = tensor.detach().to("cpu", copy=True)
 
-    def inference_network(self, spec: ModelSpec, network: nn.Module, ema: EMA) -> nn.Module | None:
+    def inference_network(self, state: TrainState) -> nn.Module | None:
         """Under stage 3, gather a full copy."""
         if self.stage == 2:
-            return super().inference_network(spec, network, ema)
-        shards = {name: self._local(parameter) for name, parameter in network.named_parameters()}
-        return gather_network(self.world, spec, shards | dict(ema.items()))
+            return super().inference_network(state)
+        shards = {name: self._local(parameter) for name, parameter in state.network.named_parameters()}
+        return gather_network(self.world, state.spec, shards | dict(state.emas[0].items()))
 
 
 def _shape(parameter: nn.Parameter) -> torch.Size:

@@ -1,14 +1,14 @@
-"""Checks of settings before anything heavy is loaded, and the summary of a run before it starts."""
+"""Before a run starts: checks of its settings, the GPU memory it needs, and its summary."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes, format_duration
 from muralist.models.spec import families_with, find_family
-from muralist.settings import ModelSettings, Strategy, TrainSettings
-from muralist.train.memory import BYTES_ON_DISK
+from muralist.settings import ModelSettings, Strategy, TrainSettings, accelerate_strategy
 from muralist.train.schedule import TrainingClock, rates_by_gpus
 
 if TYPE_CHECKING:
@@ -17,13 +17,10 @@ if TYPE_CHECKING:
     from muralist.train.dataset import TrainingData
     from muralist.train.step import TrainState
 
-
 SMALL_BATCH = 256
-NO_CAPTIONS = (
-    "None of the images that were checked has a caption: the model will learn images, but not to follow a prompt. "
-    "Set --data.caption to the name of a column or to a text such as 'A photo of {label}', or write the caption of "
-    "image.jpg into image.txt beside it."
-)
+CONTEXT = 1.2e9  # bytes per GPU of the CUDA context, library workspaces and allocator fragmentation
+BYTES_ON_DISK = 20  # of a checkpoint per trained parameter: float32 weights, two moments, two EMAs
+_IMAGENET_CLASSES = 1000
 
 
 def check_settings(settings: TrainSettings) -> None:
@@ -33,7 +30,10 @@ def check_settings(settings: TrainSettings) -> None:
         raise UserError(
             "No data set was given.", fix="Give --data_path FOLDER, or --data_path driving_world for the embedded set."
         )
-    _check_multireso(settings)
+    if settings.data.multireso:
+        _check_multireso(settings)
+    elif settings.data.reso_step:
+        raise UserError("--reso_step has no effect without --multireso.", fix="Give both, or leave --reso_step out.")
     if settings.data.global_batch_size and settings.optim.gradient_accumulation_steps > 1:
         raise UserError(
             "--global_batch_size and --gradient_accumulation_steps cannot both be given.",
@@ -48,9 +48,17 @@ def check_settings(settings: TrainSettings) -> None:
 
 def check_model_settings(model: ModelSettings) -> None:
     """Refuse a model that does not exist, is incomplete, or cannot be trained like this."""
+    family = find_family(model.name)
     if model.training_parts == "lora":
-        _check_lora(model)
-    find_family(model.name).check(model)
+        if not family.supports_lora:
+            supported = f"LoRA supports {families_with('supports_lora')}."
+            raise UserError(f"{model.name} cannot be trained by LoRA.", supported, "Leave --training_parts out.")
+        if not model.lora_targets:
+            raise UserError("--lora_targets is empty.", fix="Name the layers for LoRA, or leave --lora_targets out.")
+        from muralist.models.lora import require_peft
+
+        require_peft()
+    family.check(model)
 
 
 def check_strategy(settings: TrainSettings, strategy: Strategy, autocast: torch.dtype | None = None) -> None:
@@ -97,26 +105,13 @@ def check_precision(settings: TrainSettings, strategy: Strategy, device: torch.d
 
 
 def _check_multireso(settings: TrainSettings) -> None:
-    data, img_size = settings.data, settings.model.img_size
-    if not data.multireso:
-        if data.reso_step:
-            raise UserError(
-                "--reso_step has no effect without --multireso.", fix="Give both, or leave --reso_step out."
-            )
-        return
-    family = find_family(settings.model.name)
+    family, img_size, step = find_family(settings.model.name), settings.model.img_size, settings.data.reso_step
     if family.square_only:
-        raise UserError(
-            f"{settings.model.name} makes square images only.",
-            "--multireso trains images of several shapes.",
-            "Leave --multireso out.",
-        )
-    if data.cache == "device":
-        raise UserError(
-            "--cache device needs images of one size.",
-            "With --multireso they have several.",
-            "Leave --cache device out.",
-        )
+        what = f"{settings.model.name} makes square images only. --multireso trains images of several shapes."
+        raise UserError(what, fix="Leave --multireso out.")
+    if settings.data.cache == "device":
+        what = "--cache device needs images of one size. With --multireso they have several."
+        raise UserError(what, fix="Leave --cache device out.")
     if isinstance(img_size, tuple):
         raise UserError(
             f"--multireso starts from a square, not from {img_size[0]} x {img_size[1]}.",
@@ -124,25 +119,11 @@ def _check_multireso(settings: TrainSettings) -> None:
             "Give one number as --img_size.",
         )
     token = family.pixels_per_token
-    if data.reso_step and (data.reso_step % token or data.reso_step > max(token, img_size // 2)):
+    if step and (step % token or step > max(token, img_size // 2)):
         raise UserError(
-            f"--reso_step {data.reso_step} does not fit images of {img_size} pixels.",
+            f"--reso_step {step} does not fit images of {img_size} pixels.",
             fix=f"Give a multiple of {token} that is at most half of --img_size.",
         )
-
-
-def _check_lora(model: ModelSettings) -> None:
-    if not find_family(model.name).supports_lora:
-        raise UserError(
-            f"{model.name} cannot be trained by LoRA.",
-            f"LoRA supports {families_with('supports_lora')}.",
-            "Leave --training_parts out.",
-        )
-    if not model.lora_targets:
-        raise UserError("--lora_targets is empty.", fix="Name the layers for LoRA, or leave --lora_targets out.")
-    from muralist.models.lora import require_peft
-
-    require_peft()
 
 
 def check_length(clock: TrainingClock) -> None:
@@ -154,18 +135,62 @@ def check_length(clock: TrainingClock) -> None:
         )
 
 
+def state_bytes(strategy: Strategy, trained: float, frozen: float, ranks: int) -> float:
+    """Bytes per process: float32 weights and, of trained ones, gradients, two moments and two EMAs.
+
+    ZeRO keeps another copy of the weights. Stage 2 shards everything but weights and EMAs.
+    """
+    if strategy == "zero2":
+        return 12 * trained + 4 * frozen + 16 * trained / ranks
+    if strategy == "zero3":
+        return (28 * trained + 4 * frozen) / ranks
+    full = 24.0 * trained + 4.0 * frozen
+    return full / ranks if strategy == "fsdp2" else full
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory that a training needs on each GPU."""
+
+    parameters: int
+    state: float  # bytes that do not depend on the batch
+    per_image: float | None  # bytes per image of a forward pass; None without a formula
+
+    def total(self, images: int) -> float:
+        """Bytes for a micro-batch of so many images; without a formula, of the state alone."""
+        return self.state + CONTEXT + images * (self.per_image or 0.0)
+
+    def largest_batch(self, memory: float) -> int | None:
+        """The largest micro-batch that fits; None without a formula."""
+        free = memory - self.state - CONTEXT
+        return None if self.per_image is None else max(0, int(free / self.per_image))
+
+    @property
+    def checkpoint(self) -> float:
+        """Bytes of a checkpoint on disk."""
+        return float(BYTES_ON_DISK * self.parameters)
+
+
+def estimate_memory(settings: TrainSettings, ranks: int, compiled: bool) -> MemoryEstimate:
+    """Estimate the memory that a training needs on each GPU."""
+    model = settings.model
+    family = find_family(model.name)
+    count = family.parameter_count(model, _IMAGENET_CLASSES)
+    strategy: Strategy = settings.distributed.strategy
+    strategy = "ddp" if ranks == 1 else accelerate_strategy() if strategy == "auto" else strategy
+    lora = model.training_parts == "lora"
+    state = state_bytes(strategy, 0 if lora else count, count if lora else 0, ranks)
+    per_image = family.activation_bytes(model, settings.mixed, compiled)
+    return MemoryEstimate(0 if lora else count, state, per_image)
+
+
 def run_summary(
-    settings: TrainSettings,
-    state: TrainState,
-    clock: TrainingClock,
-    data: TrainingData,
-    gpu_bytes: int,
-    min_seconds: float,
+    settings: TrainSettings, state: TrainState, clock: TrainingClock, data: TrainingData, gpu_bytes: int, seconds: float
 ) -> list[str]:
-    """Lines for a person to check before a run starts; `gpu_bytes` is the size of a GPU-resident dataset, else 0."""
+    """Lines for a person to check: `gpu_bytes` of a GPU-resident dataset, or 0, and the least `seconds` of the run."""
     optim, plan, rate = settings.optim, state.plan, state.rate
     trained, frozen = state.num_trained, state.num_unsaved
-    memory = state.strategy.memory(trained, frozen)
+    memory = state_bytes(state.world.strategy, trained, frozen, state.world.size)
     stop = min(clock.last_step, settings.max_steps or clock.last_step)
     lines = [
         f"model      {state.spec.summary()}, {trained / 1e6:.1f}M "
@@ -180,14 +205,12 @@ def run_summary(
         f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}",
         f"memory     {memory / 1e9:.2f} GB per GPU for weights, gradients, optimizer and EMA "
         f"({state.strategy.layout}), plus activations; {BYTES_ON_DISK * trained / 1e9:.2f} GB of disk per checkpoint",
-        f"time       at least {format_duration(min_seconds)} (at the measured matmul rate); an estimate follows",
+        f"time       at least {format_duration(seconds)} (at the measured matmul rate); an estimate follows",
     ]
     rule = "linear" if optim.blr is not None else optim.lr_rule
     if rule != "none":
         lines.append(f"rule       {rule} with the total batch: {rates_by_gpus(rate, rule, plan)} GPUs")
         if clock.total_batch < SMALL_BATCH:
-            lines.append(
-                f"note       the total batch is under {SMALL_BATCH}: try the unscaled learning rate first, or a longer "
-                "--warmup_steps"
-            )
+            advice = "try the unscaled learning rate first, or a longer --warmup_steps"
+            lines.append(f"note       the total batch is under {SMALL_BATCH}: {advice}")
     return lines

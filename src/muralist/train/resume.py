@@ -38,30 +38,19 @@ def check_same_settings(run: RunDir, settings: TrainSettings) -> None:
     before = read_yaml(TrainSettings, run.config)
     there, here = identity(before), identity(settings)
     was, now = flatten(before), flatten(settings)
-    different = [
-        f"{path}: {was[path]!r} there, {now[path]!r} here"
-        for path in sorted(there | here)
-        if there.get(path) != here.get(path)
-    ]
-    if different:
+    if different := [path for path in sorted(there | here) if there.get(path) != here.get(path)]:
         raise SettingsMismatch(
-            f"The run {run.root} was started with other settings: {'; '.join(different)}.",
+            f"The run {run.root} was started with other settings: {_differences(different, was, now)}.",
             fix="Give another --run_name, or the settings it was started with.",
         )
 
 
+def _differences(keys: list[str], there: dict[str, Any], here: dict[str, Any]) -> str:
+    return "; ".join(f"{key}: {there.get(key)!r} there, {here[key]!r} here" for key in keys)
+
+
 def find_checkpoint(run: RunDir, resume: str, model: dict[str, Any], data: dict[str, Any]) -> Checkpoint | None:
     """The intact checkpoint to resume from, of the same model and data; None to start at step 0."""
-    found = _find_checkpoint(run, resume)
-    if found:
-        _check_same_model(found, model)
-        _check_same_data(found.manifest["data"], data)
-    return found
-
-
-def _find_checkpoint(run: RunDir, resume: str) -> Checkpoint | None:
-    if resume == "auto":
-        return newest_intact(run.checkpoints)
     if resume == "none":
         if existing := list_checkpoints(run.checkpoints):
             raise UserError(
@@ -69,42 +58,35 @@ def _find_checkpoint(run: RunDir, resume: str) -> Checkpoint | None:
                 fix="Give another --run_name, or delete the folder yourself.",
             )
         return None
-    path = Path(resume)
-    if (path / "checkpoints").is_dir():
-        return _newest_of_run(path)
-    return Checkpoint(path, read_manifest(path))
-
-
-def _newest_of_run(root: Path) -> Checkpoint:
-    found = newest_intact(root / "checkpoints")
+    found = newest_intact(run.checkpoints) if resume == "auto" else _open(Path(resume))
     if found is None:
-        raise UserError(f"The run {root} has no checkpoint to start from.")
-    return found
-
-
-def _check_same_model(checkpoint: Checkpoint, now: dict[str, Any]) -> None:
-    then = checkpoint.manifest["model"]
-    different = [
-        f"{key}: {then.get(key)!r} there, {now[key]!r} here"
-        for key in now
-        if key != "folder" and then.get(key) != now[key]  # a folder may move; its content has a key of its own
-    ]
-    if different:
+        return None
+    then = found.manifest["model"]
+    # A folder may move; its content has a key of its own.
+    if different := [key for key in model if key != "folder" and then.get(key) != model[key]]:
         raise UserError(
-            f"The checkpoint {checkpoint.path} is of another model: {'; '.join(different)}.",
+            f"The checkpoint {found.path} is of another model: {_differences(different, then, model)}.",
             fix="Give the settings it was trained with, or start a new run with --init_from.",
         )
-
-
-def _check_same_data(then: dict[str, Any], now: dict[str, Any]) -> None:
-    if then != now:
-        how = "with other names or contents" if then["samples"] == now["samples"] else "another number"
+    if (before := found.manifest["data"]) != data:
+        how = "with other names or contents" if before["samples"] == data["samples"] else "another number"
+        counts = f"{before['samples']:,} training images then, {data['samples']:,} now ({how})"
         raise UserError(
-            f"The data changed since this run started: {then['samples']:,} training images then, {now['samples']:,} "
-            f"now ({how}).",
+            f"The data changed since this run started: {counts}.",
             "Resuming would train on the images in another order.",
             "Restore the data, or start a new run with --run_name and --init_from.",
         )
+    return found
+
+
+def _open(path: Path) -> Checkpoint:
+    """Open a checkpoint, or the newest intact one of a run."""
+    if not (path / "checkpoints").is_dir():
+        return Checkpoint(path, read_manifest(path))
+    found = newest_intact(path / "checkpoints")
+    if found is None:
+        raise UserError(f"The run {path} has no checkpoint to start from.")
+    return found
 
 
 def check_ranks_agree(world: World, checkpoint: Checkpoint | None, data: dict[str, Any], total_batch: int) -> None:
@@ -121,20 +103,19 @@ def check_ranks_agree(world: World, checkpoint: Checkpoint | None, data: dict[st
 
 def find_initial_weights(settings: TrainSettings) -> tuple[dict[str, Tensor], str] | None:
     """The weights that a new run starts from (--init_from), with their origin, or None."""
-    init_from = settings.checkpoint.init_from
-    if init_from == "default":
-        init_from = "auto" if settings.model.enable_condition else "none"
-    if init_from == "none":
+    init_from, model = settings.checkpoint.init_from, settings.model
+    if init_from == "none" or (init_from == "default" and not model.enable_condition):
         return None
-    if init_from == "auto":
-        path = _newest_unconditional(settings)
-        if path is None:
-            log.info("No unconditional run of %s at %d px under %s: starting from scratch.",
-                     settings.model.name, settings.model.img_size, settings.results_dir)  # fmt: skip
+    path = Path(init_from)
+    if init_from in ("auto", "default"):
+        newest = _newest_unconditional(settings)
+        if newest is None:
+            where = f"{model.name} at {model.img_size} px under {settings.results_dir}"
+            log.info("No unconditional run of %s: starting from scratch.", where)
             return None
-    else:
-        path = Path(init_from)
-        path = _newest_of_run(path).path if (path / "checkpoints").is_dir() else path
+        path = newest
+    elif (path / "checkpoints").is_dir():
+        path = _open(path).path
     return read_weights(path, "ema1"), str(path)
 
 

@@ -143,14 +143,10 @@ def write_sheet(folder: Path, prompts: Sequence[str]) -> Path | None:
     """Write the contact sheet of a run: rows are prompts, columns checkpoints, evenly chosen when there are many."""
     columns: list[tuple[int, dict[str, Path]]] = []
     for step_folder in list_checkpoints(folder):
-        files: dict[str, Path] = {}
-        for prompt, image_file in _samples_in(step_folder):
-            files.setdefault(prompt, image_file)
-        if files:
+        if files := dict(reversed(list(_samples_in(step_folder)))):  # of equal prompts, the first GPU's
             columns.append((step_of(step_folder), files))
     if len(columns) > _MAX_COLUMNS:
-        kept = sorted({round(i * (len(columns) - 1) / (_MAX_COLUMNS - 1)) for i in range(_MAX_COLUMNS)})
-        columns = [columns[i] for i in kept]
+        columns = [columns[round(i * (len(columns) - 1) / (_MAX_COLUMNS - 1))] for i in range(_MAX_COLUMNS)]
     shown = [prompt for prompt in prompts if any(prompt in files for _, files in columns)]
     if not shown:
         return None
@@ -199,32 +195,16 @@ def sample_images_multi_gpu(
     schedule = diffusion if isinstance(diffusion, Mapping) else diffusion.config
     network = getattr(model, "module", model)  # as DistributedDataParallel keeps it
     cache = getattr(args, "embedded_prompts", {})
-    spec = HunyuanDiTSpec(
-        FrozenEncoders(vae, text_encoder, tokenizer, text_encoder_t5, tokenizer_t5, cache),
-        dict(_transformer_config(network)),
-        dict(schedule),
-        (int(args.image_size[0]), int(args.image_size[1])),
-    )
-    given = {
-        "steps": getattr(args, "sample_steps", None),
-        "guidance": getattr(args, "sample_guidance", None),
-        "seed": getattr(args, "sample_seed", None),
-        "per_gpu": getattr(args, "samples_per_gpu", None),
-        "solver": getattr(args, "sample_solver", None),
-    }
-    write_samples(
-        Path(args.samples_dir),
-        train_steps,
-        rank,
-        world_size,
-        spec,
-        network,
-        list(getattr(args, "sample_prompts", None) or spec.default_prompts()),
-        SampleSettings(**{name: value for name, value in given.items() if value is not None}),
-        getattr(args, "autocast", None),
-        getattr(args, "monitors", ()),
-        logger,
-    )
+    encoders = FrozenEncoders(vae, text_encoder, tokenizer, text_encoder_t5, tokenizer_t5, cache)
+    size = (int(args.image_size[0]), int(args.image_size[1]))
+    spec = HunyuanDiTSpec(encoders, dict(_transformer_config(network)), dict(schedule), size)
+    names = {"steps": "sample_steps", "guidance": "sample_guidance", "seed": "sample_seed", "solver": "sample_solver"}
+    given = {ours: getattr(args, theirs, None) for ours, theirs in {**names, "per_gpu": "samples_per_gpu"}.items()}
+    settings = SampleSettings(**{name: value for name, value in given.items() if value is not None})
+    prompts = list(getattr(args, "sample_prompts", None) or spec.default_prompts())
+    autocast, loggers = getattr(args, "autocast", None), getattr(args, "monitors", ())
+    folder = Path(args.samples_dir)
+    write_samples(folder, train_steps, rank, world_size, spec, network, prompts, settings, autocast, loggers, logger)
 
 
 def _transformer_config(network: Any) -> Mapping[str, Any]:

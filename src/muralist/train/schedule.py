@@ -124,24 +124,17 @@ def learning_rate(optim: OptimSettings, clock: TrainingClock) -> LearningRate:
     if optim.blr is not None:
         base, rule, base_batch = optim.blr, "linear", 256
     factor = _factor(rule, clock.total_batch / base_batch)
-    reason = (
-        "as given, no scaling" if rule == "none" else f"{base:g} x {factor:g}, {rule} rule, base batch {base_batch}"
-    )
+    scaling = f"{base:g} x {factor:g}, {rule} rule, base batch {base_batch}"
+    reason = "as given, no scaling" if rule == "none" else scaling
     peak = base * factor
-    if optim.lr_schedule == "cosine" and optim.min_lr > peak:
+    cosine = optim.lr_schedule == "cosine"
+    if cosine and optim.min_lr > peak:
         raise UserError(
             f"--min_lr {optim.min_lr:g} is above the learning rate of {peak:g} ({reason}).",
             fix="The cosine falls from the learning rate to min_lr: lower --min_lr.",
         )
-    return LearningRate(
-        peak=peak,
-        minimum=optim.min_lr,
-        warmup_images=optim.warmup_steps * clock.total_batch,
-        total_images=clock.last_step * clock.total_batch,
-        step_images=clock.total_batch,
-        cosine=optim.lr_schedule == "cosine",
-        reason=reason,
-    )
+    batch, total = clock.total_batch, clock.last_step * clock.total_batch
+    return LearningRate(peak, optim.min_lr, optim.warmup_steps * batch, total, batch, cosine, reason)
 
 
 def ema_decay(images: int, step_images: int, half_life: float) -> float:

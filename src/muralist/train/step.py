@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from muralist.core.errors import UserError
 from muralist.core.rng import SampleKeys
 from muralist.data.loader import Batch, held_out_batches
 from muralist.models.spec import ModelSpec
-from muralist.settings import TrainSettings
+from muralist.models.weights import WeightSet
+from muralist.settings import OptimSettings, TrainSettings
 from muralist.train.checkpoint import Checkpoint, read_saved_weights
-from muralist.train.optim import EMA, build_optimizer, optimizer_tensors
-from muralist.train.parallel import DataParallel, LossWrapper, Snapshot
-from muralist.train.schedule import BatchPlan, LearningRate
+from muralist.train.parallel import DataParallel, LossWrapper, optimizer_tensors
+from muralist.train.schedule import BatchPlan, LearningRate, ema_decay
 
 if TYPE_CHECKING:
     from muralist.kernels.fused_adamw_ema import FusedAdamWEma
@@ -44,6 +45,44 @@ def autocast_dtype(use_amp: bool, device: torch.device) -> torch.dtype | None:
     if not use_amp:
         return None
     return torch.float16 if device.type == "cuda" and not torch.cuda.is_bf16_supported() else torch.bfloat16
+
+
+def build_optimizer(network: nn.Module, settings: OptimSettings) -> torch.optim.Optimizer:
+    """Build AdamW; vectors (biases, norms) have no weight decay, as in the official JiT code."""
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]  # LoRA has no vectors
+    return torch.optim.AdamW(groups, lr=0.0, betas=(settings.beta1, settings.beta2), fused=True)
+
+
+class EMA:
+    """Exponential moving average of a network's trained weights, in float32 and sharded as they are."""
+
+    def __init__(self, trained: Mapping[str, Tensor], half_life: float) -> None:
+        self.half_life = half_life
+        self.names = list(trained)
+        self.values = [value.detach().float().clone() for value in trained.values()]
+
+    @torch.no_grad()
+    def update(self, trained: Mapping[str, Tensor], images: int, step_images: int) -> None:
+        """Include the weights after the step that started at `images` images."""
+        weights = [_local(value) for value in trained.values()]
+        torch._foreach_lerp_([_local(value) for value in self.values], weights, self.lerp_weight(images, step_images))
+
+    def lerp_weight(self, images: int, step_images: int) -> float:
+        """Weight of the new weights in the step that starts at `images` images: 1 - decay."""
+        return 1.0 - ema_decay(images, step_images, self.half_life)
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and averaged tensors."""
+        return zip(self.names, self.values, strict=True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class TrainState:
@@ -83,19 +122,12 @@ class TrainState:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load EMA weights, optimizer, loss scale and images seen; the network has its weights already."""
-        emas = [read_saved_weights(checkpoint.path, name, self.network, self.spec) for name in ("ema1", "ema2")]
-        self.strategy.load_emas(self.emas, emas)
-        self.strategy.load_optimizer(checkpoint.path, self.network, self.optimizer)
+        names: tuple[WeightSet, WeightSet] = ("ema1", "ema2")
+        for name, ema in zip(names, self.emas, strict=True):
+            self.strategy.load_ema(ema, read_saved_weights(checkpoint.path, name, self.network, self.spec))
+        self.strategy.load_optimizer(checkpoint.path, self)
         self.scaler.load_state_dict(checkpoint.manifest["loss_scale"])
         self.images = checkpoint.step * self.plan.total
-
-    def snapshot(self) -> Snapshot | None:
-        """The tensors of a checkpoint; None where this process has nothing to write."""
-        return self.strategy.snapshot(self.spec, self.network, self.optimizer, self.emas)
-
-    def inference_network(self) -> nn.Module | None:
-        """A network with the first EMA's weights that this process can run alone; None where it does not fit."""
-        return self.strategy.inference_network(self.spec, self.network, self.emas[0])
 
     def step(self, batches: Iterable[Batch]) -> StepResult:
         """Train on this rank's batches of the next global batch."""
@@ -107,9 +139,7 @@ class TrainState:
         if self.fused_adamw_ema:
             lerp_weights = [ema.lerp_weight(self.images, self.plan.total) for ema in self.emas]
             fused_step = partial(self.fused_adamw_ema.step, lerp_weights)
-        grad_norm = self.strategy.optimizer_step(
-            self.network, self.optimizer, self.scaler, self.max_grad_norm, self.skip_non_finite, fused_step
-        )
+        grad_norm = self.strategy.optimizer_step(self, fused_step)
         if not fused_step:
             trained = self.strategy.trained_weights(self.network)
             for ema in self.emas:
@@ -221,7 +251,11 @@ def held_out_loss(state: TrainState, data: TrainingData, watchdog: Watchdog) -> 
     try:
         for first in range(0, rows, state.micro_batch):
             watchdog.report("held-out loss")
-            batch, error = _next_or_error(batches)
+            batch, error = None, None
+            try:
+                batch = next(batches)
+            except UserError as caught:
+                error = caught
             if world.all_reduce_max(error is not None) or batch is None:
                 return None, error or UserError("Another process could not read a held-out image; see its message.")
             losses = state.losses(batch.to(world.device), VALIDATION_SEED)
@@ -229,10 +263,3 @@ def held_out_loss(state: TrainState, data: TrainingData, watchdog: Watchdog) -> 
     finally:
         state.network.train()
     return float(world.all_reduce_sum(total)) / count, None
-
-
-def _next_or_error(batches: Iterator[Batch]) -> tuple[Batch | None, UserError | None]:
-    try:
-        return next(batches), None
-    except UserError as error:
-        return None, error

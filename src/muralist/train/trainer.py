@@ -7,11 +7,12 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from enum import IntEnum
 from itertools import islice
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -27,20 +28,12 @@ from muralist.models.spec import build_spec, find_family
 from muralist.settings import TrainSettings
 from muralist.train import resume, samples
 from muralist.train.checkpoint import CheckpointWriter, read_saved_weights, remove_leftovers
-from muralist.train.dataset import TrainingData, has_captions, open_data, with_buckets
+from muralist.train.dataset import NO_CAPTIONS, TrainingData, has_captions, open_data, with_buckets
 from muralist.train.distributed import World, is_lost_peer
-from muralist.train.loggers import MetricsLogger, ProgressLogger, open_loggers, start_log
-from muralist.train.metrics import Forecast, MetricsRecorder, matmul_rate
+from muralist.train.loggers import ProgressLogger, open_loggers, start_log
+from muralist.train.metrics import Forecast, MetricsRecorder, StepProfiler, matmul_rate
 from muralist.train.parallel import build_strategy, compile_each_size
-from muralist.train.preflight import (
-    NO_CAPTIONS,
-    check_length,
-    check_precision,
-    check_settings,
-    check_strategy,
-    run_summary,
-)
-from muralist.train.profiler import StepProfiler
+from muralist.train.preflight import check_length, check_precision, check_settings, check_strategy, run_summary
 from muralist.train.schedule import LearningRate, TrainingClock, learning_rate, plan_batch
 from muralist.train.step import TrainState, autocast_dtype, held_out_loss
 from muralist.train.watchdog import RESUME_HINT, SAVING, WAITING, Watchdog
@@ -52,10 +45,7 @@ _SAVE_FILE_INTERVAL = 0.2  # seconds between looks for the file that requests a 
 class Request(IntEnum):
     """A request to the running training; the larger, the more urgent."""
 
-    NOTHING = 0
-    SAVE = 1
-    STOP = 2
-    FAIL = 3
+    NOTHING, SAVE, STOP, FAIL = range(4)
 
 
 class Trainer:
@@ -125,10 +115,8 @@ class Trainer:
     def train(self) -> None:
         """Train until the last step or a request to stop."""
         if not self.steps:
-            done = (self.steps.start, self.steps.stop)
-            log.info(
-                "Nothing left to do: the run is at step %d of %d. Raise --epochs or --max_steps to continue.", *done
-            )
+            done = f"the run is at step {self.steps.start} of {self.steps.stop}"
+            log.info("Nothing left to do: %s. Raise --epochs or --max_steps to continue.", done)
             return
         batches = self._open_batches()
         if batches is None:
@@ -159,9 +147,7 @@ class Trainer:
             if request != Request.NOTHING and step > first:
                 self.save(step)
             if request == Request.FAIL:
-                # No rank leaves before the checkpoint is on disk: a launcher gives those that remain half a minute.
-                error = self._finish_saving_together() or error
-                raise error or UserError("Another process failed.", self.watchdog.diagnosis())
+                self._fail(error)
             if request == Request.STOP:
                 self._finish_saving()
                 self._log_stopped(step)
@@ -198,7 +184,7 @@ class Trainer:
             loss, error = held_out_loss(self.state, self.data, self.watchdog)
         self.save(step, {} if loss is None else {"val/loss": loss})
         if error:
-            raise self._finish_saving_together() or error
+            self._fail(error)
         if loss is not None:
             log.info("step %d  val/loss %.4f", step, loss)
         if self.settings.samples.per_gpu:
@@ -214,7 +200,7 @@ class Trainer:
         with self.recorder.paused():
             for logger in self.loggers:
                 logger.flush()
-            if snapshot := self.state.snapshot():
+            if snapshot := self.state.strategy.snapshot(self.state):
                 manifest = {
                     "images": self.state.images,
                     "total_batch": self.plan.total,
@@ -231,30 +217,31 @@ class Trainer:
         self._report_saving()
         self.writer.finish()
 
-    def _finish_saving_together(self) -> UserError | None:
-        """Wait until all ranks have finished saving; returns this rank's error."""
-        error = None
+    def _fail(self, error: UserError | None) -> NoReturn:
+        """Raise once all ranks have finished saving: a launcher gives those that remain half a minute."""
         try:
             self._finish_saving()
         except UserError as caught:
             error = caught
         self.world.barrier()
-        return error
+        raise error or UserError("Another process failed.", self.watchdog.diagnosis())
 
     def _report_saving(self) -> None:
         # A process that needs the others for a checkpoint must not be taken for one that works by itself.
         self.watchdog.report(SAVING if self.state.strategy.main_saves_alone else WAITING)
 
     def _write_samples(self, step: int) -> None:
-        network = self.state.inference_network()  # a collective where weights are sharded: it must not fail on one rank
+        # A collective where weights are sharded: it must not fail on one rank.
+        network = self.state.strategy.inference_network(self.state)
         if network is None:
             log.warning("No samples at step %d: the full network does not fit beside its training state.", step)
             return
         self.watchdog.report("writing samples")
         self.unlogged_samples = step if self.world.is_main and self.world.size > 1 else None
+        world, settings = self.world, self.settings.samples
         samples.write_samples(
-            self.run.samples, step, self.world.rank, self.world.size, self.spec, network, self.prompts,
-            self.settings.samples, self.state.autocast, self.loggers,
+            self.run.samples, step, world.rank, world.size, self.spec, network, self.prompts, settings,
+            self.state.autocast, self.loggers,
         )  # fmt: skip
 
     def _log_samples_of_other_ranks(self) -> None:
@@ -265,29 +252,23 @@ class Trainer:
 
     def _open_outputs(self, stack: ExitStack) -> None:
         """Open loggers, recorder, checkpoint writer and profiler; the stack closes them whatever ends the run."""
-        settings, world, run, steps = self.settings, self.world, self.run, self.steps
-        checkpoint, every = self.checkpoint, settings.checkpoint.latest_every or settings.checkpoint.every
+        settings, world, run, steps, checkpoint = self.settings, self.world, self.run, self.steps, self.checkpoint
         if checkpoint and world.is_main and checkpoint.path.parent.resolve() == run.checkpoints.resolve():
             # A run that was resumed from an earlier checkpoint stays there, even if it dies before the next one.
             atomic_write(run.checkpoints / "latest", checkpoint.path.name + "\n")
-        self.loggers: list[MetricsLogger] = []
-        if world.is_main:
-            self.loggers = open_loggers(run, settings.log, settings.model_dump(mode="json"), steps.start)
+        self.loggers = open_loggers(run, settings, steps.start) if world.is_main else []
         for logger in self.loggers:
             stack.callback(logger.close)
         progress = ProgressLogger(steps.start, steps.stop, settings.log.every, quiet=not world.is_main)
         stack.callback(progress.close)
-        forecast = Forecast(
-            run.forecast if world.is_main else None, steps.start, steps.stop, min(settings.checkpoint.every, every)
-        )
+        every = min(settings.checkpoint.every, settings.checkpoint.latest_every or settings.checkpoint.every)
+        forecast = Forecast(run.forecast if world.is_main else None, steps.start, steps.stop, every)
         self.recorder = MetricsRecorder(
-            world, self.clock, self.spec, self.loggers, progress, forecast, settings.log.every, self.peak_flops,
-            self.state.scaler.is_enabled(), self.state.skip_non_finite,
-        )  # fmt: skip
+            self.state, self.clock, self.loggers, progress, forecast, settings.log.every, self.peak_flops
+        )
         self.recorder.load_state_dict(checkpoint.manifest if checkpoint else {})
         self.writer = CheckpointWriter(run.checkpoints, settings.checkpoint, self.state.strategy.checkpoint_mesh)
-        stack.callback(self.writer.finish)
-        stack.callback(self._report_saving)
+        stack.callback(self._finish_saving)
         self.watchdog.before_exit = self.writer.finish
         self.profiler = StepProfiler(settings.log.profile or 0, steps, run.profile, world.rank, world.device)
         stack.callback(self.profiler.close)
@@ -306,19 +287,16 @@ class Trainer:
             if self.signals.signal_name is not None:
                 raise InterruptedError
 
+        device, size, shown = self.world.device, settings.model.img_size, self.world.is_main
         try:
-            images = load_to_device(
-                self.world.device, data.source, data.split, settings.model.img_size, settings.data, report,
-                shown=self.world.is_main,
-            )  # fmt: skip
+            images = load_to_device(device, data.source, data.split, size, settings.data, report, shown)
         except (UserError, InterruptedError):
             if self.signals.signal_name is None:
                 raise
             stopped = True  # also on an error: a signal to the whole job ends loader processes too
         if self.world.all_reduce_max(stopped) or images is None:
             return None
-        seconds = time.perf_counter() - started
-        log.info("%s images are on the device after %.1f s.", f"{len(images.labels):,}", seconds)
+        log.info(f"{len(images.labels):,} images are on the device after {time.perf_counter() - started:.1f} s.")
         return images.batches(order, sample_indices)
 
     def _warm_up(self) -> None:
@@ -335,24 +313,17 @@ class Trainer:
             log.info("%s", report)
 
     def _log_summary(self) -> None:
-        origin = f"resuming from {self.checkpoint.path}" if self.checkpoint else "starting"
+        world, origin = self.world, f"resuming from {self.checkpoint.path}" if self.checkpoint else "starting"
         flops = len(self.steps) * self.plan.total * self.spec.flops_per_image()
-        lines = [
-            *self.world.banner().splitlines(),
-            f"device     {self.world.device_name}",
+        seconds = flops / (self.peak_flops * world.size)
+        for line in (
+            *world.banner().splitlines(),
+            f"device     {world.device_name}",
             f"run        {self.run.root}, {origin} at step {self.steps.start}",
-            *run_summary(
-                self.settings,
-                self.state,
-                self.clock,
-                self.data,
-                self.gpu_bytes,
-                flops / (self.peak_flops * self.world.size),
-            ),
-        ]
-        for line in lines:
+            *run_summary(self.settings, self.state, self.clock, self.data, self.gpu_bytes, seconds),
+        ):
             log.info(line)
-        if self.world.is_main and find_family(self.settings.model.name).uses_captions and not has_captions(self.data):
+        if world.is_main and find_family(self.settings.model.name).uses_captions and not has_captions(self.data):
             log.warning(NO_CAPTIONS)
 
     def _log_stopped(self, step: int) -> None:
@@ -457,10 +428,9 @@ class SignalHandler:
         """Return the most urgent request; the save file is looked for five times a second, and removed."""
         if self.signal_name is not None:
             return Request.STOP
-        if not savable or time.monotonic() < self._next_poll:
-            return Request.NOTHING
-        self._next_poll = time.monotonic() + _SAVE_FILE_INTERVAL
-        if not self.save_file.exists():
-            return Request.NOTHING
-        self.save_file.unlink(missing_ok=True)
-        return Request.SAVE
+        if savable and time.monotonic() >= self._next_poll:
+            self._next_poll = time.monotonic() + _SAVE_FILE_INTERVAL
+            with suppress(FileNotFoundError):
+                self.save_file.unlink()
+                return Request.SAVE
+        return Request.NOTHING

@@ -14,12 +14,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
-from enum import Enum
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
 
 from muralist.core.errors import EXIT_LOST_PEERS
 from muralist.core.formatting import format_duration
@@ -32,7 +34,6 @@ RESUME_HINT = "Run the same command to resume from the last checkpoint."
 _MAX_MESSAGE = 600  # characters; keeps a record below 4 KB, which a single write puts down intact
 _MAX_LINES = 8
 _MANY_RANKS = 16
-_FAILED, _LOST_CONTACT = "failed", "lost contact"  # values of `left` in the files
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,12 @@ class WatchdogTiming:
     """How often a process writes its file and how long it waits for the others, in seconds."""
 
     beat: float = 2.0
-    suspicion: float = 15.0
-    """A main thread that reported nothing for so long is taken to wait for the others."""
-    silence: float = 40.0
-    """Another process whose file has not changed for so long is frozen or disconnected."""
-    exit_delay: float = 30.0
-    """The longest time for which the exit is delayed by `before_exit`, such as a checkpoint that is being written."""
+    suspicion: float = 15.0  # a main thread that reported nothing for so long is taken to wait for the others
+    silence: float = 40.0  # another process whose file has not changed for so long is frozen or disconnected
+    exit_delay: float = 30.0  # the longest time that `before_exit`, such as writing a checkpoint, may take
 
-    @property
-    def certainty(self) -> float:
-        """A time in which a living process writes at least twice."""
-        return 2.5 * self.beat
+
+Left = Literal["", "failed", "lost contact"]
 
 
 @dataclass(frozen=True)
@@ -60,15 +56,12 @@ class Heartbeat(ProcessIdentity):
     rank: int
     doing: str
     step: int | None
-    for_seconds: int
-    """How long ago the main thread reported this."""
-    left: str
-    """`failed` or `lost contact` once the process is about to end, else empty."""
+    for_seconds: int  # since the main thread reported this
+    left: Left  # why the process is about to end; empty while it runs
     message: str
     written: str
     beat: int
-    launch: str
-    """What the processes of one launch have in common."""
+    launch: str  # what the processes of one launch have in common
 
     def __str__(self) -> str:
         return f"Rank {self.rank} on {self.host} (process {self.process})"
@@ -79,33 +72,15 @@ class Heartbeat(ProcessIdentity):
         return self.doing if self.step is None else f"{self.doing}, step {self.step}"
 
 
-_TYPES = {
-    field.name: {"int": (int,), "str": (str,)}.get(str(field.type), (int, type(None))) for field in fields(Heartbeat)
-}
+_HEARTBEAT = TypeAdapter(Heartbeat)
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """Read a process's file; None where it is torn or not a heartbeat."""
-    content = read_beat(path)
-    if content is None or content.keys() != _TYPES.keys():
+    try:
+        return _HEARTBEAT.validate_python(read_beat(path))
+    except ValidationError:
         return None
-    return Heartbeat(**content) if all(type(content[name]) in kinds for name, kinds in _TYPES.items()) else None
-
-
-def _launch_id() -> str:
-    # Without MASTER_ADDR, which on the first host may be localhost.
-    return "/".join(os.environ.get(name, "") for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"))
-
-
-class PeerState(Enum):
-    """State of another process, as far as its file shows it."""
-
-    UNHEARD = "never reported"
-    RUNNING = "running"
-    LEFT = "ended normally"
-    FAILED = "failed, with a message"
-    DEAD = "dead without a message"
-    LOST_CONTACT = "ended because of others"
 
 
 class Peer:
@@ -114,7 +89,7 @@ class Peer:
     def __init__(self, rank: int, path: Path, launch: str, longest_gap: float) -> None:
         self.rank, self.path, self.launch = rank, path, launch
         self.heartbeat: Heartbeat | None = None
-        self.state = PeerState.UNHEARD
+        self.state: Literal["never reported", "running", "ended", "dead", "failed", "lost contact"] = "never reported"
         self.silent, self.settled = BeatAge(longest_gap), BeatAge(longest_gap)
         # An earlier launch with the same port may have left a file, which counts only once it has changed.
         self.found_at_start: Heartbeat | None = None
@@ -123,49 +98,53 @@ class Peer:
 
     def update(self, all_started: bool) -> None:
         """Read the file; one that disappeared belonged to a process that ended normally."""
-        missing = False
+        missing, found = False, None
         try:
             found = read_heartbeat(self.path)
         except FileNotFoundError:
-            found, missing = None, True
-        removed = missing and (self.heartbeat is not None or all_started)
+            missing = True
         if found and found.launch == self.launch and found != self.found_at_start:
             self.heartbeat = found
-        self.state = PeerState.LEFT if removed else self._state()
+        if missing and (self.heartbeat or all_started):
+            self.state = "ended"
+        elif self.heartbeat:
+            self.state = self.heartbeat.left or ("dead" if self.heartbeat.is_dead() else "running")
+        else:
+            self.state = "never reported"
         born = self.heartbeat and self.heartbeat.born
         # A missing file is never silent: each observation gets a value of its own.
         self.silent.observe(object() if missing else self.heartbeat and (self.heartbeat.beat, born))
         self.settled.observe((self.state, born))
 
-    def _state(self) -> PeerState:
-        if self.heartbeat is None:
-            return PeerState.UNHEARD
-        if self.heartbeat.left:
-            return PeerState.FAILED if self.heartbeat.left == _FAILED else PeerState.LOST_CONTACT
-        return PeerState.DEAD if self.heartbeat.is_dead() else PeerState.RUNNING
-
     def exit_report(self) -> str:
         """Describe what happened to the process."""
         if self.heartbeat is None:
-            return f"Rank {self.rank} has ended." if self.state is PeerState.LEFT else self._never_reported()
+            return f"Rank {self.rank} has ended." if self.state == "ended" else self._never_reported()
         who, message = str(self.heartbeat), self.heartbeat.message
         ago = f", at least {format_duration(self.silent.seconds)} ago" if self.silent.seconds >= 1 else ""
         last = f"Last report{ago}: {self.heartbeat.activity}."
         return {
-            PeerState.FAILED: f"{who} failed: {message}",
-            PeerState.LOST_CONTACT: f"{who} stopped earlier: {message}",
-            PeerState.DEAD: f"{who} is dead: it crashed or was killed, possibly for lack of memory. {last}",
-            PeerState.LEFT: f"{who} has ended. {last}",
+            "failed": f"{who} failed: {message}",
+            "lost contact": f"{who} stopped earlier: {message}",
+            "dead": f"{who} is dead: it crashed or was killed, possibly for lack of memory. {last}",
+            "ended": f"{who} has ended. {last}",
         }.get(self.state, f"{who} does not respond: it or its machine is frozen, dead or disconnected. {last}")
 
     def _never_reported(self) -> str:
         address = ":".join(filter(None, (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))))
-        reasons = ["was not started", f"could not reach {address}" if address else "", "does not see this folder"]
-        text = f"Rank {self.rank} never reported to {self.path.parent}: it {' or '.join(filter(None, reasons))}."
+        unreachable = f"could not reach {address} or " if address else ""
+        text = f"Rank {self.rank} never reported to {self.path.parent}: it was not started or {unreachable}does not see"
         old = self.found_at_start
-        if old and old.launch == self.launch:
-            text += f" Its file, possibly of an earlier start, says: {old.message or old.activity} ({old.written})."
-        return text
+        if not old or old.launch != self.launch:
+            return f"{text} this folder."
+        says = old.message or old.activity
+        return f"{text} this folder. Its file, possibly of an earlier start, says: {says} ({old.written})."
+
+
+class _Activity(NamedTuple):
+    doing: str
+    step: int | None
+    since: float
 
 
 class Watchdog:
@@ -176,18 +155,19 @@ class Watchdog:
     ) -> None:
         self.folder, self.rank, self.size, self.timeout = folder, rank, size, timeout
         self.timing = timing or WatchdogTiming()
-        self.before_exit: Callable[[], object] | None = None
-        """Called before this process is ended because another one is missing."""
-        self._path = folder / f"rank_{rank}.json"
-        self._identity, self._launch = ProcessIdentity.current(), _launch_id()
-        self._activity: tuple[str, int | None, float] = ("starting", None, time.monotonic())  # what, step, since when
-        self._watched_activity: tuple[str, int | None, float] = self._activity
+        self._certainty = 2.5 * self.timing.beat  # a time in which a living process writes at least twice
+        self.before_exit: Callable[[], object] | None = None  # called before the watchdog ends this process
+        self._path, self._identity = folder / f"rank_{rank}.json", ProcessIdentity.current()
+        # Without MASTER_ADDR, which on the first host may be localhost.
+        names = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
+        self._launch = "/".join(os.environ.get(name, "") for name in names)
+        self._activity = _Activity("starting", None, time.monotonic())
         self._stuck = BeatAge(2 * self.timing.beat)
-        self._beat, self._left, self._message, self._writable = 0, "", "", True
+        self._beat, self._message, self._writable = 0, "", True
+        self._left: Left = ""
         # Every rank reads every file: with many ranks less often, to spare the file server.
         self._read_every = 0.9 * self.timing.beat * max(1.0, size / _MANY_RANKS)
         self._last_read = time.monotonic()
-        self._warned: set[str] = set()
         self._peers: list[Peer] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -201,9 +181,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not self._left:
             self.failed(str(error) or type(error).__name__)
         self._ended.set()
@@ -212,17 +190,17 @@ class Watchdog:
             return  # it hangs in the file system
         if self._left and self.size > 1:
             self._write()  # the file stays for the others to read
-            return
-        with suppress(OSError):
-            self._remove_files()
+        else:
+            with suppress(OSError):
+                self._remove_files()
 
     def report(self, doing: str, step: int | None = None) -> None:
         """Note what the main thread does from now on; the thread writes it to the file."""
-        self._activity = (doing, self._activity[1] if step is None else step, time.monotonic())
+        self._activity = _Activity(doing, self._activity.step if step is None else step, time.monotonic())
 
     def failed(self, message: str) -> None:
         """Write down why this process ends, for the others to report."""
-        self._leave(_FAILED, message)
+        self._leave("failed", message)
 
     def diagnosis(self) -> str:
         """Describe which processes are missing and what they did last; waits a few seconds for it to show.
@@ -235,11 +213,11 @@ class Watchdog:
             while not (lines := self._missing()) and time.monotonic() < deadline:
                 time.sleep(self._read_every / 8)
                 self._read_peers()
-            lines = lines or self._missing(silence=self.timing.certainty) or self._stragglers()
+            lines = lines or self._missing(silence=self._certainty) or self._stragglers()
         except OSError as error:
             lines = [f"The files in {self.folder}, which would tell more, cannot be read: {error.strerror}."]
         if not self._left:
-            self._leave(_LOST_CONTACT, " ".join(lines))
+            self._leave("lost contact", " ".join(lines))
         self.report("leaving")
         return "\n".join(lines)
 
@@ -248,44 +226,45 @@ class Watchdog:
             try:
                 self._tick()
             except Exception as error:  # whatever it is, training goes on
-                self._warn_once("Cannot watch the other processes", error)
+                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                _warn_once("Cannot watch the other processes", reason)
 
     def _tick(self) -> None:
-        self._watched_activity = self._activity
-        stuck = self._stuck.observe(self._watched_activity)
+        activity = self._activity
+        stuck = self._stuck.observe(activity)
         self._beat += 1
         self._write()
-        if self.size == 1 or stuck < min(self.timing.certainty, self.timeout):
+        if self.size == 1 or stuck < min(self._certainty, self.timeout):
             return
         if time.monotonic() - self._last_read >= self._read_every:
             self._read_peers()
         # Where this process cannot write its own file, the disk may be what keeps the others' files from changing.
-        silence = self.timing.silence if self._writable else math.inf
-        lines = self._missing(silence, self.timing.certainty)
-        if lines and stuck >= self.timing.suspicion and self._watched_activity[0] != SAVING:
-            self._exit("Another process is missing", lines)
+        lines = self._missing(self.timing.silence if self._writable else math.inf, self._certainty)
+        if lines and stuck >= self.timing.suspicion and activity.doing != SAVING:
+            self._exit(activity, "Another process is missing", lines)
         elif stuck >= self.timeout:
-            self._exit(f"No progress for {format_duration(stuck)} (--dist_timeout)", lines or self._stragglers())
+            late = f"No progress for {format_duration(stuck)} (--dist_timeout)"
+            self._exit(activity, late, lines or self._stragglers())
 
     def _read_peers(self) -> None:
         with self._lock:
             self._last_read = time.monotonic()
             for peer in self._peers:
-                peer.update(all_started=self._activity[1] is not None)
+                peer.update(all_started=self._activity.step is not None)
 
     def _missing(self, silence: float = math.inf, settled: float = 0.0) -> list[str]:
         """One line on each missing process; on those that ended because of others only if no cause is visible."""
         with self._lock:
             certain = [peer for peer in self._peers if peer.settled.seconds >= settled]
-            causes = [peer for peer in certain if peer.state in (PeerState.FAILED, PeerState.DEAD)]
-            causes += [p for p in certain if p.state is PeerState.RUNNING and p.silent.seconds >= silence]
-            causes = causes or [peer for peer in certain if peer.state is PeerState.LOST_CONTACT]
+            causes = [peer for peer in certain if peer.state in ("failed", "dead")]
+            causes += [peer for peer in certain if peer.state == "running" and peer.silent.seconds >= silence]
+            causes = causes or [peer for peer in certain if peer.state == "lost contact"]
             return _first_lines([peer.exit_report() for peer in causes])
 
     def _stragglers(self) -> list[str]:
         """Lines on the processes that the others wait for, where none is known to be dead."""
         with self._lock:
-            absent = [p.exit_report() for p in self._peers if p.state in (PeerState.UNHEARD, PeerState.LEFT)]
+            absent = [peer.exit_report() for peer in self._peers if peer.state in ("never reported", "ended")]
             everyone = [self._heartbeat(), *(peer.heartbeat for peer in self._peers if peer.heartbeat)]
         steps = [-1 if heartbeat.step is None else heartbeat.step for heartbeat in everyone]
         late = [heartbeat for heartbeat, step in zip(everyone, steps, strict=True) if step == min(steps)]
@@ -293,23 +272,19 @@ class Watchdog:
         if len(late) == len(everyone):
             same = f"All {self.size} processes run and report the same: {late[0].activity}."
             return _first_lines(absent) or [f"{same} The network between them may be broken."]
-        return _first_lines(
-            absent
-            + [
-                f"{one} keeps the others waiting: {one.activity}, for {format_duration(one.for_seconds)}."
-                for one in late
-            ]
-        )
+        for one in late:
+            absent.append(f"{one} keeps the others waiting: {one.activity}, for {format_duration(one.for_seconds)}.")
+        return _first_lines(absent)
 
-    def _exit(self, what: str, lines: Sequence[str]) -> None:
-        """End this process, whose main thread is stuck where no exception reaches it."""
-        if self._ended.is_set() or self._activity is not self._watched_activity:
+    def _exit(self, activity: _Activity, what: str, lines: list[str]) -> None:
+        """End this process, whose main thread is stuck in an activity where no exception reaches it."""
+        if self._ended.is_set() or self._activity is not activity:
             return  # it moved on
         text = "\n".join((f"{what}: rank {self.rank} stops.", *lines, RESUME_HINT))
-        if self._left == _FAILED:
+        if self._left == "failed":
             text = self._message  # it failed by itself and hangs on its way out
         elif not self._left:
-            self._leave(_LOST_CONTACT, " ".join(lines))
+            self._leave("lost contact", " ".join(lines))
 
         def log_and_flush() -> None:
             log.error(text)
@@ -324,24 +299,16 @@ class Watchdog:
                 helper.join(seconds)
         os._exit(EXIT_LOST_PEERS)
 
-    def _leave(self, how: str, message: str) -> None:
+    def _leave(self, how: Left, message: str) -> None:
         self._left, self._message = how, " ".join(message.split())[:_MAX_MESSAGE]
         self._write()
 
     def _heartbeat(self) -> Heartbeat:
         doing, step, since = self._activity
-        return Heartbeat(
-            **asdict(self._identity),
-            rank=self.rank,
-            doing=doing,
-            step=step,
-            for_seconds=round(time.monotonic() - since),
-            left=self._left,
-            message=self._message,
-            written=time.strftime("%Y-%m-%d %H:%M:%S"),
-            beat=self._beat,
-            launch=self._launch,
-        )
+        fields: dict[str, Any] = asdict(self._identity) | {"rank": self.rank, "doing": doing, "step": step}
+        fields |= {"for_seconds": round(time.monotonic() - since), "left": self._left, "message": self._message}
+        fields |= {"written": time.strftime("%Y-%m-%d %H:%M:%S"), "beat": self._beat, "launch": self._launch}
+        return Heartbeat(**fields)
 
     def _write(self) -> None:
         if not self._lock.acquire(timeout=self.timing.beat):
@@ -351,27 +318,24 @@ class Watchdog:
             self._writable = True
         except OSError as error:
             self._writable = False
-            self._warn_once(
-                f"Cannot write {self._path}, from which the other processes see that this one is alive", error
-            )
+            what = f"Cannot write {self._path}, from which the other processes see that this one is alive"
+            _warn_once(what, error.strerror)
         finally:
             self._lock.release()
 
     def _remove_files(self) -> None:
         """Remove this process's file; rank 0 also removes files of dead processes, as of earlier launches."""
         for path in self.folder.glob("rank_*.json") if self.rank == 0 else (self._path,):
-            found = read_heartbeat(path)
-            me = self._identity
+            found, me = read_heartbeat(path), self._identity
             mine = found and (found.process, found.born, found.space) == (me.process, me.born, me.space)
             if found and (mine or found.left or found.is_dead()):
                 path.unlink(missing_ok=True)
         self.folder.rmdir()  # succeeds for the last process
 
-    def _warn_once(self, what: str, error: Exception) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            log.warning("%s: %s. Training goes on.", what, reason)
+
+@cache
+def _warn_once(what: str, reason: str) -> None:
+    log.warning("%s: %s. Training goes on.", what, reason)
 
 
 def _ignore_errors(job: Callable[[], object]) -> None:
@@ -379,6 +343,6 @@ def _ignore_errors(job: Callable[[], object]) -> None:
         job()
 
 
-def _first_lines(lines: Sequence[str]) -> list[str]:
+def _first_lines(lines: list[str]) -> list[str]:
     more = len(lines) - _MAX_LINES
-    return [*lines[:_MAX_LINES], f"And {more} more."] if more > 0 else list(lines)
+    return [*lines[:_MAX_LINES], f"And {more} more."] if more > 0 else lines

@@ -22,7 +22,7 @@ from muralist.core.run_dir import is_disk_full
 from muralist.models.integrity import weight_bytes
 from muralist.settings import TrainSettings
 from muralist.tools.doctor.check import CheckContext, Finding, check, failed, ok, skipped, warning
-from muralist.train.memory import MemoryEstimate, estimate_memory
+from muralist.train.preflight import MemoryEstimate, estimate_memory
 
 COMPUTE_TIMEOUT = 60.0  # seconds; the first CUDA context of a machine may take a while
 _SMI_TIMEOUT = 30.0  # seconds; a driver without persistence mode takes several

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from muralist.core import progress as module
-from muralist.core.progress import loading_progress
+from muralist.core import formatting as module
+from muralist.core.formatting import loading_progress
 from muralist.models.weights import read_weights
 
 WEIGHTS = {"a": torch.arange(3_000_000.0), "b": torch.ones(5, dtype=torch.bool), "none": torch.zeros(0)}

@@ -1,25 +1,92 @@
-"""--precision fp8: what it means beside --use_amp, and where it is refused."""
+"""Memory against what autograd really keeps and a measured peak; FP8, and where it is refused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from muralist.core.errors import UserError
+from muralist.core.rng import SampleKeys
 from muralist.kernels import fp8
 from muralist.kernels.fp8 import why_no_fp8
 from muralist.kernels.ops import Linear
+from muralist.models import configs
+from muralist.models.jit_spec import JiTInputs, JiTSpec
 from muralist.models.spec import build_spec
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
 from muralist.settings.load import identity, load
 from muralist.train import preflight
-from tests.support.runs import assert_same_state, last_checkpoint, losses, only_run, tensors, train
+from muralist.train.preflight import CONTEXT, MemoryEstimate, estimate_memory, state_bytes
+from tests.conftest import REPOSITORY
+from tests.support.runs import last_checkpoint, losses, only_run, tensors, train, train_through_and_in_legs
 
 
 def settings(*words: str) -> TrainSettings:
     return load(TrainSettings, ["--data_path", "driving_world", *words], TRAIN_FLAT_NAMES)
+
+
+def kept_by_autograd(name: str, side: int, bf16: bool, images: int, *more: str) -> int:
+    """Bytes that a forward pass keeps for the backward pass, weights not counted."""
+    family = JiTSpec.from_settings(settings("--model", name, "--img_size", str(side), *more), [])
+    network = family.network()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    inputs = JiTInputs(torch.zeros(images, side, side, 3, dtype=torch.uint8), torch.zeros(images, dtype=torch.int64))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+    ):
+        loss = family.loss(network, inputs, SampleKeys(0, torch.arange(images)))
+    assert loss.requires_grad
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_formula_counts_what_autograd_saves(bf16: bool) -> None:
+    more, fewer = (kept_by_autograd("JiT-T/4", 32, bf16, images) for images in (3, 2))
+    assert configs.activation_bytes("JiT-T/4", 32, bf16, compiled=False) == pytest.approx(more - fewer, rel=0.06)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_gradient_checkpointing_saves_less(bf16: bool) -> None:
+    more, fewer = (kept_by_autograd("JiT-T/4", 64, bf16, images, "--activation_checkpointing") for images in (3, 2))
+    full = configs.activation_bytes("JiT-T/4", 64, bf16, compiled=False)
+    blocks = 6 * 256 + 4 * 4  # positions, with context tokens in the last four
+    one_block = full * (256 + 4) / blocks
+    told = configs.activation_bytes("JiT-T/4", 64, bf16, compiled=False, gradient_checkpointing=True)
+    assert told == pytest.approx(more - fewer + one_block, rel=0.1)
+    assert more - fewer < 0.15 * full
+
+
+def test_checkpointing_lets_larger_batches_fit() -> None:
+    flags = ([], ["--gradient_checkpointing"], ["--activation_checkpointing"])
+    needs = [estimate_memory(settings("--model", "JiT-B/4", *more), 1, True) for more in flags]
+    most = [need.largest_batch(80e9) for need in needs]
+    assert most[0] and most[1] and most[1] > 4 * most[0] and most[1] == most[2]
+
+
+def test_formula_is_near_a_measured_peak() -> None:
+    record = json.loads((REPOSITORY / "bench" / "results" / "cifar10_jit_s2_h200.json").read_text())
+    count, per_image = configs.parameter_count("S", 2, 10), configs.activation_bytes("JiT-S/2", 32, True, True)
+    need = MemoryEstimate(count, state_bytes("ddp", count, 0, 1), per_image)
+    assert (need.total(256) - CONTEXT) / 1e9 == pytest.approx(record["peak memory, GB"], rel=0.05)
+
+
+def test_largest_batch() -> None:
+    need = estimate_memory(settings("--model", "JiT-B/4", "--use_amp"), ranks=1, compiled=True)
+    most = need.largest_batch(141e9)
+    assert most and need.total(most) <= 141e9 < need.total(most + 1)
+    assert need.largest_batch(1e9) == 0
+    strategies = ("ddp", "fsdp2", "zero2", "zero3")
+    assert [state_bytes(strategy, 100, 0, 4) for strategy in strategies] == [2400, 600, 1600, 700]
 
 
 def test_fp8_implies_bf16_and_changes_the_run_name() -> None:
@@ -77,12 +144,8 @@ def test_fp8_without_a_gpu_is_refused_before_anything_is_written(
 def test_resumed_fp8_run_is_bit_identical(photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "has_fp8", lambda device: True)  # a CPU computes them too, slowly
     common = ["--data_path", photo_folder, "--precision", "fp8", "--samples_per_gpu", "0"]
-    train(*common, "--results_dir", tmp_path / "through", "--max_steps", "3")
-    for stop in ("1", "3"):
-        train(*common, "--results_dir", tmp_path / "legs", "--max_steps", stop)
+    through, _ = train_through_and_in_legs(tmp_path, common, 1, 3)
     train(*common[:2], "--use_amp", "--samples_per_gpu", "0", "--results_dir", tmp_path / "bf16", "--max_steps", "3")
-    through, legs, bf16 = (only_run(tmp_path / name) for name in ("through", "legs", "bf16"))
-    assert_same_state(last_checkpoint(through), last_checkpoint(legs))
-    assert losses(through) == losses(legs)
+    bf16 = only_run(tmp_path / "bf16")
     assert losses(through) != losses(bf16) and losses(through) == pytest.approx(losses(bf16), rel=0.02)
     assert tensors(last_checkpoint(through)).keys() == tensors(last_checkpoint(bf16)).keys()
