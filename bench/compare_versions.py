@@ -3,7 +3,8 @@
     python bench/compare_versions.py bench/results/NAME.json --old OLD_TREE --new NEW_TREE [--items train256 wan ...]
 
 Each tree is a checkout with its own `src` and `bench`. A tree's process builds and compiles once and then waits for its
-turns, so that both versions see the same machine, temperature and clocks. The record is written after every item.
+turns, so that both versions see the same machine, temperature and clocks. The record is written after every item. With
+--tiny, small models try the script itself on a CPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import filecmp
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -26,13 +28,14 @@ from typing import Any
 TRAINING = {"train256": ("JiT-B/4", 64, 256), "train64": ("JiT-B/4", 64, 64)}
 SAMPLING = {"sample64": ("JiT-B/4", 64, 64), "sample256": ("JiT-B/4", 64, 256)}
 WAN = "wan"
+TINY = ("JiT-T/8", 32, 2)
 _SAMPLER_STEPS, _TRAINING_STEPS, _SAMPLER_BATCHES, _FIRST_LOSSES = 50, 30, 2, 5
 _WAN_BATCH, _WAN_BATCHES = 8, 7
 _GPU_FIELDS = "clocks.sm,power.draw,temperature.gpu"
 _PACKAGES = ("torch", "triton", "diffusers", "transformers", "numpy")
 
 
-def worker(item: str) -> None:
+def worker(item: str, tiny: bool) -> None:
     """Build one item, then time one turn for every line of standard input."""
     import torch
 
@@ -40,13 +43,13 @@ def worker(item: str) -> None:
     if item in TRAINING:
         from bench.train_speed import our_step
 
-        model, size, batch = TRAINING[item]
+        model, size, batch = TINY if tiny else TRAINING[item]
         run, count = our_step(model, size, batch, device, []), _TRAINING_STEPS
         more = {"losses": [float(run()) for _ in range(_FIRST_LOSSES)]}
     else:
         from bench.jit_generate_speed import our_sampler
 
-        model, size, batch = SAMPLING[item]
+        model, size, batch = TINY if tiny else SAMPLING[item]
         run, count = our_sampler(model, size, batch, device, _SAMPLER_STEPS), _SAMPLER_BATCHES
         more = {}
     for _ in range(2):
@@ -77,8 +80,8 @@ def _answer(content: dict[str, Any]) -> None:
 class TreeWorker:
     """The process of one tree for one item."""
 
-    def __init__(self, tree: Path, item: str) -> None:
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", item]
+    def __init__(self, tree: Path, item: str, tiny: bool) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", item, *(["--tiny"] if tiny else [])]
         self.process = subprocess.Popen(
             command, cwd=tree, env=tree_environment(tree), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -114,6 +117,14 @@ def tree_environment(tree: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(cache)}
 
 
+def nvidia_smi(fields: str, options: str = "") -> str:
+    """Ask for fields of the first GPU; empty without a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", f"--query-gpu={fields}", f"--format=csv,noheader{options}"]
+    return next(iter(subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()), "")
+
+
 @contextmanager
 def gpu_state() -> Iterator[dict[str, float]]:
     """Sample clocks, power and temperature meanwhile; medians are filled in at the end."""
@@ -121,11 +132,9 @@ def gpu_state() -> Iterator[dict[str, float]]:
     ended = threading.Event()
 
     def sample() -> None:
-        command = ["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"]
         while not ended.wait(0.3):
-            found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-            if found:
-                rows.append([float(value) for value in found[0].split(",")])
+            if found := nvidia_smi(_GPU_FIELDS, ",nounits"):
+                rows.append([float(value) for value in found.split(",")])
 
     thread = threading.Thread(target=sample)
     thread.start()
@@ -139,24 +148,26 @@ def gpu_state() -> Iterator[dict[str, float]]:
             state[name] = statistics.median(values)
 
 
-def compare(item: str, trees: dict[str, Path], turns: int) -> dict[str, Any]:
+def compare(item: str, trees: dict[str, Path], turns: int, tiny: bool) -> dict[str, Any]:
     """Compare training steps or sampling; both processes compile at the same time."""
-    workers = {name: TreeWorker(tree, item) for name, tree in trees.items()}
+    workers = {name: TreeWorker(tree, item, tiny) for name, tree in trees.items()}
     first = {name: each.read() for name, each in workers.items()}
     rows = [{"tree": name} | each.turn() for _ in range(turns) for name, each in workers.items()]
     for each in workers.values():
         each.close()
-    model, size, batch = (TRAINING | SAMPLING)[item]
+    model, size, batch = TINY if tiny else (TRAINING | SAMPLING)[item]
     result: dict[str, Any] = {"case": f"{model}@{size}x{batch}", "turns": rows}
     if item in TRAINING:
         result["losses of the first steps"] = {name: answer["losses"] for name, answer in first.items()}
     return result
 
 
-def compare_wan(trees: dict[str, Path], turns: int, folder: Path) -> dict[str, Any]:
+def compare_wan(trees: dict[str, Path], turns: int, folder: Path, tiny: bool) -> dict[str, Any]:
     """Compare `muralist generate`; the first command of each tree fills its compile cache and is not counted."""
     model = folder / "wan"
-    build = f"from pathlib import Path; from bench.full_wan import build_full_wan; build_full_wan(Path({str(model)!r}))"
+    build = (
+        f"from pathlib import Path; from bench import full_wan; full_wan.build_full_wan(Path({str(model)!r}), {tiny})"
+    )
     subprocess.run([sys.executable, "-c", build], env=tree_environment(trees["new"]), cwd=trees["new"], check=True)
     table = folder / "prompts.csv"
     rows = "".join(f"street number {row} at dusk\n" for row in range(_WAN_BATCH * _WAN_BATCHES))
@@ -164,20 +175,21 @@ def compare_wan(trees: dict[str, Path], turns: int, folder: Path) -> dict[str, A
     results = []
     for turn in range(turns + 1):
         for name, tree in trees.items():
-            found = _generate(name, tree, model, table, folder / f"{name}-{turn}")
+            found = _generate(name, tree, model, table, folder / f"{name}-{turn}", 64 if tiny else None)
             results += [found] if turn else []
     old, new = (folder / f"{name}-{turns}" for name in trees)
     names = sorted(file.name for file in old.glob("*.png"))
     same, _, _ = filecmp.cmpfiles(old, new, names, shallow=False)
     return {
-        "case": f"Wan-2.1-1.3B@480x832x{_WAN_BATCH}",
+        "case": f"{'tiny Wan' if tiny else 'Wan-2.1-1.3B@480x832'}x{_WAN_BATCH}",
         "turns": results,
         "images, old beside new": {"images": len(names), "same bytes": len(same)},
     }
 
 
-def _generate(name: str, tree: Path, model: Path, table: Path, output: Path) -> dict[str, Any]:
+def _generate(name: str, tree: Path, model: Path, table: Path, output: Path, side: int | None) -> dict[str, Any]:
     flags = {"prompts_csv": table, "output_dir": output, "model_path": model, "batch_size": _WAN_BATCH}
+    flags |= {"height": side, "width": side} if side else {}
     command = [sys.executable, "-m", "muralist", "generate"]
     for flag, value in flags.items():
         command += [f"--{flag}", str(value)]
@@ -231,32 +243,30 @@ def main() -> None:
     parser.add_argument("--new", type=Path)
     parser.add_argument("--items", nargs="+", default=[*TRAINING, *SAMPLING, WAN])
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        worker(options.worker)
+        worker(options.worker, options.tiny)
         return
     if not (options.record and options.old and options.new):
         parser.error("give the record's path, --old and --new")
     trees = {"old": options.old.resolve(), "new": options.new.resolve()}
     content: dict[str, Any] = {
         "about": "Two versions in alternating turns on one machine; see bench/compare_versions.py.",
-        "machine": subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,power.limit", "--format=csv,noheader"],
-            capture_output=True, text=True, check=False,
-        ).stdout.strip(),
+        "machine": nvidia_smi("name,driver_version,memory.total,power.limit") or "no GPU",
         "versions": {name: tree_versions(tree) for name, tree in trees.items()},
         "command": "python " + " ".join(sys.argv),
         "items": {},
-    }  # fmt: skip
+    }
     if options.record.is_file():
         content["items"] = json.loads(options.record.read_text())["items"]
     for item in options.items:
         if item == WAN:
             with tempfile.TemporaryDirectory() as folder:
-                result = compare_wan(trees, max(2, options.turns - 1), Path(folder))
+                result = compare_wan(trees, max(2, options.turns - 1), Path(folder), options.tiny)
         else:
-            result = compare(item, trees, options.turns)
+            result = compare(item, trees, options.turns, options.tiny)
         content["items"][item] = summarize(result)
         options.record.write_text(json.dumps(content, indent=1) + "\n")
         print(item, content["items"][item]["images/s, median"], content["items"][item]["new/old"], flush=True)
