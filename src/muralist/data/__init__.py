@@ -1,1 +1,1 @@
-"""Where images come from and in which order they are seen."""
+"""Data sets, decoding, the order of samples, loading, and prompt tables."""

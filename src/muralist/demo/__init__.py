@@ -1,1 +1,1 @@
-"""What ships so that a first run has something to do: driving scenes, a small HunyuanDiT, the demo command."""
+"""The embedded data set, the small HunyuanDiT and the demo command, so that a first run needs no download."""

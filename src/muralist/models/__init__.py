@@ -1,1 +1,1 @@
-"""Networks, their weights, and what the training loop needs to know of each family."""
+"""Networks, their weights, and the model spec by which the trainer knows them."""

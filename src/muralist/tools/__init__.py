@@ -1,1 +1,1 @@
-"""How long, how much, how well it scales: from measurements."""
+"""Tools around training and generation: launcher, doctor, estimate, pack, sweep, show."""

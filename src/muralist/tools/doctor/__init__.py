@@ -1,1 +1,1 @@
-"""What the doctor looks at: one file per kind of trouble, one list in `every.py`."""
+"""`muralist doctor`: checks of the machine (hardware.py), of the job (job.py) and of the collectives."""
