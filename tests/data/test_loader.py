@@ -1,9 +1,11 @@
-"""Images that lie on the device: the stream of the loader, to the bit, for every rank and from any step."""
+"""Batches of the loader and of images kept on the device: one stream, to the bit, for every rank and from any step."""
 
 from __future__ import annotations
 
 import itertools
 import multiprocessing
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -236,3 +238,27 @@ def test_held_out_sample_indices_are_positions(numbered: Source) -> None:
     batches = list(held_out_batches(numbered, indices, np.array([0, 2, 3, 4]), size=3))
     assert [len(batch.sample_indices) for batch in batches] == [3, 1]
     assert shown(batches) == [(0, 40, 40), (2, 21, 21), (3, 33, 33), (4, 2, 2)]
+
+
+LOST_TRAINER = """
+import os, socket, sys, time
+from multiprocessing import resource_sharer
+from muralist.data.loader import _prepare_worker
+
+if {prepared}:
+    _prepare_worker(0)
+address, _ = resource_sharer.DupFd(os.dup(0))._id  # starts the thread that hands a tensor to the trainer
+with socket.socket(socket.AF_UNIX) as trainer:
+    trainer.connect(address)
+time.sleep(0.5)
+sys.excepthook(ValueError, ValueError("another error"), None)
+"""
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_worker_is_silent_when_its_trainer_is_killed(prepared: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOST_TRAINER.format(prepared=prepared)], capture_output=True, text=True, check=True
+    )
+    assert ("Traceback" in done.stderr) is not prepared
+    assert "ValueError: another error" in done.stderr
