@@ -80,13 +80,13 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, option
 def variant(name: str) -> Iterator[None]:
     """Apply a variant such as fused, plain, fused+combo or plain+flash; cudnn and flash replace our attention."""
     kernels, *more = name.split("+")
-    before = ops._capability
+    before = ops._have_kernels, ops._have_hopper_kernels
     backends = torch.backends.cuda
     states = backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.cudnn_sdp_enabled()
-    if kernels == "plain" or "cudnn" in more or "flash" in more:
-        capability = (0, 0) if kernels == "plain" else (8, 0)  # without our kernels, or without those for Hopper
-        ops._capability = lambda: capability  # type: ignore[assignment]
+    if kernels == "plain":
+        ops._have_kernels = lambda: False  # type: ignore[assignment]
     if "cudnn" in more or "flash" in more:
+        ops._have_hopper_kernels = lambda: False  # type: ignore[assignment]
         backends.enable_flash_sdp("flash" in more)
         backends.enable_cudnn_sdp("cudnn" in more)
         backends.enable_mem_efficient_sdp(False)
@@ -95,7 +95,7 @@ def variant(name: str) -> Iterator[None]:
         with inductor.patch({"combo_kernels": True, "combo_kernels_autotune": 0} if "combo" in more else {}):
             yield
     finally:
-        ops._capability = before
+        ops._have_kernels, ops._have_hopper_kernels = before
         for enable, state in zip(
             (backends.enable_flash_sdp, backends.enable_mem_efficient_sdp, backends.enable_cudnn_sdp),
             states,

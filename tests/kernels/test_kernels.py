@@ -48,12 +48,12 @@ def test_attention_kernel_is_for_few_tokens_in_half_precision(monkeypatch: pytes
     def ours(tokens: int, head_dim: int, dtype: torch.dtype) -> bool:
         return ops._has_attention_kernel(torch.empty(1, tokens, 64, dtype=dtype, device="meta"), head_dim)
 
-    monkeypatch.setattr(ops, "_capability", lambda: (9, 0))
+    monkeypatch.setattr(ops, "_have_hopper_kernels", lambda: True)
     assert ours(5, 64, torch.bfloat16) and ours(288, 64, torch.float16) and ours(320, 64, torch.bfloat16)
     assert not ours(321, 64, torch.bfloat16)
     assert not ours(288, 80, torch.bfloat16)
     assert not ours(288, 64, torch.float32)
-    monkeypatch.setattr(ops, "_capability", lambda: (8, 0))
+    monkeypatch.setattr(ops, "_have_hopper_kernels", lambda: False)
     assert not ours(288, 64, torch.bfloat16)
 
 

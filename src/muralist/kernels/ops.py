@@ -162,29 +162,39 @@ def apply_rope(x: Tensor, rope: RopeTable) -> Tensor:
 
 def use_kernels(x: Tensor | Fp8Activation) -> bool:
     """Return whether the Triton kernels run: on NVIDIA GPUs since Ampere, with a working compiler."""
-    return (x.original if isinstance(x, Fp8Activation) else x).is_cuda and _capability() >= _MIN_CAPABILITY
+    return (x.original if isinstance(x, Fp8Activation) else x).is_cuda and _have_kernels()
 
 
+# torch.compile takes the results below as constants.
 @torch.compiler.assume_constant_result
-def _capability() -> tuple[int, int]:
-    return _find_capability()
+def _have_kernels() -> bool:
+    return _find_kernels()
 
 
 @cache
-def _find_capability() -> tuple[int, int]:
-    """Return the compute capability of the GPU, or (0, 0) without a working compiler."""
-    return torch.cuda.get_device_capability() if can_compile() else (0, 0)
+def _find_kernels() -> bool:
+    return can_compile() and torch.cuda.get_device_capability() >= _MIN_CAPABILITY
+
+
+@torch.compiler.assume_constant_result
+def _have_hopper_kernels() -> bool:
+    return _is_hopper()
+
+
+@cache
+def _is_hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == _HOPPER
 
 
 def _has_attention_kernel(tokens: Tensor, head_dim: int) -> bool:
     fits = tokens.shape[1] <= _MAX_ATTENTION_TOKENS and head_dim in _ATTENTION_HEAD_DIMS
-    return fits and tokens.dtype in _HALF and _capability()[0] == _HOPPER
+    return fits and tokens.dtype in _HALF and _have_hopper_kernels()
 
 
 def _can_fuse_epilogue(x: Tensor) -> bool:
     """Return whether a GEMM and its epilogue run as one kernel; with gradients, the intermediate is needed."""
     aligned = x.shape[-1] % _ALIGNMENT == 0
-    return aligned and not torch.is_grad_enabled() and x.dtype in _HALF and _capability()[0] == _HOPPER
+    return aligned and not torch.is_grad_enabled() and x.dtype in _HALF and _have_hopper_kernels()
 
 
 def _without_bias_gradient(layer: Linear, x: Tensor | Fp8Activation) -> Tensor:
