@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import hashlib
 import json
 import os
 import shutil
@@ -44,7 +45,8 @@ def worker(item: str, tiny: bool) -> None:
         from bench.train_speed import our_step
 
         model, size, batch = TINY if tiny else TRAINING[item]
-        run, count = our_step(model, size, batch, device, []), _TRAINING_STEPS
+        options = ["graphs"] if device.type == "cuda" else []  # as `muralist train` on one GPU
+        run, count = our_step(model, size, batch, device, options), _TRAINING_STEPS
         more = {"losses": [float(run()) for _ in range(_FIRST_LOSSES)]}
     else:
         from bench.jit_generate_speed import our_sampler
@@ -111,10 +113,16 @@ class TreeWorker:
 
 
 def tree_environment(tree: Path) -> dict[str, str]:
-    """Return the environment that makes a tree's source win, with a compile cache of its own."""
+    """Return the environment that makes a tree's source win, with compile caches of its own."""
     paths = [str(tree / "src"), str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-    cache = Path(tempfile.gettempdir()) / f"compare-{tree.resolve().name}"
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(cache)}
+    digest = hashlib.sha256(str(tree.resolve()).encode()).hexdigest()[:8]
+    cache = Path(tempfile.gettempdir()) / f"compare-{digest}"
+    caches = {
+        "XDG_CACHE_HOME": cache,
+        "TORCHINDUCTOR_CACHE_DIR": cache / "inductor",
+        "TRITON_CACHE_DIR": cache / "triton",
+    }
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | {name: str(path) for name, path in caches.items()}
 
 
 def nvidia_smi(fields: str, options: str = "") -> str:

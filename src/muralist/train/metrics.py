@@ -399,8 +399,11 @@ class StepProfiler:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"trace_rank{self.rank}.json.gz"
         aside = path.with_name(f".{path.name}")
-        profiler.export_chrome_trace(str(aside))  # compressed because of the .gz suffix
-        aside.replace(path)
+        try:
+            profiler.export_chrome_trace(str(aside))  # compressed because of the .gz suffix
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
         on_gpu, total = self.device.type == "cuda", 1e3 * seconds / self.recorded
         kinds = times_by_kind(times_by_name(profiler.key_averages(), self.recorded, on_gpu))
         kinds["GPU idle" if on_gpu else "Python, and waiting for data"] = max(0.0, total - sum(kinds.values()))
