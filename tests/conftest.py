@@ -1,4 +1,7 @@
-"""Shared by all tests: one thread per process (tiny models are much faster so), no network, no colors."""
+"""Shared by all tests: one thread per process (tiny models are much faster so), no network, no colors.
+
+With CI set, as .ci/run sets it, a test may be skipped only for what no build machine has; any other skip is a failure.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TERM"] = "dumb"
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import hypothesis
@@ -24,16 +28,44 @@ hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=3000)  
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "muralist"))
 
 REPOSITORY = Path(__file__).parent.parent
-SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+ON_BUILD_MACHINE = bool(os.environ.get("CI"))  # there a skipped test is a failure, unless it needs a GPU
 
 
-@pytest.fixture(scope="session")
-def cifar10() -> Path:
-    """The real CIFAR-10 subset where the workplace has it."""
-    path = SHARED_DATA / "cifar10_subset_u8.npz"
-    if not path.is_file():
-        pytest.skip("the CIFAR-10 subset is not on this machine")
-    return path
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return why something was skipped."""
+    return str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr).removeprefix("Skipped: ")
+
+
+def _fail_instead(report: pytest.TestReport | pytest.CollectReport) -> None:
+    report.outcome = "failed"
+    report.longrepr = f"A build machine must be able to run this test, but it was skipped: {_reason(report)}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    is_expected_to_fail = hasattr(report, "wasxfail")
+    if ON_BUILD_MACHINE and report.skipped and not is_expected_to_fail and "gpu" not in item.keywords:
+        _fail_instead(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Of a whole file that skips itself, as for a missing package."""
+    report = yield
+    if ON_BUILD_MACHINE and report.skipped:
+        _fail_instead(report)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List how many tests were skipped for which reason."""
+    reasons = Counter(map(_reason, terminalreporter.stats.get("skipped", [])))
+    if reasons:
+        terminalreporter.section(f"{reasons.total()} tests skipped")
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:4d}  {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
 
 from muralist import __version__, cli
 from muralist.cli import COMMANDS, main
-from muralist.core.errors import UserError, closest_match
+from muralist.core.errors import UserError, closest_match, report_errors
+from tests.conftest import REPOSITORY
 from tests.support.runs import finish, start
+
+RESULT = "bench/results/train_speed_h200.json"
 
 
 def fails_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
@@ -89,6 +96,27 @@ def test_real_processes_end_with_a_status() -> None:
         assert "--enable_condition" in finish(start(*command, "--help"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["estimate", "--from", RESULT],
+        ["launch", "--nproc", "1", "estimate", "--from", RESULT],
+    ],
+)
+def test_a_closed_output_ends_a_command_quietly(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "muralist", *words]
+        ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=REPOSITORY, check=False)
+    finally:
+        os.close(writer)
+    # 0 where all work was done before the output was flushed.
+    assert ended.returncode in (0, 141) and ended.stderr == b""
+
+
 def test_nearest_is_a_sentence_or_nothing() -> None:
     assert closest_match("batchsize", ["batch_size", "epochs"]) == "Did you mean batch_size?"
     assert closest_match("JIT-B/4", ["JiT-B/4", "JiT-L/4"]) == "Did you mean JiT-B/4?"
@@ -120,3 +148,18 @@ def test_a_list_of_numbers_says_how_it_is_written(
 ) -> None:
     assert main(["evaluate", "--images", "a", "--output_dir", "b", "--gpu_ids", *given]) == 1
     assert f"muralist: {told}" in capsys.readouterr().err
+
+
+def test_another_broken_pipe_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    assert report_errors(run) == 1  # the output is open: it was a pipe to a worker or a service
+    assert "Broken pipe" in capsys.readouterr().err
+
+
+def test_a_command_started_without_stdout_succeeds() -> None:
+    done = subprocess.run(
+        f'"{sys.executable}" -m muralist --version >&-', shell=True, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

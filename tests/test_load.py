@@ -1,6 +1,7 @@
 """Large inputs: time and memory stay within bounds that a laptop has, and what was measured is printed (`pytest -s`).
 
-Each measurement is a process of its own, whose processor time counts, not the clock: a busy machine is not a failure.
+With MURALIST_RECORD=1 it is written to bench/results/load.json, which docs/security.md shows. Each measurement is a
+process of its own, whose processor time counts, not the clock: a busy machine is not a failure.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,32 @@ import pytest
 
 from muralist.tools.launch import launch
 from tests.support.images import encoded, noise
+from tests.support.records import write_record
 from tests.support.runs import environment
 from tests.support.worker_pools import ThreadedRun
 
 ROWS = 1_000_000
 FILES = 100_000
 PROCESSES = 64
+RECORD = "load"
+_rows: list[dict[str, Any]] = []
+"""What was measured by this process."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def record() -> Iterator[None]:
+    """Write down what was measured, on request."""
+    yield
+    if os.environ.get("MURALIST_RECORD"):
+        write_record(RECORD, "MURALIST_RECORD=1 pytest -m slow tests/test_load.py", {"table": _rows})
+
+
+def note(what: str, seconds: float, megabytes: float | None = None) -> None:
+    """Print a row of the record, and keep it."""
+    memory = "" if megabytes is None else f"{megabytes:.0f} MB"
+    _rows.append({"input": what, "CPU time": f"{seconds:.0f} s", "memory": memory})
+    print(_rows[-1])
+
 
 _MEASURED = r"""
 import json, re, sys, time
@@ -45,7 +67,7 @@ def measure(folder: Path, what: str, prepare: str, work: str) -> tuple[Any, floa
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    print(f"{what}: {found['seconds']:.1f} s, {found['megabytes']:.0f} MB")
+    note(what, found["seconds"], found["megabytes"])
     return found["answer"], found["seconds"], found["megabytes"]
 
 
@@ -71,7 +93,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_plan_of_a_million_rows(table: Path) -> None:
-    answer, seconds, megabytes = measure(table, "a plan of a million rows", _PLAN, "len(planned())")
+    answer, seconds, megabytes = measure(table, "planning a table of 1,000,000 rows", _PLAN, "len(planned())")
     assert answer == ROWS
     assert seconds < 60  # 10 on one core of a small server
     assert megabytes < 400  # 114 there
@@ -96,7 +118,10 @@ with output.ledger.open("w") as file:
 def test_a_resume_of_a_plan_of_a_million_rows(table: Path) -> None:
     prepare = _PLAN + _LEDGER
     answer, seconds, megabytes = measure(
-        table, "a resume of a plan of a million rows", prepare, "int(output.finished(plan).sum())"
+        table,
+        "resuming a plan of 1,000,000 rows, each with its line in the ledger",
+        prepare,
+        "int(output.finished(plan).sum())",
     )
     assert answer == 0  # the images themselves are not there
     assert seconds < 180  # 45 beside other work
@@ -116,7 +141,7 @@ def test_a_folder_of_a_hundred_thousand_images(tmp_path: Path) -> None:
         os.link(first, folder / f"{number:06d}_seed{number}.png")
     prepare = "from muralist.evaluate.inputs import find_images"
     answer, seconds, megabytes = measure(
-        tmp_path, "a list of a hundred thousand images", prepare, 'len(find_images(folder / "images", "--images"))'
+        tmp_path, "listing 100,000 images", prepare, 'len(find_images(folder / "images", "--images"))'
     )
     assert answer == FILES + FILES // 20_000
     assert seconds < 40  # 3
@@ -149,11 +174,10 @@ def test_sixty_four_processes_of_one_run(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    began = time.monotonic()
     assert launch([sys.executable, "-c", _RANK, str(tmp_path)], PROCESSES) == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    print(f"{PROCESSES} processes: {time.monotonic() - began:.1f} s, computing {computed:.1f} s")
+    note(f"{PROCESSES} processes that watch each other's heartbeats", computed)
     start_ledger(tmp_path / "ledger.jsonl", Header({}, 1))
     merge_shards(tmp_path / "ledger.jsonl", tmp_path / "shards")
     lines = list(read_lines(tmp_path / "ledger.jsonl"))

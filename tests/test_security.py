@@ -34,7 +34,7 @@ from tests.support.runs import last_checkpoint, only_run, train
 from tests.support.worker_pools import ModelThreadPool
 
 SOURCES = sorted((REPOSITORY / "src").rglob("*.py"))
-SECRET = "marker-that-nobody-may-see-4711"
+SECRET = "0123456789" + "marker-that-nobody-may-see-4711"  # as long as a key of W&B
 
 
 class Trap:
@@ -258,6 +258,40 @@ def test_a_link_planted_in_the_output_folder_is_not_followed(
     assert victim.read_text() == "precious"
 
 
+TWO = ONE + json.dumps({"id": "b", "prompt": "sunrise", "seed": 2}) + "\n"
+
+
+def test_a_link_in_place_of_an_image_is_replaced(generate: Callable[..., Path], tmp_path: Path) -> None:
+    image, victim = generate(ONE) / "a_seed1.png", tmp_path / "victim"
+    made = image.read_bytes()
+    victim.write_text("precious")
+    image.unlink()
+    image.symlink_to(victim)
+    generate(ONE)
+    assert not image.is_symlink() and image.read_bytes() == made
+    assert victim.read_text() == "precious"
+
+
+def test_a_link_in_place_of_a_ledger_is_refused(generate: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
+    """Even one to a ledger that fits: lines would be appended to a file elsewhere."""
+    ledger, victim = generate(ONE) / "ledger.jsonl", tmp_path / "victim"
+    ledger.rename(victim)
+    ledger.symlink_to(victim)
+    before = victim.read_bytes()
+    generate(TWO, expect=1)
+    assert "ledger.jsonl" in capsys.readouterr().err
+    assert victim.read_bytes() == before and ledger.is_symlink()
+
+
+def test_a_link_in_place_of_a_lock_is_refused(generate: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
+    images, victim = generate(ONE), tmp_path / "victim"
+    victim.write_text("precious")
+    (images / "lock").symlink_to(victim)
+    generate(TWO, expect=1)
+    assert f"{images / 'lock'}" in capsys.readouterr().err
+    assert victim.read_text() == "precious" and len(list(images.glob("*.png"))) == 1
+
+
 def test_a_linked_work_folder_is_refused(generate: Callable[..., Path], tmp_path: Path) -> None:
     images, victim = tmp_path / "out" / "images", tmp_path / "victim"
     images.mkdir(parents=True)
@@ -331,6 +365,22 @@ def test_secrets_are_in_no_file(run: Path, generate: Callable[..., Path], monkey
     assert any(path.suffix == ".png" for path in files)
     telling = [path for path in files if any(SECRET.encode() in text for text in _texts(path))]
     assert not telling
+    assert SECRET not in "".join(capfd.readouterr())
+
+
+def test_secrets_are_in_no_file_of_wandb(photo_folder: Path, tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    train("--data_path", photo_folder, "--results_dir", tmp_path / "results", "--max_steps", 1, "--use_wandb")
+    (record,) = (only_run(tmp_path / "results") / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"train/loss" in record.read_bytes()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"debug.log", "debug-internal.log", "config.yaml"} <= {path.name for path in files}
+    assert not [path for path in files if any(SECRET.encode() in text for text in _texts(path))]
     assert SECRET not in "".join(capfd.readouterr())
 
 

@@ -52,6 +52,16 @@ class Command(NamedTuple):
     settings: str
     positional: tuple[str, ...] = ()
 
+    def help_page(self, name: str) -> str:
+        """Return what `muralist NAME --help` prints."""
+        if name == "hydit":
+            from muralist.tools.hydit import help_page
+
+            return help_page()
+        from muralist.settings.load import settings_help
+
+        return settings_help(name, self.settings, self.positional)
+
 
 def _command(settings: str, target: str | Callable[..., int], *positional: str, flat_names: str = "") -> Command:
     """Return a command that parses its settings and passes them to `target`, a function or "module:function"."""
@@ -109,15 +119,8 @@ def _pack(settings: PackSettings) -> int:
         )
     from muralist.tools.pack import pack
 
-    report = pack(
-        settings.source,
-        settings.destination,
-        settings.img_size,
-        settings.num_workers,
-        caption=settings.caption,
-        cameras=settings.cameras,
-    )
-    print(report)
+    place = settings.source, settings.destination, settings.img_size
+    print(pack(*place, settings.num_workers, caption=settings.caption, cameras=settings.cameras))
     return 0
 
 
@@ -195,7 +198,11 @@ def _doctor(arguments: Sequence[str]) -> int:
 
     # Before torch is imported: the doctor reports a missing rank better than torch's store does.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    own, rest = _split_flags(arguments, flags=("--json",), valued=("--timeout",))
+    own: list[str] = []
+    rest: list[str] = []
+    for before, word in zip(["", *arguments], arguments, strict=False):  # the other flags are those of the job
+        is_own = word.partition("=")[0] in ("--json", "--timeout") or before == "--timeout"
+        (own if is_own else rest).append(word)
     settings = load(DoctorSettings, own, DOCTOR_FLAT_NAMES)
     job, rest = (rest[0], rest[1:]) if rest[:1] in (["train"], ["generate"]) else ("train" if rest else "", rest)
     set_rank_environment(os.environ)
@@ -208,20 +215,6 @@ def _doctor(arguments: Sequence[str]) -> int:
     from muralist.tools.doctor.command import doctor
 
     return doctor(settings, context)
-
-
-def _split_flags(words: Sequence[str], flags: Sequence[str], valued: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate a command's own flags from those of the command it checks."""
-    own: list[str] = []
-    rest: list[str] = []
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        if word in valued and queue:
-            own += [word, queue.pop(0)]
-        else:
-            (own if word in flags or word.partition("=")[0] in valued else rest).append(word)
-    return own, rest
 
 
 COMMANDS = {
@@ -268,9 +261,7 @@ def _dispatch(words: list[str]) -> int:
     command = COMMANDS[name]
     own = rest if name != "launch" else rest[:1]
     if "--help" in own or "-h" in own:
-        from muralist.settings.load import settings_help
-
-        print(settings_help(name, command.settings, command.positional))
+        print(command.help_page(name))
         return 0
     return command.run(rest)
 

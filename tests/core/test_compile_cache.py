@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +107,42 @@ def _not_used(folder: Path, why: str) -> None:
     assert kept.folder.stat().st_mode & 0o777 == 0o700 and os.environ[INDUCTOR_VARIABLE] == str(kept.folder)
     assert kept.note == f"They are not cached: {why}. Set {INDUCTOR_VARIABLE} to a private folder."
     kept.folder.rmdir()
+
+
+def test_caches_of_other_versions_are_removed_a_month_after_their_last_use(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = use_compile_cache().folder
+    compiled, month = current.parent, 31 * 86400
+    old = "torch-2.9.0+cu128-python-3.11.4-x86_64-0123abcd"
+    names = [old, old.replace("2.9.0", "2.10.0"), f"{current.name}/bytecode", f"{current.name}/bytecode-{'0a' * 8}",
+             "torch-notes", f"{current.name}/fxgraph", "removed-abc_12"]  # fmt: skip
+    for name in names:
+        (compiled / name / "triton").mkdir(parents=True)
+    (home / "elsewhere").mkdir()
+    (compiled / old.replace("2.9.0", "2.8.0")).symlink_to(home / "elsewhere")
+    for place in (*compiled.rglob("*"), current, home / "elsewhere"):
+        os.utime(place, (time.time() - month,) * 2)
+    os.utime(compiled / names[1] / "triton")  # in use
+    monkeypatch.delenv(INDUCTOR_VARIABLE)  # as in another process
+    kept = use_compile_cache()
+    assert kept.removed == f"Removed 4 caches of other versions in {compiled}, unused for 30 days."
+    assert kept.summary().endswith(kept.removed) and kept.folder == current
+    left = {names[1], current.name, "torch-notes", old.replace("2.9.0", "2.8.0")}
+    assert {place.name for place in compiled.iterdir()} == left and (home / "elsewhere").is_dir()
+    assert [place.name for place in current.iterdir()] == ["fxgraph"]
+    assert time.time() - current.stat().st_mtime < 60  # or another version would remove it
+    monkeypatch.delenv(INDUCTOR_VARIABLE)
+    assert use_compile_cache().removed == ""
+
+
+def test_caches_of_somebody_else_stay(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = use_compile_cache().folder
+    theirs = folder.with_name("torch-2.9.0-python-3.11.4-x86_64-0123abcd")
+    theirs.mkdir()
+    os.utime(theirs, (0, 0))
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert compile_cache._remove_unused(folder) == "" and theirs.is_dir()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from muralist.data.loader import (
     training_batches,
 )
 from muralist.data.sampler import ShuffledOrder, Split, split_held_out
-from muralist.data.source import Source
+from muralist.data.source import Sample, Source
 from muralist.data.sources import open_source
 from muralist.settings import DataSettings, ModelSettings, OptimSettings, TrainSettings
 from muralist.tools.pack import pack
@@ -212,6 +213,36 @@ def test_batches_do_not_depend_on_loader_workers(numbered: Source) -> None:
         assert torch.equal(one.sample_indices, two.sample_indices)
         assert torch.equal(one.labels, two.labels)
         assert one.captions == two.captions
+
+
+class ProcessSource(Source):
+    """Twelve images whose label is the process that read them."""
+
+    def __init__(self) -> None:
+        self.label_names = []
+
+    def __len__(self) -> int:
+        return 12
+
+    def read(self, index: int) -> Sample:
+        return Sample(np.full((4, 4, 3), index, np.uint8), os.getpid(), "")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_workers_live_for_an_epoch_unless_they_are_persistent(num_workers: int) -> None:
+    seen: dict[bool, list[list[int]]] = {}
+    for persistent in (True, False):
+        settings = DataSettings(batch_size=4, num_workers=num_workers, persistent_workers=persistent)
+        plan, parts = plan_batch(settings, OptimSettings(), 1), split_held_out(12, 0.0)
+        order = ShuffledOrder(0, 12)
+        batches = list(training_batches(ProcessSource(), parts, order, plan.sample_indices(0, range(1, 9)), settings))
+        epochs = [batches[:2], batches[2:5], batches[5:]]  # steps 1 and 2, 3 to 5, 6 to 8 of three steps per epoch
+        processes = [{int(label) for batch in epoch for label in batch.labels} for epoch in epochs]
+        assert all(len(found) == 1 for found in processes)
+        assert len(set.union(*processes)) == (1 if persistent or not num_workers else 3)
+        seen[persistent] = [batch.images_u8[:, 0, 0, 0].tolist() for batch in batches]
+        assert not multiprocessing.active_children()
+    assert seen[True] == seen[False] and len(seen[True]) == 8
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

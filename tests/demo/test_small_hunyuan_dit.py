@@ -131,9 +131,6 @@ def test_a_folder_is_reused_and_other_content_refused(folders: dict[str, Path], 
     with pytest.raises(UserError, match="Remove it, or name a folder"):
         build_small_hunyuan_dit(tmp_path / "mine")
     assert files(tmp_path / "mine") == {"notes.txt": b"keep"}
-    with pytest.raises(UserError, match="Choose one of 1.1, 1.2"):
-        build_small_hunyuan_dit(tmp_path / "new", "1.3")  # type: ignore[arg-type]
-    assert not (tmp_path / "new").exists()
 
 
 def test_processes_that_build_the_same_folder_at_once_all_find_it(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scripts import fid_reference
 
 from muralist.cli import main
 from muralist.data.sources import open_source
@@ -22,7 +26,6 @@ from muralist.evaluate.features import compute_features, hash_files
 from muralist.evaluate.inception import load_classifier, load_inception
 from muralist.evaluate.inputs import match_prompts, read_ledger
 from muralist.evaluate.metrics import inception_score
-from tests.conftest import SHARED_DATA
 from tests.support.evaluating import evaluate, inception_weights, scenes, write_images
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
@@ -258,20 +261,15 @@ def test_the_number_of_processes_does_not_change_results(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_fid_equals_the_reference(tmp_path: Path, cifar10: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = json.loads((SHARED_DATA / "fid_reference.json").read_text())
-    data = np.load(cifar10)
-    train = write_images(tmp_path / "train", data["train_x"][1000:1500])
-    others = {
-        "train[1000:1500] vs test[500:1000]": data["test_x"][500:1000],
-        "train[1000:1500] vs 255-train[1000:1500]": 255 - data["train_x"][1000:1500],
-    }
+def test_fid_equals_pytorch_fid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values were computed by pytorch-fid itself: scripts/fid_reference.py. Images are enlarged and shrunk."""
+    expected = json.loads(Path(__file__).with_name("fid_reference.json").read_text())["fid"]
+    weights = ("--inception_weights", inception_weights())
     monkeypatch.setenv("NPROC", "2")
-    for number, (name, images) in enumerate(others.items()):
-        other = write_images(tmp_path / str(number), images)
-        weights = ("--inception_weights", inception_weights())
-        found = evaluate(tmp_path / "out", "--images", train, "--reference", other, *weights)
-        assert found["fid"] == pytest.approx(expected[name], abs=1e-2)
+    folders = {name: write_images(tmp_path / name, images) for name, images in fid_reference.image_sets().items()}
+    for name, value in expected.items():
+        found = evaluate(tmp_path / "out", "--images", folders["small"], "--reference", folders[name], *weights)
+        assert found["fid"] == pytest.approx(value, abs=1e-2)
         assert found["scores"]["fid"]["low"] < found["fid"] < found["scores"]["fid"]["high"]
 
 
@@ -332,22 +330,72 @@ def test_mixed_sizes_are_reported(tmp_path: Path, dinov2: Path) -> None:
     assert told in page and "24 x 24 (4), 30 x 40 (3)" in page
 
 
+def digits(output: Path) -> dict[str, Any]:
+    report = json.loads((output / "report.json").read_text())
+    del report["seconds"], report["settings"]["output_dir"]
+    return report
+
+
+def workers(command: int) -> list[int]:
+    """Return the processes that a command has started to compute features."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == command and b"spawn_main" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
 @pytest.mark.slow
-def test_a_killed_command_resumes(tmp_path: Path, dinov2: Path) -> None:
+@pytest.mark.parametrize("victim", ["command", "worker"])
+def test_evaluation_survives_sigkill(tmp_path: Path, dinov2: Path, victim: str) -> None:
+    """A killed command resumes from the cached features, a killed worker's share is taken over: same digits."""
     images = write_images(tmp_path / "images", scenes(600, 0))
-    arguments = ["--images", images, "--reference", images, "--dinov2_path", dinov2]
-    output = tmp_path / "out"
-    command = [sys.executable, "-m", "muralist", "evaluate", *arguments, "--output_dir", output]
-    process = subprocess.Popen([*map(str, command)], stderr=subprocess.DEVNULL)
-    kept = output / "features"
-    while not any(path.stat().st_size > 20 * RECORD for path in kept.glob("*/*.bin")):
+    reference = write_images(tmp_path / "reference", scenes(50, 1))
+    arguments = ["--images", images, "--reference", reference, "--dinov2_path", dinov2]
+
+    def start(output: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "muralist", "evaluate", *arguments, "--output_dir", output]
+        environment = os.environ | {"NPROC": "2"}
+        return subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, env=environment)
+
+    def cached(output: Path) -> dict[int, int]:
+        """Return the number of records by process."""
+        files = output.glob("features/*/*.bin")
+        return {int(path.name.partition("-")[0]): path.stat().st_size // RECORD for path in files}
+
+    output, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
+    process = start(output)
+    while not any(count > 10 for count in cached(output).values()):
         assert process.poll() is None
         time.sleep(0.01)
-    process.kill()
-    process.wait()
-    assert not (output / "report.json").exists()
-    (torn,) = kept.glob("*/*.bin")
-    found = evaluate(output, *arguments)
-    (rest,) = (path for path in kept.glob("*/*.bin") if path != torn)
-    assert torn.stat().st_size // RECORD + rest.stat().st_size // RECORD == 600 and rest.stat().st_size < 590 * RECORD
-    assert same(found, evaluate(tmp_path / "whole", *arguments))
+    running = workers(process.pid)
+    busy = max(cached(output), key=cached(output).__getitem__)
+    assert len(running) == 2 and busy in running
+    os.kill(process.pid if victim == "command" else busy, signal.SIGKILL)
+    told = process.communicate(timeout=600)[1]
+    if victim == "command":
+        assert process.returncode == -signal.SIGKILL and not (output / "report.json").exists()
+        deadline = time.monotonic() + 60
+        while any(map(is_alive, running)):
+            assert time.monotonic() < deadline, "a worker outlives its command"
+            time.sleep(0.05)
+        kept = sum(cached(output).values())
+        resumed = start(output)
+        assert f"features of {650 - kept} computed, of {kept} cached" in resumed.communicate(timeout=600)[1]
+        assert resumed.returncode == 0 and 10 < kept < 650
+    else:
+        assert process.returncode == 0
+        assert "was killed by SIGKILL. The others take over its share." in told
+        assert 10 < cached(output)[busy] < 650
+    assert start(undisturbed).wait(timeout=600) == 0
+    assert digits(output) == digits(undisturbed)
+    assert digits(output)["scores"]["fd_dinov2"]["low"] is not None

@@ -116,6 +116,8 @@ class Watched(MeanColor):
 
 def test_batches_have_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last batch is padded; where features depend on the position in a batch, every image is computed alone."""
+    warnings: list[str] = []
+    monkeypatch.setattr(features.log, "warning", lambda text, *values: warnings.append(text % values))
     items = items_of(tmp_path, 6)
     alone = compute_features(MeanColor(), items, ALONE, tmp_path / "alone").rows
     monkeypatch.setitem(BATCH, "cpu", 4)
@@ -123,6 +125,9 @@ def test_batches_have_one_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         found = compute_features(encoder, items, ALONE, tmp_path / str(len(seen))).rows
         assert encoder.seen == seen  # the first two batches test for it
         assert np.array_equal(found, alone)
+        assert len(warnings) == int(encoder.by_place)
+    assert warnings[0].startswith("color computes batches of 1 instead of 4 on this device")
+    assert "pass --gpu_ids" in warnings[0]
 
 
 def processes() -> dict[str, int]:

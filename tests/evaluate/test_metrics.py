@@ -106,16 +106,16 @@ def test_kid_by_hand_and_unbiased() -> None:
 def test_neighbor_metrics_on_a_line() -> None:
     real = np.arange(10, dtype=np.float32)[:, None]
     inside = real[2:8] + 0.1
-    found = neighbor_metrics(inside, real, 0)
-    assert (found.precision.value, found.coverage.value) == (1.0, 1.0)
+    found, counts = neighbor_metrics(inside, real, 0)
+    assert (found["precision"].value, found["coverage"].value, counts) == (1.0, 1.0, (6, 10))
     # 5th neighbors of 0..9 lie 5 4 3 3 3 3 3 3 4 5 away; of the fakes, balls of the reals hold these.
     radii = np.array([5, 4, 3, 3, 3, 3, 3, 3, 4, 5])
     balls = (np.abs(inside - real.T) <= radii).sum(1) / 5
-    assert found.density.value == pytest.approx(balls.mean())
-    far = neighbor_metrics(real + 100, real, 0)
-    assert [far.precision.value, far.recall.value, far.density.value, far.coverage.value] == [0, 0, 0, 0]
-    one_place = neighbor_metrics(np.full((10, 1), 4.0, np.float32), real, 0)
-    assert (one_place.precision.value, one_place.recall.value) == (1.0, 0.1)  # one mode: good, but only one
+    assert found["density"].value == pytest.approx(balls.mean())
+    far, _ = neighbor_metrics(real + 100, real, 0)
+    assert {name: estimate.value for name, estimate in far.items()} == dict.fromkeys(found, 0)
+    one_place, _ = neighbor_metrics(np.full((10, 1), 4.0, np.float32), real, 0)
+    assert (one_place["precision"].value, one_place["recall"].value) == (1.0, 0.1)  # one mode: good, but only one
 
 
 def test_cmmd_by_hand() -> None:

@@ -37,6 +37,8 @@ class Outcome:
     seconds: float = 0.0
     recovered: dict[str, float] = field(default_factory=dict)
     """Of each fault that happened, by its words, the seconds until the job moved on."""
+    impossible: dict[str, str] = field(default_factory=dict)
+    """Of each fault whose moment never came, by its words, why."""
     error: str = ""
 
 
@@ -70,7 +72,8 @@ class _Play:
         work = shop.root if schedule.job == "evaluate" else place
         self.plan = Plan(schedule.faults, folder / "fired", place, work, getattr(schedule.case, "skipped", ()))
         self.plan.write(folder / "plan.json")
-        self.attended: set[Fault] = set()
+        self.attended: dict[Fault, int] = {}
+        """Faults that happened, and in which start or before which."""
         self.waiting: dict[Fault, float] = {}
         """Faults after which the job has not moved on yet, and when they happened."""
 
@@ -85,6 +88,17 @@ class _Play:
         else:
             raise AssertionError(f"not finished after {MOST_STARTS} starts")
         self.job.compare()
+        self._account_for_every_fault()
+
+    def _account_for_every_fault(self) -> None:
+        """Every planned fault has happened, or is known to have been impossible."""
+        for fault in dict.fromkeys(self.schedule.faults):
+            if fault in self.attended:
+                assert str(fault) in self.outcome.recovered, f"{fault} happened, and the job never moved on"
+            elif fault.who == "disk":
+                self.outcome.impossible[str(fault)] = "no start found anything to damage"
+            else:
+                self.outcome.impossible[str(fault)] = self.plan.why_not(fault)
 
     def _prepare(self, start: int) -> list[str]:
         """Mend the disk as a user would, or damage what lies on it; returns what the next start must say."""
@@ -101,7 +115,7 @@ class _Play:
                 said = self.job.damage(fault.what)
                 if said is not None:
                     expected += said
-                    self.attended.add(fault)
+                    self.attended[fault] = start
                     self.waiting[fault] = time.time()
         return expected
 
@@ -128,7 +142,7 @@ class _Play:
             mark = self.plan.mark(fault)
             if fault in self.attended or not mark.exists() or not (text := mark.read_text()):
                 continue
-            self.attended.add(fault)
+            self.attended[fault] = start
             said = json.loads(text)
             self.waiting[fault] = said["time"]
             if fault.what == "pause":
@@ -164,6 +178,9 @@ class _Play:
     def _check(self, start: int, status: int, told: str, expected: list[str]) -> None:
         self.job.heard(start, told)
         assert "Traceback" not in told, f"start {start} shows a traceback:\n{told}"
+        for fault, happened in self.attended.items():
+            deadly = fault.what in ("kill", "freeze") and not fault.who.startswith("worker")
+            assert status or happened != start or not deadly, f"start {start} succeeded in spite of {fault}"
         for sentence in expected:
             assert sentence in told, f"start {start} does not say {sentence!r}:\n{told}"
         if status and status not in _KILLED:

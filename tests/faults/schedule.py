@@ -17,6 +17,9 @@ IMAGE_DAMAGE = ("cut image", "flipped image", "lost image", "torn ledger", "half
 FEATURE_DAMAGE = ("cut features", "flipped features")
 FILES_OF_A_SAVE = 17
 FILES_OF_SAMPLES = 8
+FILES_OF_A_READER = 7
+"""Files that each of two processes of an evaluation touches; their command touches more."""
+FILES_OF_AN_EVALUATION = 35
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,10 @@ def _evaluating(random: Random) -> tuple[Evaluating, list[Fault]]:
     for _ in range(random.choice((1, 2))):
         who = "command" if 1 in workers or random.random() < 0.5 else f"worker {random.randrange(min(workers))}"
         what = random.choice(("kill", "kill", "int", "term", "pause"))
-        faults.append(Fault(what, who, "file", random.randrange(5, 60)))
-    if random.random() < 0.4:
-        faults.append(Fault("kill", "command", "file", random.randrange(40, 60)))
+        files = range(FILES_OF_A_READER) if who.startswith("worker") else range(5, FILES_OF_AN_EVALUATION)
+        faults.append(Fault(what, who, "file", random.choice(files)))
+    if random.random() < 0.4:  # the command of one process computes, and so writes, the features itself
+        late = range(40, 60) if workers[0] == 1 else range(30, FILES_OF_AN_EVALUATION)
+        faults.append(Fault("kill", "command", "file", random.choice(late)))
         faults.append(Fault(random.choice(FEATURE_DAMAGE), "disk", "start", 2))
     return Evaluating(workers), faults

@@ -17,15 +17,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tests.faults.jobs import train_words
 from tests.faults.play import workshop
 from tests.faults.schedule import SEED, Training
 from tests.support.fork_server import Started
 from tests.support.generating import read_images
+from tests.support.records import write_record
 from tests.support.recovery import Workshop
 from tests.support.runs import assert_same_state, last_checkpoint, metrics
 
+RECORD = "soak"
 _SETTLING = 15  # seconds in which a process may still grow
 _MOST_GROWTH = 16  # MB from then on
 _MOST_MORE_FILES = 4
@@ -48,7 +51,7 @@ class Watch:
                 self.memory[process].append(int(status.partition("VmRSS:")[2].split()[0]) / 1024)
                 self.files[process].append(count)
 
-    def check(self, what: str) -> str:
+    def check(self) -> dict[str, Any]:
         """Nothing grows once it has settled; returns what was seen."""
         growth, more, longest = [0.0], [0], 0
         for process, memory in self.memory.items():
@@ -59,12 +62,10 @@ class Watch:
             half = (len(memory) + _SETTLING) // 2
             growth.append(statistics.median(memory[half:]) - statistics.median(memory[_SETTLING:half]))
             more.append(max(files[half:]) - max(files[_SETTLING:half]))
-        told = (
-            f"{what}: {len(self.memory)} processes, the longest lived {longest} s; memory grew by at most "
-            f"{max(growth):.1f} MB, open files by at most {max(more)}"
-        )
-        assert max(growth) < _MOST_GROWTH and max(more) <= _MOST_MORE_FILES, told
-        return told
+        seen = {"processes": len(self.memory), "longest-lived process, s": longest,
+                "memory growth, MB": round(max(growth), 1), "growth of open files": max(more)}  # fmt: skip
+        assert max(growth) < _MOST_GROWTH and max(more) <= _MOST_MORE_FILES, seen
+        return seen
 
 
 def main() -> int:
@@ -73,12 +74,30 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="half of them training, half generation")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between kills")
     parser.add_argument("--folder", type=Path, default=Path("results/soak"))
+    parser.add_argument(
+        "--record", action="store_true", help=f"write bench/results/{RECORD}.json, for the documentation"
+    )
     given = parser.parse_args()
     folder = given.folder.absolute() / time.strftime("%Y%m%d-%H%M%S")
+    record: dict[str, Any] = {"minutes": given.minutes, "seconds between kills": given.every, "table": []}
     with workshop(folder) as shop:
         for job in (_soak_training, _soak_generation):
-            print(job(shop, folder, 30 * given.minutes, given.every), flush=True)
+            record["table"].append(job(shop, folder, 30 * given.minutes, given.every))
+            print(record["table"][-1], flush=True)
+    print(table(record))
+    if given.record:
+        command = f"python -m tests.faults.soak --minutes {given.minutes:g} --every {given.every:g} --record"
+        print(write_record(RECORD, command, record))
     return 0
+
+
+def table(record: dict[str, Any]) -> str:
+    """The table of a record, in Markdown."""
+    names = ("job", "produced", "kills", "starts", "processes", "longest-lived process, s", "memory growth, MB",
+             "growth of open files")  # fmt: skip
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    lines += [f"| {' | '.join(str(row[name]) for name in names)} |" for row in record["table"]]
+    return "\n".join(lines)
 
 
 def _disturbed(
@@ -113,7 +132,7 @@ def _stop(shop: Workshop, command: Started) -> None:
     assert command.poll(120) in (0, 130), "it did not stop when asked to"
 
 
-def _soak_training(shop: Workshop, folder: Path, seconds: float, every: float) -> str:
+def _soak_training(shop: Workshop, folder: Path, seconds: float, every: float) -> dict[str, Any]:
     case = Training(ranks=(2,), strategy="ddp", steps=_ENDLESS, every=200, samples=0, loaders=1)
     watch = Watch()
 
@@ -133,10 +152,10 @@ def _soak_training(shop: Workshop, folder: Path, seconds: float, every: float) -
     lines = [metrics(run.parent.parent) for run in (undisturbed, disturbed)]
     assert [line["train/loss"] for line in lines[0]] == [line["train/loss"] for line in lines[1]]
     assert len(lines[0]) == steps
-    return watch.check(f"training: {steps:,} steps, {kills} kills, {starts} starts, exact")
+    return {"job": "training", "produced": f"{steps:,} steps", "kills": kills, "starts": starts, **watch.check()}
 
 
-def _soak_generation(shop: Workshop, folder: Path, seconds: float, every: float) -> str:
+def _soak_generation(shop: Workshop, folder: Path, seconds: float, every: float) -> dict[str, Any]:
     watch = Watch()
 
     def arguments(output: Path, rows: int) -> list[object]:
@@ -144,7 +163,7 @@ def _soak_generation(shop: Workshop, folder: Path, seconds: float, every: float)
                 "--output_dir", output, "--num_inference_steps", 8, "--dtype", "fp32", "--batch_size", 3,
                 "--gpu_ids", 0, 1, "--num_samples", rows]  # fmt: skip
 
-    output, rows = folder / "images", _rows(seconds)
+    output, rows = folder / "images_disturbed", _rows(seconds)
     command, kills, starts = _disturbed(shop, arguments(output, rows), folder / "generation.log", seconds, every, watch)
     _stop(shop, command)
     made = read_images(output)
@@ -154,7 +173,7 @@ def _soak_generation(shop: Workshop, folder: Path, seconds: float, every: float)
         assert shop.fork_server.start(arguments(reference, last + 1), log).poll(3 * seconds + 120) == 0
     expected = read_images(reference)
     assert made and made.items() <= expected.items(), "images differ"
-    return watch.check(f"generation: {len(made):,} images, {kills} kills, {starts} starts, exact")
+    return {"job": "generation", "produced": f"{len(made):,} images", "kills": kills, "starts": starts, **watch.check()}
 
 
 def _rows(seconds: float) -> int:

@@ -202,6 +202,9 @@ def test_memory_that_really_runs_out(tmp_path: Path) -> None:
     assert len(files(images)) == small + large and before.items() <= files(images).items()
     assert "cannot generate images of 33 x 32" in (images / "failed_prompts_gpu0.txt").read_text()
     assert not any("batch_size" in line for line in lines(images / "ledger.jsonl"))
+    undisturbed = tmp_path / "undisturbed"
+    finish(start(*command(tmp_path / "sd", tmp_path / "prompts.csv", undisturbed)), expect=1)
+    assert files(images) == files(undisturbed)
 
 
 def test_a_disk_that_fills_up(wan: Path, prompts: Path, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +15,14 @@ from PIL import Image
 
 from muralist.data.sampler import ShuffledOrder
 from muralist.train import checkpoint
-from tests.support.runs import TINY, finish, last_checkpoint, losses, start
+from tests.faults.jobs import train_words
+from tests.faults.play import workshop
+from tests.faults.schedule import Training
+from tests.support.runs import TINY, assert_same_state, finish, last_checkpoint, losses, metrics, start
 
 pytestmark = pytest.mark.slow
 TOTAL, IMAGES, STEP = 4, 16, 2
+ENDLESS = 1_000_000
 
 
 @pytest.fixture
@@ -73,3 +81,34 @@ def test_processes_that_see_different_checkpoints_do_not_train(photo_folder: Pat
         output = finish(rank, expect=1, timeout=120)
         assert "do not see the same checkpoint and data" in output and f"at step {step} " in output
     assert len(losses(tmp_path / "shared" / "run")) == 3
+
+
+def test_signal_to_any_rank_saves_and_ends_all(tmp_path: Path) -> None:
+    """Real processes, forked from a preloaded one; each signal goes to another rank than the first."""
+    case = Training(ranks=(3,), strategy="ddp", steps=ENDLESS, every=ENDLESS, samples=0, loaders=0)
+    run = tmp_path / "results" / "run"
+    with workshop(tmp_path / "shop") as shop:
+
+        def words(results: Path, steps: int) -> list[object]:
+            return [*train_words(shop, case, 3, results, steps, case.every), "--epochs", ENDLESS]
+
+        stops = [0]
+        for which, rank in ((signal.SIGUSR1, 1), (signal.SIGTERM, 2), (signal.SIGINT, 1)):
+            log = tmp_path / f"{which.name}.log"
+            with log.open("wb") as output:
+                process = shop.fork_server.start(words(run.parent, ENDLESS), output)
+            deadline = time.monotonic() + 60
+            while not (run / "metrics.jsonl").is_file() or len(losses(run)) < stops[-1] + 5:
+                assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+                time.sleep(0.01)
+            os.kill(json.loads((run / "heartbeats" / f"rank_{rank}.json").read_text())["process"], which)
+            assert process.poll(30) == 0, log.read_text()
+            stops.append(len(losses(run)))
+            assert f"Stopped by another process at step {stops[-1]}: saved" in log.read_text()  # as rank 0 logs it
+            assert last_checkpoint(run).name == f"step_{stops[-1]:07d}"
+            assert not (run / "heartbeats").exists(), "a process is left"
+        assert stops == sorted(set(stops))
+        shop.run(words(tmp_path / "undisturbed", stops[-1]), tmp_path / "undisturbed.log")
+    undisturbed = tmp_path / "undisturbed" / "run"
+    assert_same_state(last_checkpoint(undisturbed), last_checkpoint(run))
+    assert losses(undisturbed) == losses(run) and len(metrics(run)) == stops[-1]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from muralist.train import checkpoint
+from tests.support.disks import read_only_view
 from tests.support.runs import TINY, assert_same_state, finish, last_checkpoint, metrics, only_run, start
 
 STEPS = 60
@@ -46,26 +48,25 @@ def assert_ends_alike(undisturbed: Path, results: Path) -> None:
     assert mine == [{k: v for k, v in line.items() if k != "val/loss"} for line in metrics(undisturbed)]
 
 
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
-def test_signal_saves_and_ends_the_run(
-    photo_folder: Path, tmp_path: Path, undisturbed: Path, which: signal.Signals
-) -> None:
-    process = start(*command(photo_folder, tmp_path))
-    wait_until(lambda: bool(list(tmp_path.glob("*/checkpoints/step_0000020"))))
-    process.send_signal(which)
-    output = finish(process)
-    assert f"Stopped by {which.name}" in output
-    stopped_at = int(last_checkpoint(only_run(tmp_path)).name.removeprefix("step_"))
-    assert 20 <= stopped_at < STEPS
-    assert len(metrics(only_run(tmp_path))) == stopped_at
+def test_signal_saves_and_ends_the_run(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
+    stopped_at = 0
+    for which in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        process = start(*command(photo_folder, tmp_path))
+        wait_until(lambda before=stopped_at: steps_written(tmp_path) > before + 2)  # type: ignore[misc]
+        process.send_signal(which)
+        output = finish(process)
+        before, stopped_at = stopped_at, int(last_checkpoint(only_run(tmp_path)).name.removeprefix("step_"))
+        assert f"Stopped by {which.name} at step {stopped_at}" in output
+        assert before < stopped_at < STEPS
+        assert len(metrics(only_run(tmp_path))) == stopped_at
     assert f"at step {stopped_at}" in finish(start(*command(photo_folder, tmp_path)))
     assert_ends_alike(undisturbed, tmp_path)
 
 
 def test_killed_by_sigkill(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
-    for checkpoint in ("step_0000020", "step_0000040"):
+    for name in ("step_0000020", "step_0000040"):
         process = start(*command(photo_folder, tmp_path))
-        wait_until(lambda name=checkpoint: bool(list(tmp_path.glob(f"*/checkpoints/{name}"))))  # type: ignore[misc]
+        wait_until(lambda name=name: bool(list(tmp_path.glob(f"*/checkpoints/{name}"))))  # type: ignore[misc]
         time.sleep(0.1)
         process.kill()
         finish(process, expect=-signal.SIGKILL)
@@ -85,6 +86,23 @@ def test_killed_while_checkpoints_are_written(photo_folder: Path, tmp_path: Path
     finish(start(*command(photo_folder, tmp_path)))
     assert_ends_alike(undisturbed, tmp_path)
     assert not list(tmp_path.glob("*/checkpoints/.*"))
+
+
+def test_disk_that_becomes_read_only_at_a_save(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
+    process = start(*command(photo_folder, tmp_path))
+    wait_until(lambda: bool(list(tmp_path.glob("*/checkpoints/step_0000020"))))
+    process.send_signal(signal.SIGSTOP)  # so that it is not through before the disk is read-only
+    folder = only_run(tmp_path) / "checkpoints"
+    there = sorted(path.name for path in folder.glob("step_*"))
+    with read_only_view(folder, folder):
+        process.send_signal(signal.SIGCONT)
+        output = finish(process, expect=1)
+    assert "Read-only file system" in output and "Traceback" not in output
+    assert output.count("muralist: ") == 1, output
+    assert sorted(path.name for path in folder.glob("step_*")) == there
+    checkpoint.read_manifest(last_checkpoint(folder.parent))
+    finish(start(*command(photo_folder, tmp_path)))
+    assert_ends_alike(undisturbed, tmp_path)
 
 
 def test_save_file_requests_a_checkpoint(photo_folder: Path, tmp_path: Path) -> None:

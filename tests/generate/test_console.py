@@ -14,7 +14,6 @@ from muralist.generate import console
 from muralist.generate.console import (
     ProgressBars,
     ProgressLines,
-    RateMeter,
     WorkerProgress,
     open_display,
 )
@@ -124,11 +123,11 @@ def test_lines_without_a_terminal(now: list[float], capsys: pytest.CaptureFixtur
 
 
 def test_the_rate_counts_from_the_first_image(now: list[float]) -> None:
-    meter = RateMeter()
+    display = ProgressLines()
     now[0] += 100
-    assert meter.rate(0) == meter.rate(2) == 0.0
+    assert display._rate("0", 0) == display._rate("0", 2) == 0.0
     now[0] += 4
-    assert meter.rate(4) == 0.5
+    assert display._rate("0", 4) == 0.5
 
 
 def test_progress_is_recorded_every_second_while_the_command_runs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import zipfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -12,15 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.data import ledger_reader
 from muralist.generate import command, console
-from muralist.generate.model_info import ModelInfo
+from muralist.generate.model_info import ModelInfo, inspect_model
 from muralist.generate.output_dir import Header
 from muralist.generate.workers import GenerateBatch, MeasureBatchSize
+from muralist.models.weights import read_weights
 from muralist.settings import GenerateSettings
 from tests.support.pipelines import build_pipeline
 from tests.support.runs import only_run, train
@@ -98,7 +101,7 @@ def test_preflight_runs_before_devices_are_looked_for(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(settings: GenerateSettings, model: ModelInfo, images: int) -> None:
-        assert settings.height == 16 and model.jit is not None and images == 2
+        assert settings.height == 16 and model.is_jit and images == 2
         raise UserError("No.")
 
     monkeypatch.setattr("muralist.tools.doctor.command.check_generation", refuse)
@@ -336,6 +339,7 @@ def test_fast_mode_tells_how_far_it_is_from_exact_mode(wan: Path, tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the worker's, told by the command
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_folder_deleted_while_the_model_loads_is_reported_and_not_recreated(
     wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -349,4 +353,25 @@ def test_a_folder_deleted_while_the_model_loads_is_reported_and_not_recreated(
     monkeypatch.setattr(console, "describe_job", delete)  # just before the model is loaded
     images = generate(tmp_path, wan, *SMALL, expect=1)
     assert "was deleted while the model was being loaded. " in " ".join(capsys.readouterr().err.split("\n"))
-    assert not images.exists()
+    assert not images.exists() and not any(thread.is_alive() for thread in ModelThreadPool.last.threads)
+
+
+def test_an_official_checkpoint_is_read_once_by_each_worker_and_only_looked_at_by_the_command(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {f"net.{name}": value for name, value in read_weights(run, "ema1").items()}
+    torch.save({"model_ema1": states}, tmp_path / "official.pth")
+    loads, verified = [], []
+    load, open_member = torch.load, zipfile.ZipFile.open
+    monkeypatch.setattr(torch, "load", lambda file, **more: loads.append(more["mmap"]) or load(file, **more))
+    monkeypatch.setattr(
+        zipfile.ZipFile,
+        "open",
+        lambda archive, member: verified.append(member.filename) or open_member(archive, member),
+    )
+    inspect_model(GenerateSettings(prompts_csv="", output_dir="", model_path=str(tmp_path / "official.pth")))
+    assert loads == [True] and not verified  # the data is mapped and not read
+    loads.clear()
+    table(tmp_path, "prompt\n0\n1\n0\n")
+    generate(tmp_path, tmp_path / "official.pth", "--gpu_ids", 0, 1)
+    assert loads == [True] * 3 and len(verified) == 2 * len(set(verified))  # the command and two workers

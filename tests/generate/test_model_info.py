@@ -25,7 +25,7 @@ def given(path: Path, **changes: object) -> GenerateSettings:
 
 def test_defaults_of_diffusers_pipelines(tiny_pipeline: Build) -> None:
     checked = inspect_model(given(tiny_pipeline("wan21")))
-    assert checked.folder == tiny_pipeline("wan21") and "vae" in checked.components and checked.jit is None
+    assert checked.folder == tiny_pipeline("wan21") and "vae" in checked.components and not checked.is_jit
     assert checked.identity["model"] == checked.pipeline_class == "WanPipeline"
     expected = {"height": 480, "width": 832, "guidance_scale": 7.5, "num_frames": 1, "enable_half_frame": False}
     assert checked.resolved == expected

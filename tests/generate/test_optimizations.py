@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,16 @@ def test_pipelines_with_embeddings_of_any_length_are_not_compiled(
     name: str, compiled: bool, tiny_pipeline: Build
 ) -> None:
     assert load(tiny_pipeline(name), compile=True).execution_info() == ({"compiled": "yes"} if compiled else {})
+
+
+@pytest.mark.parametrize(("hip", "expected"), [(None, 1), ("6.4.43482", 0)])
+def test_cudnn_attention_is_for_nvidia_gpus(hip: str | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(optimizations, "sdpa_kernel", lambda *backends, **_: nullcontext(chosen.append(backends)))
+    with Optimizations().active(GPU, eager=False):
+        assert len(chosen) == expected
 
 
 def test_fp8_rows_have_their_own_scale_and_lose_little() -> None:

@@ -48,9 +48,7 @@ def serve(
 
     def receive(report: workers.Report) -> None:
         reports.append(report)
-        if sum(isinstance(report, workers.SampleDone | workers.SampleFailed) for report in reports) == sum(
-            map(len, groups)
-        ):
+        if len(finished(reports)) == sum(map(len, groups)):
             inbox.put(StopWorker())
 
     try:
@@ -71,8 +69,13 @@ def out_of_memory_above(most: int, sizes: list[int], times: int = 10**9) -> Befo
     return before
 
 
+def finished(reports: list[workers.Report]) -> dict[int, str | None]:
+    """Why each finished sample failed, if it did."""
+    return dict(report for report in reports if isinstance(report, workers.SampleFinished))
+
+
 def done(reports: list[workers.Report]) -> set[int]:
-    return {report.sample_index for report in reports if isinstance(report, workers.SampleDone)}
+    return {index for index, failure in finished(reports).items() if failure is None}
 
 
 def test_out_of_memory_is_tried_again_at_the_same_batch_size(tmp_path: Path) -> None:
@@ -139,9 +142,9 @@ def test_a_sample_that_cannot_be_encoded_fails_alone(tmp_path: Path, monkeypatch
     threaded = ThreadedRun(tmp_path, PROMPTS)
     reports = serve(threaded, lambda *_: None, 2, [[0, 1], [2, 3]])
     assert done(reports) == {0, 2, 3}
-    (failed,) = [report for report in reports if isinstance(report, workers.SampleFailed)]
-    assert failed.sample_index == 1 and failed.reason.startswith("ValueError: xxx") and len(failed.reason) < 400
-    assert threaded.lines()[1]["error"] == failed.reason
+    reason = finished(reports)[1]
+    assert reason is not None and reason.startswith("ValueError: xxx") and len(reason) < 400
+    assert threaded.lines()[1]["error"] == reason
 
 
 def test_prompts_of_every_kind_reach_the_file_and_the_ledger_unchanged(tmp_path: Path) -> None:
@@ -164,7 +167,7 @@ def test_prompts_of_every_kind_reach_the_file_and_the_ledger_unchanged(tmp_path:
     merge_shards(threaded.output.ledger, threaded.output.work)
     lines = threaded.lines()
     assert [lines[row]["prompt"] for row in range(5)] == prompts
-    failed = {report.sample_index for report in reports if isinstance(report, workers.SampleFailed)}
+    failed = set(finished(reports)) - done(reports)
     assert failed <= {3}, "only a lone surrogate may be more than a PNG can hold"
     for row in set(range(5)) - failed:
         with Image.open(threaded.output.root / samples[row].file) as image:
@@ -284,10 +287,7 @@ def test_the_next_batch_is_started_before_the_last_is_waited_for(tmp_path: Path)
 def test_a_pending_image_that_fails_is_tried_alone_and_recorded(tmp_path: Path) -> None:
     threaded, events = ThreadedRun(tmp_path, PROMPTS), list[str]()
     reports = serve(threaded, lambda *_: None, 1, [[0], [1], [2]], noting(events, broken=1))
-    assert done(reports) == {0, 2}
-    assert [(report.sample_index, report.reason) for report in reports if isinstance(report, workers.SampleFailed)] == [
-        (1, "Its values overflowed.")
-    ]
+    assert finished(reports) == {0: None, 1: "Its values overflowed.", 2: None}
     assert events.count("wait 1") == 2
 
 

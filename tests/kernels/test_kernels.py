@@ -57,6 +57,22 @@ def test_attention_kernel_is_for_few_tokens_in_half_precision(monkeypatch: pytes
     assert not ours(288, 64, torch.bfloat16)
 
 
+def test_amd_gpus_use_no_kernels_and_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    from muralist.kernels import fp8, ops
+
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 4))  # gfx942
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "AMD Instinct MI300X")
+    monkeypatch.setattr(ops, "can_compile", lambda: True)
+    find_kernels, is_hopper = ops._find_kernels.__wrapped__, ops._is_hopper.__wrapped__  # not cached
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert find_kernels() and is_hopper()
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    assert not find_kernels() and not is_hopper()
+    assert not fp8.has_fp8(device)
+    assert fp8.why_no_fp8(device) == "AMD Instinct MI300X is not an NVIDIA GPU."
+
+
 def test_fused_epilogues_accept_symbolic_batch_sizes() -> None:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

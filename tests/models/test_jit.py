@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from scripts.make_golden_jit import COMMIT, GOLDEN, golden_inputs, weights_by_formula
 from torch import Tensor
 
-from muralist.core import rng
 from muralist.core.errors import UserError
-from muralist.core.rng import Purpose, SampleKeys
+from muralist.core.rng import SampleKeys
 from muralist.diffusion import flow, samplers
 from muralist.kernels import ops
 from muralist.models import jit
 from muralist.models.configs import JIT_CONFIGS
 from muralist.models.jit import JiT
 
-GOLDEN = Path(__file__).parent / "golden_jit.safetensors"
 SMALL = {"hidden_size": 48, "depth": 4, "num_heads": 3, "num_classes": 5, "bottleneck_dim": 8}
-
-
-def weights_by_formula(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Weights that are all non-zero and the same on every machine, so that the golden file needs to hold none."""
-    state = {}
-    for name, shape in shapes.items():
-        number = torch.tensor([zlib.crc32(name.encode())])
-        spread = 2 * rng.uniform(0, Purpose.INIT, number, shape)[0] - 1
-        scale = 0.2 if len(shape) == 1 else 1 / math.sqrt(math.prod(shape[1:]))
-        state[name] = spread * scale + (1 if "norm" in name else 0)
-    return state
 
 
 def with_formula_weights(net: JiT) -> JiT:
@@ -56,6 +42,14 @@ def batch(net: JiT, count: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     keys = SampleKeys(1, torch.arange(count))
     size = net.grid * net.patch_size
     return keys.normal(20, (net.in_channels, size, size)), keys.uniform(21), torch.arange(count) % (net.num_classes + 1)
+
+
+@pytest.mark.parametrize("case", ["context", "plain"])
+def test_golden_file_has_its_origin_and_the_inputs_of_the_script(case):
+    with safe_open(GOLDEN, "pt") as file:
+        assert file.metadata()["commit"] == COMMIT and len(COMMIT) == 40
+        for name, value in golden_inputs(case).items():
+            torch.testing.assert_close(file.get_tensor(f"{case}.{name}"), value, atol=1e-6, rtol=1e-5)
 
 
 def test_official_names_and_shapes(official):

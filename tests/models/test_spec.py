@@ -16,7 +16,7 @@ from muralist.core.errors import UserError
 from muralist.core.rng import SampleKeys
 from muralist.data.loader import Batch, to_unit_range
 from muralist.models import spec
-from muralist.models.spec import FAMILIES, ModelFamily, families_with, find_family, find_family_by_key
+from muralist.models.spec import FAMILIES, ModelFamily, ModelSpec, families_with, find_family, find_family_by_key
 from muralist.settings import SampleSettings, TrainSettings
 from tests.support.runs import last_checkpoint, metrics, only_run, tensors, train
 
@@ -27,7 +27,7 @@ class ToyInputs(NamedTuple):
     images: Tensor
 
 
-class ToySpec:
+class ToySpec(ModelSpec):
     """Predicts the mean color."""
 
     label_names: list[str] = []  # noqa: RUF012
@@ -49,9 +49,6 @@ class ToySpec:
         with torch.device("meta"):
             return nn.Linear(1, 3)
 
-    def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
-        pass
-
     def encode(self, batch: Batch, keys: SampleKeys) -> ToyInputs:
         return ToyInputs(to_unit_range(batch.images_u8, None))
 
@@ -62,15 +59,9 @@ class ToySpec:
     def default_prompts(self) -> list[str]:
         return ["a color"]
 
-    def check_prompts(self, prompts: Sequence[str]) -> None:
-        pass
-
     def sample(self, network: nn.Module, prompts: Sequence[str], seeds: Sequence[int], _: SampleSettings) -> Tensor:
         color = network(torch.ones(len(seeds), 1)).clamp(-1, 1)
         return color[:, :, None, None].expand(-1, -1, self.side, self.side)
-
-    def is_saved(self, name: str) -> bool:
-        return True
 
     def init_from(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
         network.load_state_dict(weights)

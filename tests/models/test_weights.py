@@ -162,7 +162,7 @@ def test_failed_export_leaves_the_old_one(net, config, tmp_path, monkeypatch, ow
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json cannot be read"),
         (lambda folder: (folder / "config.json").write_text('{"_class_na'), "config.json cannot be read"),
         (lambda folder: (folder / "config.json").write_text("[]"), "does not describe a JiT"),
         (lambda folder: (folder / "config.json").write_text('{"_class_name": "UNet"}'), "does not describe a JiT"),

@@ -2,7 +2,8 @@
 
 A signal that a process sends to itself acts as one from outside, and comes at the same moment in every repetition. The
 product does not know of this: steps are observed where the watchdog is told of them, files through Python's audit
-events. Each fault happens once, and a file records that it happened.
+events. Each fault happens once, and a file records that it happened; of a fault that waits, a file records how far its
+process came, so that a fault whose moment never came can be told from one that was never planted.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class Fault:
     """The step (or the first one after it), the start, or how many files were touched before."""
     after: int = 0
     """During a save or sampling: how many files of it were touched before."""
+
+    @property
+    def moment(self) -> int:
+        """The step, or the number of the touched file, at which it happens."""
+        return {"step": self.at, "save": self.after + 1, "sampling": self.after + 1}.get(self.when, self.at + 1)
 
     def __str__(self) -> str:
         if self.who == "disk":
@@ -79,6 +85,17 @@ class Plan:
         """The file that says that a fault happened, and in which process."""
         return self.fired / f"{self.faults.index(fault)}"
 
+    def reached(self, fault: Fault) -> Path:
+        """The file that says how far the process came in which a fault waits."""
+        return self.mark(fault).with_suffix(".reached")
+
+    def why_not(self, fault: Fault) -> str:
+        """Why a fault that did not happen could not; raises AssertionError where it should have happened."""
+        assert self.reached(fault).exists(), f"{fault} was never planted"
+        came = int(self.reached(fault).read_text())
+        assert came < fault.moment, f"{fault} did not happen, although its process came to {fault.when} {came}"
+        return f"the job was done after {came}"
+
     @property
     def progress(self) -> Path:
         """A file that is touched whenever the job moves on."""
@@ -98,6 +115,7 @@ class _FaultInjector:
         self.plan, self.faults = plan, faults
         self.lock = threading.RLock()
         self.counts: dict[Fault, int] = dict.fromkeys(faults, 0)
+        """Files touched, of each fault that waits for a file."""
         self.poison: float | None = None
         self.acting = False
 
@@ -113,8 +131,7 @@ class _FaultInjector:
                 os.utime(self.plan.progress)
                 self.poison = float("nan") if step in self.plan.broken_steps and heartbeat.rank == 0 else None
                 for fault in self._armed("step"):
-                    if step >= fault.at:
-                        self._act(fault)
+                    self._come_to(fault, step)
 
         def poisoned(module: Any, *rest: Any) -> Any:
             losses = forward(module, *rest)
@@ -124,6 +141,8 @@ class _FaultInjector:
 
         Watchdog.report = reporting  # type: ignore[method-assign]
         LossWrapper.forward = poisoned  # type: ignore[method-assign]
+        for fault in self.faults:
+            self.plan.reached(fault).write_text("-1")
         sys.addaudithook(self._hear)
 
     def _armed(self, *when: str) -> list[Fault]:
@@ -139,8 +158,14 @@ class _FaultInjector:
             for fault in self._armed("save", "sampling", "image", "file"):
                 if self._concerns(fault, path):
                     self.counts[fault] += 1
-                    if self.counts[fault] > (fault.after if fault.when in ("save", "sampling") else fault.at):
-                        self._act(fault)
+                    self._come_to(fault, self.counts[fault])
+
+    def _come_to(self, fault: Fault, moment: int) -> None:
+        """Note the step or file at which the process is, and act if it is the fault's."""
+        with self._unheard():
+            self.plan.reached(fault).write_text(str(moment))
+        if moment >= fault.moment:
+            self._act(fault)
 
     def _act(self, fault: Fault) -> None:
         del self.counts[fault]

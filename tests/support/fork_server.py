@@ -216,7 +216,7 @@ def _import_everything() -> None:
     muralist.train.trainer.matmul_rate = lambda device, dtype: 1e10  # half a second, for a figure nobody looks at here
 
     # A tenth of the product's patience with processes that give no sign of life: it is the same code that loses it.
-    pace = watchdog.WatchdogTiming(beat=0.2, suspicion=1.5, silence=4.0, exit_delay=20.0)
+    pace = watchdog.WatchdogTiming(beat=0.2, suspicion=1.5, silence=4.0, exit_delay=5.0)
     watchdog.WatchdogTiming = lambda: pace  # type: ignore[assignment,misc]
     muralist.tools.launch._GRACE_SECONDS = 5.0
     muralist.tools.launch.subprocess = SimpleNamespace(Popen=_Popen)  # type: ignore[assignment]

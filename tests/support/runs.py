@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from muralist.cli import main
 from tests.conftest import REPOSITORY
 
+HARDWARE = {"world_size", "device"}
 TIMING = {"time", "train/samples_per_second", "train/tokens_per_second", "train/mfu", "train/data_wait_fraction"}
 TINY = ["--model", "JiT-T/8", "--img_size", "16", "--batch_size", "4", "--num_workers", "0", "--warmup_steps", "3",
         "--learning_rate", "1e-3", "--sample_steps", "2", "--no_use_tensorboard"]  # fmt: skip
@@ -61,9 +62,9 @@ def finish(process: subprocess.Popen[str], expect: int | None = 0, timeout: floa
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what a clock put there."""
+    """The lines of metrics.jsonl without what differs between machines."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in TIMING} for line in lines]
+    return [{key: value for key, value in line.items() if key not in TIMING | HARDWARE} for line in lines]
 
 
 def losses(run: Path) -> list[float]:

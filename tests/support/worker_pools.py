@@ -11,16 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from muralist.core.errors import UserError
 from muralist.core.worker_pool import WorkerExited, WorkerPool
 from muralist.data import ledger_reader
 from muralist.data.prompts import open_prompt_table
 from muralist.generate.console import WorkerProgress
+from muralist.generate.model_info import ModelInfo
 from muralist.generate.output_dir import Header, OutputDir, merge_shards, start_ledger
 from muralist.generate.pipeline import GenerationMode, PendingBatch, Pipeline, SampleRequest
 from muralist.generate.plan import Plan
 from muralist.generate.scheduler import BatchSize, DecideBatchSize, Scheduler
 from muralist.generate.worker import Worker
-from muralist.generate.workers import GenerationJob, Report, Request, StopWorker, WorkerReady
+from muralist.generate.workers import GenerationJob, Report, Request, StopWorker, WorkerFailed, WorkerReady
 from muralist.models.jit import JiT
 from muralist.models.jit_spec import JiTSpec, Objective
 from muralist.settings import GenerateSettings, ObjectiveSettings
@@ -123,6 +125,8 @@ class ThreadPool(WorkerPool):
                 Worker(self.job, label, CPU, pipeline, send).serve(inbox)
             except Death:
                 reason = "was killed by SIGKILL"
+            except UserError as error:
+                send(WorkerFailed(error, all_workers=True))
             self.outbox.put((label, pipeline, WorkerExited(reason)))
 
         self.threads.append(threading.Thread(target=run, daemon=True))
@@ -164,7 +168,12 @@ class ModelThreadPool(ThreadPool):
     def open_pipeline(self) -> Pipeline:
         from muralist.generate.pipeline import load_pipeline
 
-        return load_pipeline(self.job.settings, CPU)
+        return load_pipeline(self.job.settings, CPU, self.job.model)
+
+    def close(self, grace: float) -> None:
+        super().close(grace)
+        for thread in self.threads:
+            thread.join(5)  # else what a worker raises at its end would be counted for the next test
 
 
 class RecordingDisplay:
@@ -205,7 +214,8 @@ class ThreadedRun:
         self.plan = Plan(open_prompt_table(str(table)), self.settings.images_per_prompt, 42, "", (SIDE, SIDE), "png")
         self.header = Header({"model": "tiny"}, batch_size)
         start_ledger(self.output.ledger, self.header)
-        self.job = GenerationJob(self.settings, self.output.root, self.header.digest, {"model": "tiny"})
+        model = ModelInfo({}, {"model": "tiny"})
+        self.job = GenerationJob(self.settings, model, self.output.root, self.header.digest, model.identity)
         self.display = RecordingDisplay()
         self.pool = ThreadPool(self.job)
 

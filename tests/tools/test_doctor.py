@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from scripts.write_troubleshooting import troubleshooting_page
 
 from muralist.cli import main
 from muralist.core.errors import UserError
@@ -24,7 +25,6 @@ from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, ModelSettings,
 from muralist.settings.load import load
 from muralist.tools.doctor.check import CHECKS, Check, CheckContext, Finding, ok
 from muralist.tools.doctor.collective_test import SIZES, CollectiveReport
-from muralist.tools.doctor.command import troubleshooting_page
 from muralist.tools.doctor.hardware import (
     Gpu,
     Gpus,

@@ -13,7 +13,8 @@ from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_count, format_duration, parse_count
 from muralist.models.configs import activation_bytes
-from muralist.settings import EstimateSettings
+from muralist.settings import EstimateSettings, TrainSettings
+from muralist.settings.load import to_yaml
 from muralist.tools.estimate import (
     BUCKET_BYTES,
     GPUS,
@@ -132,8 +133,9 @@ def test_tables_from_a_benchmark_file(tmp_path: Path, capsys: pytest.CaptureFixt
     written = (tmp_path / "scaling.html").read_text()
     assert "<html>" in written and "Ethernet, 25 Gbit" in written
     assert 'src="http' not in written and "8 GPUs: 9" in written
-    assert main(["estimate", "--from", str(tmp_path / "nothing")]) == 1
-    assert "is not a measurement" in capsys.readouterr().err
+    for path, problem in ((tmp_path / "nothing", "was not found"), (tmp_path, "is not a measurement")):
+        assert main(["estimate", "--from", str(path)]) == 1
+        assert f"{path} {problem}." in capsys.readouterr().err
     assert main([*words, "--images", "1M"]) == 1
     assert "--tokens and --images cannot both be given" in capsys.readouterr().err
 
@@ -152,11 +154,22 @@ def test_read_a_run(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     for part in ("One process without a GPU was measured", "0.2 MB per image", "80.0 GB is a default",
                  "No energy estimate"):  # fmt: skip
         assert part in output, output
-    log = tmp_path / "run" / "logs" / "train.log"
-    assert " device     CPU\n" in log.read_text()
-    log.write_text(log.read_text().replace(" device     CPU", " device     NVIDIA H200"))
-    found = estimate(read_measured(tmp_path / "run", None))
+    # Resumed on two GPUs: the readings of one CPU process do not count.
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(lines[-1] | {"train/tokens_per_second": 1e6, "world_size": 2, "device": "NVIDIA H200"}))
+    found = estimate(measured := read_measured(tmp_path / "run", None))
+    assert (measured.gpus, measured.readings) == (2, (1e6,))
     assert (found.gpu_memory, found.links.intra_node, found.watts) == (141e9, 450e9, 700)
+
+
+def test_read_a_run_whose_metrics_do_not_name_the_hardware(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "config.yaml").write_text(to_yaml(TrainSettings()))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/tokens_per_second": 1000.0}\n')
+    log = "12:00:00 Number of processes: {}\n12:00:00 Number of GPUs: {}\n12:00:00 device     NVIDIA H200\n"
+    (tmp_path / "logs" / "train.log").write_text(log.format(8, 8) + log.format(4, 4))
+    measured = read_measured(tmp_path, None)
+    assert (measured.gpus, measured.gpu, measured.batch_size) == (4, "NVIDIA H200", 64)
 
 
 def test_measured_memory_applies_to_its_image_size_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
 from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
-from muralist.settings.load import flatten, load
-from muralist.tools.hydit import translate, translate_flags
+from muralist.settings.load import FlagTable, flatten, load
+from muralist.tools import hydit as tables
+from muralist.tools.hydit import OF_MODEL, SAME, translate, translate_flags
 from tests.conftest import REPOSITORY
 
 WORKS: dict[str, dict[str, object]] = {
@@ -140,6 +142,19 @@ def test_refused_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err.startswith(
         "muralist: --cpu-offloading is not supported: training does not offload to host memory;"
     )
+
+
+def test_help_lists_every_official_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hydit", "--help"]) == 0
+    accepted, _, refused = capsys.readouterr().out.partition("\nrefused")
+    shown, shown_refused = (re.findall(r"^--([\w-]+)  ", part, re.MULTILINE) for part in (accepted, refused))
+    official = [word[2:].partition("=")[0].replace("_", "-") for word in " ".join([*WORKS, IGNORED]).split()
+                if word.startswith("--")]  # fmt: skip
+    assert set(official) <= set(shown) and {*OF_MODEL, "multireso", "use-zero-stage"} <= set(shown)
+    assert shown_refused == sorted(tables.REFUSED) and not set(shown) & set(shown_refused)
+    assert set(SAME) <= {flag.replace("_", "-") for flag in FlagTable(TrainSettings, TRAIN_FLAT_NAMES).paths}
+    text = " ".join(accepted.split())
+    assert "--lr --learning_rate --" in text and "--sampler --sample_solver: ddim is ddim, dpmms is dpm++" in text
 
 
 def test_missing_default_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,7 @@ def start_pack(place: Path, workers: int, count: int = 40) -> subprocess.Popen[b
     )
     child = subprocess.Popen([sys.executable, "-c", command], cwd=place, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 20
-    while not (place / ".packed.packing" / "lock").exists():
+    while not (place / ".packed.packing").exists():
         assert time.monotonic() < deadline and child.poll() is None
         time.sleep(0.005)
     time.sleep(0.05)

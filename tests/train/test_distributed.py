@@ -1,4 +1,4 @@
-"""Locks of extension builds that were killed are removed; recent ones are named."""
+"""Backends of the process group, and locks of extension builds that were killed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
+from muralist.core.errors import UserError
+from muralist.settings import DistBackend
 from muralist.train import distributed
-from muralist.train.distributed import remove_stale_extension_locks
+from muralist.train.distributed import process_group_backends, remove_stale_extension_locks
 
 
 def test_a_stale_extension_lock_is_removed_and_a_recent_one_is_named(
@@ -32,3 +34,26 @@ def test_a_stale_extension_lock_is_removed_and_a_recent_one_is_named(
     os.utime(lock.parent / "build.o", (hour_ago, hour_ago))
     remove_stale_extension_locks()
     assert not lock.exists() and f"Removed {lock}" in logged[-1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "size", "gpus", "expected"),
+    [
+        ("auto", 8, 8, "cpu:gloo,cuda:nccl"),
+        ("nccl", 8, 8, "cpu:gloo,cuda:nccl"),
+        ("gloo", 8, 8, "gloo"),
+        ("auto", 4, 1, "gloo"),
+        ("auto", 4, 3, "gloo"),
+        ("auto", 2, 0, "gloo"),
+    ],
+)
+def test_backend_depends_on_whether_processes_share_a_gpu(
+    wanted: DistBackend, size: int, gpus: int, expected: str
+) -> None:
+    assert process_group_backends(wanted, size, gpus) == expected
+
+
+@pytest.mark.parametrize(("gpus", "have"), [(1, "1 GPU"), (3, "3 GPUs"), (0, "no GPU")])
+def test_nccl_is_refused_for_processes_that_share_a_gpu(gpus: int, have: str) -> None:
+    with pytest.raises(UserError, match=f"4 processes have {have}"):
+        process_group_backends("nccl", 4, gpus)

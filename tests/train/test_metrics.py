@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from muralist.core.errors import UserError
+from muralist.settings import CheckpointSettings
 from muralist.train import metrics
 from muralist.train.loggers import ProgressLogger, start_log
 from muralist.train.metrics import DeviceEvent, Forecast, MetricsRecorder, StepProfiler, kind_of
-from muralist.train.schedule import TrainingClock
+from muralist.train.schedule import TrainingClock, checkpoint_steps
 from muralist.train.step import StepResult
 from tests.support.runs import assert_same_state, last_checkpoint, losses, only_run, train
 
@@ -52,7 +53,7 @@ def build(delay: int, every: int = 10) -> tuple[MetricsRecorder, Memory]:
     spec = SimpleNamespace(tokens_per_image=lambda: 16, flops_per_image=lambda: 100)
     memory = Memory()
     loggers: Any = [memory]
-    progress, forecast = ProgressLogger(0, 1000, 10, quiet=True), Forecast(None, 0, 1000, 100)
+    progress, forecast = ProgressLogger(0, 1000, 10, quiet=True), Forecast(None, range(1000), set())
     scaler = SimpleNamespace(is_enabled=lambda: False)
     state: Any = SimpleNamespace(world=world, spec=spec, scaler=scaler, skip_non_finite=False)
     recorder = MetricsRecorder(state, TrainingClock(10_000, 8, 1), loggers, progress, forecast, every, 1e9)
@@ -142,14 +143,18 @@ def test_cuda_event_waits_for_the_work_before_it() -> None:
 
 def run(
     path: Path, step: float, pause: float, later: float | None = None, steps: int = 1000, first: float = 0.0,
-    slower: float = 0.0,
+    slower: float = 0.0, every: int = 100, epoch: int | None = None,
 ) -> Forecast:  # fmt: skip
-    """A run of steps in groups of ten, with a checkpoint every hundred; from the middle on a step may take `later`.
+    """A run of steps in groups of ten, with a checkpoint every hundred, or also at the end of every epoch.
+
+    From the middle on a step may take `later`.
 
     The first pause takes `first` seconds more, and the ten steps after each pause take `slower` more.
     """
     now = [100.0]  # stands still until it is told to go on
-    forecast = Forecast(path, 0, steps, 100, lambda: now[0])
+    clock = TrainingClock(8 * (epoch or steps), 8, steps // (epoch or steps))
+    checkpoints = checkpoint_steps(CheckpointSettings(every=every, at_epoch_end=epoch is not None), clock, steps)
+    forecast = Forecast(path, range(steps), checkpoints, lambda: now[0])
     paused = 0.0
     for group in range(steps // 10):
         own = step if later is None or group < steps // 20 else later
@@ -157,8 +162,8 @@ def run(
         now[0] += seconds
         forecast.add(10, seconds, paused)
         paused = 0.0
-        if (group + 1) % 10 == 0:
-            paused = pause + (first if group == 9 else 0.0)
+        if 10 * (group + 1) in checkpoints:
+            paused = pause + (first if 10 * (group + 1) == min(checkpoints) else 0.0)
             now[0] += paused
     forecast.conclude()
     return forecast
@@ -171,6 +176,12 @@ def test_forecast_of_a_steady_run_includes_checkpoints(tmp_path: Path) -> None:
     assert told["seconds, estimated"] == pytest.approx(told["seconds, taken"], rel=1e-3)
     assert abs(told["off"]) < 0.001 and told["steps per second"] == pytest.approx(10.0)
     assert told["estimated at step"] == 210 and forecast.at_step == 210  # the first flush after the second checkpoint
+
+
+@pytest.mark.parametrize(("every", "epoch"), [(5000, 100), (350, 100), (100, 250)])
+def test_forecast_counts_checkpoints_at_epoch_ends(tmp_path: Path, every: int, epoch: int) -> None:
+    run(tmp_path / "forecast.json", step=0.1, pause=5.0, first=3.0, every=every, epoch=epoch)
+    assert abs(json.loads((tmp_path / "forecast.json").read_text())["off"]) < 0.001
 
 
 def test_forecast_ignores_the_slow_first_pause(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_gpu_without_fp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     with pytest.raises(UserError, match=r"needs a GPU with FP8 matmuls: compute capability 8\.9") as refused:
-        preflight.check_precision(settings("--precision", "fp8"), "ddp", torch.device("cuda"))
+        preflight.check_strategy(settings("--precision", "fp8"), "ddp", torch.device("cuda"))
     assert refused.value.why == "NVIDIA A100 has 8.0."
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     assert (

@@ -9,6 +9,7 @@ import torch
 
 from muralist.settings import CheckpointSettings, ModelSettings, TrainSettings
 from muralist.train import checkpoint
+from muralist.train.loggers import start_log
 from muralist.train.resume import find_initial_weights
 from tests.support.runs import assert_same_state, last_checkpoint, metrics, only_run, train
 
@@ -45,6 +46,24 @@ def test_only_unconditional_runs_of_the_same_model_and_size_count(tmp_path: Path
     assert found(tmp_path, condition=False) is None
     assert found(tmp_path, "none") is None
     assert found(tmp_path, str(tmp_path / "wide")) == 11
+
+
+def test_rectangular_images_start_from_a_run_of_the_same_shape(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start_log(None, 0)
+    settings = TrainSettings(
+        model=ModelSettings(name="HunyuanDiT", img_size=(32, 48)),
+        checkpoint=CheckpointSettings(init_from="auto"),
+        results_dir=str(tmp_path),
+    )
+    write_run(tmp_path, "tall", 10, model="HunyuanDiT", img_size=[48, 32])
+    write_run(tmp_path, "square", 20, model="HunyuanDiT", img_size=32)
+    assert find_initial_weights(settings) is None
+    assert "No unconditional run of HunyuanDiT at 32 x 48 px under" in capsys.readouterr().out
+    write_run(tmp_path, "wide", 30, model="HunyuanDiT", img_size=[32, 48])
+    initial = find_initial_weights(settings)
+    assert initial is not None and float(initial[0]["a"][0]) == 31
 
 
 def test_damaged_checkpoint_of_the_pretrained_run_is_skipped(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 
 from muralist.core.errors import UserError
 from muralist.data.sampler import ShuffledOrder
-from muralist.settings import DataSettings, OptimSettings
+from muralist.settings import CheckpointSettings, DataSettings, OptimSettings
 from muralist.train.preflight import check_length
 from muralist.train.schedule import (
     BatchPlan,
     LearningRate,
     TrainingClock,
+    checkpoint_steps,
     ema_decay,
     learning_rate,
     plan_batch,
@@ -204,3 +206,16 @@ def test_table_of_learning_rates_by_gpus() -> None:
         told = rates_by_gpus(rate, "linear", plan)
         assert told == "1.25e-06 on 1 (batch 4), 2.5e-06 on 2 (batch 8), 5e-06 on 4 (batch 16), 1e-05 on 8 (batch 32)"
     assert "1.25e-06 x 4, linear rule, base batch 4" in rate.reason
+
+
+def test_checkpoints_are_due_at_intervals_epoch_ends_and_the_last_step() -> None:
+    clock = TrainingClock(samples=70, total_batch=10, epochs=3)  # epochs of seven steps
+    due = functools.partial(checkpoint_steps, clock=clock, last_step=18)
+    assert due(CheckpointSettings(every=5)) == {5, 10, 15, 18}
+    assert due(CheckpointSettings(every=8, latest_every=6)) == {6, 8, 12, 16, 18}
+    assert due(CheckpointSettings(every=10, at_epoch_end=True)) == {7, 10, 14, 18}
+    for samples, total in ((64, 10), (5, 16)):  # an epoch that ends within a step, and one shorter than a step
+        clock = TrainingClock(samples, total, epochs=9)
+        steps = range(1, clock.last_step + 1)
+        ends = checkpoint_steps(CheckpointSettings(every=1000, at_epoch_end=True), clock, clock.last_step)
+        assert ends - {0} == {step for step in steps if clock.ends_epoch(step)}

@@ -13,12 +13,14 @@ import gc
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +30,9 @@ from muralist.core.hardware import cache_dir
 INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 TRITON_VARIABLE = "TRITON_CACHE_DIR"
 _CPU_INFO = Path("/proc/cpuinfo")
+_UNUSED_DAYS = 30
+# Of other versions of torch and Python or other processors; the bytecode of muralist 0.1; removals that were interrupted.
+_OLD_CACHE = re.compile(r"torch-[\w.+]+-python-[\w.+]+-\w+-[0-9a-f]{8}|bytecode(-[0-9a-f]{16})?|removed-\w+")
 _KERNEL_SOURCES = ("kernels/*.py", "generate/diffusers_patches.py")
 
 
@@ -37,6 +42,7 @@ class CompileCache:
 
     folder: Path
     note: str = ""  # why the folder is temporary, if it is
+    removed: str = ""  # which old caches were removed, if any
 
     @property
     def is_warm(self) -> bool:
@@ -44,7 +50,10 @@ class CompileCache:
         return (self.folder / "fxgraph").is_dir()  # in which torch keeps compiled graphs
 
     def summary(self) -> str:
-        """Say how many graphs this process compiled or found in the cache; empty if neither."""
+        """Say how many graphs this process compiled or found, and which old caches it removed; empty if none."""
+        return " ".join(filter(None, (self._compiled(), self.removed)))
+
+    def _compiled(self) -> str:
         dynamo = sys.modules.get("torch._dynamo.utils")  # not imported unless something was compiled
         if dynamo is None:
             return ""
@@ -66,10 +75,39 @@ def use_compile_cache() -> CompileCache:
         folder = Path(tempfile.mkdtemp(prefix="muralist-compiled-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     note = f"They are not cached: {problem}. Set {INDUCTOR_VARIABLE} to a private folder." if problem else ""
+    removed = "" if chosen or problem else _remove_unused(folder)
     os.environ[INDUCTOR_VARIABLE] = str(folder)
     os.environ.setdefault(TRITON_VARIABLE, str(folder / "triton"))  # our kernels compile before torch would set it
     _key_by_kernel_sources()
-    return CompileCache(folder, note)
+    return CompileCache(folder, note, removed)
+
+
+def _remove_unused(current: Path) -> str:
+    """Remove caches of other versions that were not used for a month; say so, or return an empty text.
+
+    Renaming them aside first gives each to one of the processes that start together, and never half of one to any.
+    """
+    with suppress(OSError):
+        os.utime(current)  # its last use: reading a cache leaves no other trace
+    aside: Path | None = None
+    removed = 0
+    for folder in (*current.parent.iterdir(), *current.glob("bytecode*")):
+        with suppress(OSError):
+            status = folder.lstat()
+            mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and _OLD_CACHE.fullmatch(folder.name)
+            if mine and folder != current and time.time() - _last_change(folder) > _UNUSED_DAYS * 86400:
+                aside = aside or Path(tempfile.mkdtemp(prefix="removed-", dir=current.parent))
+                folder.rename(aside / str(removed))
+                removed += 1
+    if aside:
+        shutil.rmtree(aside, ignore_errors=True)
+    caches = "cache" if removed == 1 else "caches"
+    where = f"in {current.parent}, unused for {_UNUSED_DAYS} days"
+    return f"Removed {removed} {caches} of other versions {where}." if removed else ""
+
+
+def _last_change(folder: Path) -> float:
+    return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
 
 
 @contextmanager

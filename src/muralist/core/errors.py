@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 EXIT_LOST_PEERS = 75
 """Exit status of a process that stopped because another rank is missing (EX_TEMPFAIL: running it again resumes)."""
+
+EXIT_CLOSED_OUTPUT = 141
+"""Exit status of a command whose output was closed before its end, as a shell reports SIGPIPE."""
 
 _MAX_LENGTH = 2000  # characters of each part of a message
 
@@ -55,10 +60,13 @@ def report_errors(run: Callable[[], int], debug: bool = False) -> int:
             traceback.print_exc()
         print("\n".join(filter(None, (f"muralist: {error.what}", error.why, error.fix))), file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader of our output exited, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except SystemExit as error:
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
+        return EXIT_CLOSED_OUTPUT  # rich turns a closed output into SystemExit
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            return EXIT_CLOSED_OUTPUT
         if debug:
             traceback.print_exc()
             return 1
@@ -68,3 +76,23 @@ def report_errors(run: Callable[[], int], debug: bool = False) -> int:
     except KeyboardInterrupt:
         print("muralist: interrupted; everything saved before is intact.", file=sys.stderr)
         return 130
+    finally:
+        _flush_output()
+
+
+def _output_is_closed() -> bool:
+    """Whether the reader of stdout or stderr has exited, as in `| head`; another pipe may break too."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # no stream, or one without a file descriptor
+            poll.register(stream.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _flush_output() -> None:
+    """Flush stdout; if nobody reads it any more, drop the rest, which Python would complain about when it exits."""
+    try:
+        if sys.stdout is not None:  # it is None where the command was started with a closed stdout
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

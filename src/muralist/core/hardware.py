@@ -27,6 +27,18 @@ def can_compile() -> bool:
     return find_spec("triton") is not None and any(name and shutil.which(name) for name in compilers)
 
 
+def nvidia_capability(device: torch.device | None = None) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU, by default the current one, and (0, 0) for any other device.
+
+    Kernels and FP8 are chosen by it alone: on AMD GPUs, torch reports architectures such as gfx942 as (9, 4).
+    """
+    import torch
+
+    if torch.version.hip is not None or (device is not None and device.type != "cuda"):
+        return 0, 0
+    return torch.cuda.get_device_capability(device)
+
+
 def cache_dir() -> Path:
     """Return the user's cache folder of muralist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "muralist"
@@ -62,6 +74,13 @@ def select_devices(gpu_ids: Sequence[int]) -> dict[str, str]:
         return {str(label): "cpu" for label in gpu_ids or range(default_processes())}
     check_gpu_ids(gpu_ids, count, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return {str(gpu): f"cuda:{gpu}" for gpu in gpu_ids or range(count)}
+
+
+def share_devices(devices: dict[str, str]) -> dict[str, str]:
+    """Let NPROC processes share the devices, where NPROC is larger than their number."""
+    names = list(devices.values())
+    processes = requested_processes() or 0
+    return {str(label): names[label % len(names)] for label in range(processes)} if processes > len(names) else devices
 
 
 def check_gpu_ids(gpu_ids: Sequence[int], count: int, visible: str | None) -> None:

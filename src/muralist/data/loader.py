@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, groupby, islice
 from types import TracebackType
 from typing import NamedTuple
 
@@ -100,23 +100,33 @@ def num_loader_workers(settings: DataSettings) -> int:
 def training_batches(
     source: Source, split: Split, order: SampleOrder, batches: Iterable[list[int]], settings: DataSettings
 ) -> Iterator[Batch]:
-    """Yield one batch for every list of sample indices in `batches`, in order; the workers start at once."""
-    workers = num_loader_workers(settings)
-    loader: DataLoader[Batch] = DataLoader(
-        _OrderedDataset(source, split, order),
-        batch_sampler=batches,  # type: ignore[arg-type]
-        num_workers=workers,
-        persistent_workers=settings.persistent_workers and workers > 0,
-        pin_memory=settings.pin_memory and torch.cuda.is_available(),
-        prefetch_factor=4 if workers else None,
-        collate_fn=_identity,  # type: ignore[arg-type]
-        worker_init_fn=_prepare_worker,
-    )
-    found = iter(loader)
-    # torch's handler would raise in the middle of an update when a worker dies; _checked notices when its batch is due.
-    if workers and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    return _checked(found)
+    """Yield one batch for every list of sample indices in `batches`, in order; the workers start at once.
+
+    They live as long as the run, or with `persistent_workers` false until the end of each epoch.
+    """
+    workers, dataset = num_loader_workers(settings), _OrderedDataset(source, split, order)
+
+    def start(indices: Iterable[list[int]]) -> Iterator[Batch | UserError]:
+        loader: DataLoader[Batch] = DataLoader(
+            dataset,
+            batch_sampler=indices,  # type: ignore[arg-type]
+            num_workers=workers,
+            pin_memory=settings.pin_memory and torch.cuda.is_available(),
+            prefetch_factor=4 if workers else None,
+            collate_fn=_identity,  # type: ignore[arg-type]
+            worker_init_fn=_prepare_worker,
+        )
+        found = iter(loader)
+        # torch's handler would raise in an update when a worker dies; _checked notices when its batch is due.
+        if workers and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return found
+
+    if settings.persistent_workers:
+        return _checked(start(batches))
+    epochs = groupby(batches, lambda indices: indices[0] // split.training_size)
+    started = map(start, (indices for _, indices in epochs))
+    return _checked(chain(next(started, ()), chain.from_iterable(started)))
 
 
 def _checked(batches: Iterator[Batch | UserError]) -> Iterator[Batch]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from muralist import __version__
 from muralist.core.errors import UserError
-from muralist.core.hardware import select_devices
+from muralist.core.hardware import select_devices, share_devices
 from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error
 from muralist.data.sources import EMBEDDED
 from muralist.evaluate import encoders, inception, metrics
@@ -102,7 +102,7 @@ class Evaluation:
         # Encoders of images and of prompts.
         self.clip = ClipEncoder.from_checkpoint(Path(settings.clip_path)) if settings.clip_path else None
         self.dinov2 = Dinov2Encoder.from_checkpoint(Path(settings.dinov2_path)) if settings.dinov2_path else None
-        self.devices = select_devices(settings.gpu_ids)
+        self.devices = share_devices(select_devices(settings.gpu_ids))
         self.metrics_device = next(iter(self.devices.values()))
         self.warnings: list[str] = []
         self.scores: dict[str, dict[str, Any]] = {}
@@ -236,10 +236,12 @@ class Evaluation:
             self._add("fid", fid, inception.RESIZING)
             if real is not None:
                 self._add("kid", metrics.kid(rows, real, seed, device), "100 subsets of at most 1,000 images")
-                near = metrics.neighbor_metrics(rows, real, seed, device)
-                used = f"of {near.sample_counts[0]:,} images and {near.sample_counts[1]:,} of the reference"
-                for name, k in (("precision", 3), ("recall", 3), ("density", 5), ("coverage", 5)):
-                    self._add(name, getattr(near, name), f"k = {k}, {used}")
+                estimates, (images_used, reference_used) = metrics.neighbor_metrics(rows, real, seed, device)
+                for name, estimate in estimates.items():
+                    k = 3 if name in ("precision", "recall") else 5
+                    self._add(
+                        name, estimate, f"k = {k}, of {images_used:,} images and {reference_used:,} of the reference"
+                    )
         if self.classifier is not None:
             self._score_classes(rows, self.classifier)
 
@@ -388,7 +390,7 @@ def stats(settings: StatsSettings) -> int:
     items = _stats_items(settings)
     dinov2 = Dinov2Encoder.from_checkpoint(Path(settings.dinov2_path)) if settings.dinov2_path else None
     cache = output.with_name(f"{output.name}.features")
-    devices = select_devices(settings.gpu_ids)
+    devices = share_devices(select_devices(settings.gpu_ids))
     features = compute_features(InceptionEncoder.from_file(weights), items, devices, cache)
     for index, why in features.unreadable.items():
         log.warning("%s is left out: %s.", items[index].content, why)

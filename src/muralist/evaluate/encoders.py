@@ -140,7 +140,7 @@ class ClipEncoder(Encoder):
 
         def compute(batch: Tensor) -> Tensor:
             output = model.vision_model(pixel_values=batch.to(device)).pooler_output
-            return _normalize(model.visual_projection(output))
+            return F.normalize(model.visual_projection(output), dim=-1)
 
         return LoadedEncoder(prepare, compute)
 
@@ -156,7 +156,7 @@ class ClipEncoder(Encoder):
         def compute(batch: Tensor) -> Tensor:
             tokens, mask = batch.to(device).unbind(1)
             output = model.text_model(input_ids=tokens, attention_mask=mask).pooler_output
-            return _normalize(model.text_projection(output))
+            return F.normalize(model.text_projection(output), dim=-1)
 
         return LoadedEncoder(prepare, compute)
 
@@ -171,10 +171,6 @@ class ClipEncoder(Encoder):
         tokenizer = self.tokenizer()
         tokenizer.model_max_length = 1 << 30  # else it warns about every long prompt
         return sum(len(tokenizer(prompt)["input_ids"]) > TEXT_LENGTH for prompt in set(prompts))
-
-
-def _normalize(embeddings: Tensor) -> Tensor:
-    return embeddings / embeddings.norm(dim=-1, keepdim=True)
 
 
 DINOV2_SIDE = 224

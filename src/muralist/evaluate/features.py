@@ -142,7 +142,7 @@ def extract(
         prepare = stack.enter_context(_preparing(loaded, max(1, available_cpus() // processes)))
         batch_size = 0
         ahead: deque[tuple[Batch, PendingDecode]] = deque()
-        computing: tuple[list[bytes], _DeviceRows | None, FinishedBatch] | None = None
+        computing: tuple[list[bytes], Callable[[], np.ndarray] | None, FinishedBatch] | None = None
         while True:
             idle = computing is None  # otherwise the computed batch is written before anything is waited for
             while _may_decode_ahead(ahead) and (batch := next_batch(idle and not ahead)) is not None:
@@ -157,14 +157,15 @@ def extract(
                 good = {key: row for key, row in inputs.items() if not isinstance(row, str)}
                 rows = None
                 if good:
-                    batch_size = batch_size or _safe_batch_size(loaded, next(iter(good.values())), BATCH[device.type])
+                    row = next(iter(good.values()))
+                    batch_size = batch_size or _safe_batch_size(encoder.name, loaded, row, BATCH[device.type])
                     rows = _compute_padded(loaded, list(good.values()), batch_size)
                 pending.release()
                 computing = list(good), rows, FinishedBatch(len(batch), broken)
             if previous:
                 keys, rows, finished = previous
                 if rows:
-                    cache.append(keys, rows.to_numpy())
+                    cache.append(keys, rows())
                 yield finished
 
 
@@ -198,35 +199,27 @@ def _prepare_item(loaded: LoadedEncoder, item: FeatureItem) -> Tensor | str:
             return error.reason
 
 
-class _DeviceRows:
-    """Features on their way from the device to the host."""
-
-    def __init__(self, features: Tensor) -> None:
-        self._event = torch.cuda.Event() if features.is_cuda else None
-        self._rows = features
-        if self._event:
-            self._rows = torch.empty(features.shape, dtype=features.dtype, pin_memory=True)
-            self._rows.copy_(features, non_blocking=True)
-            self._event.record(torch.cuda.current_stream(features.device))
-
-    def to_numpy(self) -> np.ndarray:
-        """Wait for this copy, not for kernels launched after it."""
-        if self._event:
-            self._event.synchronize()
-        return self._rows.numpy()
-
-
-def _compute_padded(loaded: LoadedEncoder, inputs: Sequence[Tensor], batch_size: int) -> _DeviceRows:
-    """Compute features in batches of one shape."""
-    features = []
+def _compute_padded(loaded: LoadedEncoder, inputs: Sequence[Tensor], batch_size: int) -> Callable[[], np.ndarray]:
+    """Compute features in batches of one shape; the result waits for them, but not for kernels launched later."""
+    parts = []
     for start in range(0, len(inputs), batch_size):
         part = list(inputs[start : start + batch_size])
         batch = loaded.stack(part + [part[-1]] * (batch_size - len(part)))
-        features.append(loaded.compute(batch)[: len(part)].float())
-    return _DeviceRows(torch.cat(features))
+        parts.append(loaded.compute(batch)[: len(part)].float())
+    features = torch.cat(parts)
+    if not features.is_cuda:
+        return features.numpy
+    copy = torch.empty(features.shape, dtype=features.dtype, pin_memory=True).copy_(features, non_blocking=True)
+    copied = torch.cuda.current_stream(features.device).record_event()
+
+    def wait() -> np.ndarray:
+        copied.synchronize()
+        return copy.numpy()
+
+    return wait
 
 
-def _safe_batch_size(loaded: LoadedEncoder, row: Tensor, size: int) -> int:
+def _safe_batch_size(name: str, loaded: LoadedEncoder, row: Tensor, size: int) -> int:
     """Return `size`, or 1 where an item's features change with its position or its neighbors in the batch."""
     if size == 1:
         return 1
@@ -234,7 +227,14 @@ def _safe_batch_size(loaded: LoadedEncoder, row: Tensor, size: int) -> int:
     alike = loaded.compute(loaded.stack([row] * size))
     mixed = loaded.compute(loaded.stack([row, other] * (size // 2)))[::2]
     same = torch.equal(alike, alike[:1].expand_as(alike)) and torch.equal(mixed, alike[: len(mixed)])
-    return size if same else 1
+    if same:
+        return size
+    log.warning(
+        "%s computes batches of 1 instead of %d on this device, where features depend on the position in a batch. "
+        "The results stay exact, but take longer; pass --gpu_ids to use other GPUs.",
+        name, size,
+    )  # fmt: skip
+    return 1
 
 
 @contextmanager

@@ -159,21 +159,12 @@ def _rescale(influence: np.ndarray, count: int) -> np.ndarray:
     return centered * np.sqrt(len(influence) / count)
 
 
-@dataclass(frozen=True)
-class NeighborMetrics:
-    """Metrics of k-nearest-neighbor manifolds."""
-
-    precision: MetricEstimate
-    recall: MetricEstimate
-    density: MetricEstimate
-    coverage: MetricEstimate
-    sample_counts: tuple[int, int]
-
-
-def neighbor_metrics(fake: np.ndarray, real: np.ndarray, seed: int, device: str = "cpu") -> NeighborMetrics:
+def neighbor_metrics(
+    fake: np.ndarray, real: np.ndarray, seed: int, device: str = "cpu"
+) -> tuple[dict[str, MetricEstimate], tuple[int, int]]:
     """Return precision and recall, k = 3 (Kynkaanniemi et al. 2019), density and coverage, k = 5 (Naeem et al. 2020).
 
-    Larger sets are subsampled to 10,000.
+    Larger sets are subsampled to 10,000; also returns how many samples of each set are used.
     """
     generator = np.random.Generator(np.random.Philox(key=seed))
     x, y = (_subsample(rows, generator, device) for rows in (fake, real))
@@ -191,7 +182,9 @@ def neighbor_metrics(fake: np.ndarray, real: np.ndarray, seed: int, device: str 
         balls[part] = (distances <= five_y).sum(1).double() / 5
         nearest_fake = torch.minimum(nearest_fake, distances.amin(0))
     covered = nearest_fake <= five_y
-    return NeighborMetrics(_mean(inside_real), _mean(inside_fake), _mean(balls), _mean(covered), (len(x), len(y)))
+    found = {"precision": inside_real, "recall": inside_fake, "density": balls, "coverage": covered}
+    estimates = {name: mean_estimate(values.double().cpu().numpy()) for name, values in found.items()}
+    return estimates, (len(x), len(y))
 
 
 def _subsample(rows: np.ndarray, generator: np.random.Generator, device: str) -> Tensor:
@@ -215,10 +208,6 @@ def _radii(x: Tensor) -> tuple[Tensor, Tensor]:
     nearest = torch.cat(found)
     last = nearest.shape[1] - 1
     return nearest[:, min(3, last)], nearest[:, min(5, last)]
-
-
-def _mean(values: Tensor) -> MetricEstimate:
-    return mean_estimate(values.double().cpu().numpy())
 
 
 def mean_estimate(values: np.ndarray) -> MetricEstimate:

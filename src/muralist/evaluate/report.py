@@ -117,17 +117,14 @@ class MetricScore(_Model):
     note: str | None = None
 
 
-class _Images(_Model):
+class _ImageSet(_Model):
+    """The evaluated images (in `folder`) or the reference (at `path`)."""
+
     folder: str | None = None
+    path: str | None = None
     count: int | None = None
     unreadable: list[Any] = []
     sizes: dict[str, int] = {}  # counts by height and width
-
-
-class _Reference(_Model):
-    path: str | None = None
-    count: int | None = None
-    sizes: dict[str, int] = {}
 
 
 class _PerImage(_Model):
@@ -152,8 +149,8 @@ class Report(_Model):
     fid: Number = None
     scores: dict[str, MetricScore | None] = {}
     missing: list[dict[str, str]] = []  # metric and reason
-    images: _Images = _Images()
-    reference: _Reference | None = None
+    images: _ImageSet = _ImageSet()
+    reference: _ImageSet | None = None
     settings: dict[str, Any] = {}
     per_image: _PerImage = _PerImage()
     failures: list[dict[str, str | None]] = []  # id, seed, prompt, error and gpu

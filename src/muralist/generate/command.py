@@ -8,12 +8,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,17 +23,14 @@ from muralist.core.run_dir import FileLock, is_disk_full
 from muralist.core.slurm import set_rank_environment
 from muralist.data.prompts import open_prompt_table
 from muralist.generate import console, output_dir
-from muralist.generate.console import INTERRUPTED, ProgressDisplay
+from muralist.generate.console import INTERRUPTED, ProgressLines, WorkerProgress
 from muralist.generate.model_info import ModelInfo, inspect_model, settings_identity
 from muralist.generate.output_dir import Header, OutputDir
 from muralist.generate.plan import Plan
-from muralist.generate.ranks import RankCoordinator, RankDisplay, RankRefused
+from muralist.generate.ranks import RankCoordinator, RankRefused
 from muralist.generate.scheduler import BatchSize, Scheduler, Undecided
 from muralist.generate.workers import GenerationJob, WorkerReady, open_pool, ray_devices
 from muralist.settings import GenerateSettings
-
-if TYPE_CHECKING:
-    from muralist.models.jit_spec import JiTSpec
 
 __all__ = ["INTERRUPTED", "Preflight", "generate"]
 
@@ -68,12 +65,13 @@ class _Command:
     """One call of `muralist generate`, checked as far as possible before anything is loaded."""
 
     settings: GenerateSettings  # with the defaults that depend on the model
+    model: ModelInfo
     identity: dict[str, Any]  # everything that shapes an image
     plan: Plan
     output: OutputDir
     ranks: RankCoordinator | None
     header: Header | None = None
-    display: ProgressDisplay | None = None
+    display: ProgressLines | None = None
     lock: FileLock | None = None  # of the process that found the missing samples
 
     @classmethod
@@ -91,11 +89,11 @@ class _Command:
         model = inspect_model(settings)
         settings = settings.model_copy(update=model.resolved)
         plan = _read_plan(settings)
-        if model.jit and model.jit.label_names:
-            _check_class_names(plan, model.jit)
+        if model.is_jit:
+            _check_class_names(plan, model)
         if preflight:  # before torch looks for GPUs: it would wait for a driver that does not answer
             preflight(settings, model, len(plan))
-        return cls(settings, settings_identity(settings, model), plan, output, ranks)
+        return cls(settings, model, settings_identity(settings, model), plan, output, ranks)
 
     @property
     def _is_first(self) -> bool:
@@ -183,8 +181,8 @@ class _Command:
         ranks, labels = self.ranks, list(devices)
         digest = Header(self.identity, 1).digest
         metadata = {"model": self.identity["model"], "settings": self.identity, "software": "muralist"}
-        pool = open_pool(GenerationJob(self.settings, self.output.root, digest, metadata), devices)
-        display = self.display = RankDisplay(ranks) if ranks else console.open_display(self.output)
+        pool = open_pool(GenerationJob(self.settings, self.model, self.output.root, digest, metadata), devices)
+        display = self.display = console.open_display(self.output) if self._is_first else ProgressLines()
         scheduler = Scheduler(
             self.plan,
             self.output,
@@ -193,7 +191,7 @@ class _Command:
             display,
             self._decide_batch_size,
             self.settings.worker_timeout,
-            heartbeat=self._beat,
+            on_progress=self._on_progress,
             images_before=len(self.plan) - len(todo),
         )
         if ranks:
@@ -216,11 +214,13 @@ class _Command:
             merged = self._close_output(labels)
         return interrupted, scheduler.first_image_at, merged
 
-    def _beat(self) -> None:
-        if self.ranks:
-            self.ranks.beat()
+    def _on_progress(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
+        assert self.display is not None
         if self.lock:
             self.lock.beat()
+        shown = self.ranks.exchange_progress(*workers.values()) if self.ranks else (workers, unassigned)
+        if shown:
+            self.display.update(*shown)
 
     def _decide_batch_size(self, ready: WorkerReady, measured: int | None) -> BatchSize | Undecided:
         """Return the ledger's batch size, else the requested or measured one, with which a ledger is started."""
@@ -282,8 +282,11 @@ def _read_plan(settings: GenerateSettings) -> Plan:
     return plan
 
 
-def _check_class_names(plan: Plan, spec: JiTSpec) -> None:
+def _check_class_names(plan: Plan, model: ModelInfo) -> None:
     """Refuse a table none of whose prompts names a class; warn where some do not, whose rows fail."""
+    from muralist.generate.jit_pipeline import spec_from_description
+
+    spec = spec_from_description(model.description)
     find_label = functools.cache(spec.find_label)
     first_copies = plan.samples(np.arange(0, len(plan), plan.copies))
     unknown = [sample.prompt for sample in first_copies if find_label(sample.prompt) is None]

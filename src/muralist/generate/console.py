@@ -7,8 +7,6 @@ import logging
 import math
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -46,15 +44,18 @@ class WorkerProgress(NamedTuple):
         return self.done + self.failed
 
 
-class ProgressDisplay(ABC):
-    """Where progress is shown; the counts also go into a file of the output folder, if one is given, for the board."""
+class ProgressLines:
+    """A line on stderr every few seconds; the counts also go into a file of the output folder, if given, for the board."""
 
     def __init__(self, output: OutputDir | None = None) -> None:
         self._output, self._recorded = output, -_RECORD_INTERVAL
+        self._shown, self._last = time.monotonic(), 0
+        self._first: dict[str, tuple[float, int]] = {}  # when a worker's first images came, and how many
 
     def update(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
         """Show how far each worker is; `unassigned` samples belong to none at the moment."""
-        self._show(workers, unassigned)
+        done, failed, total = (sum(column) for column in zip(*(worker[:3] for worker in workers.values()), strict=True))
+        self._show(workers, WorkerProgress(done, failed, total + unassigned))
         is_due = time.monotonic() - self._recorded >= _RECORD_INTERVAL
         if self._output and is_due and self._output.work.is_dir():
             self._recorded = time.monotonic()
@@ -62,62 +63,46 @@ class ProgressDisplay(ABC):
             with suppress(OSError):  # a full disk is reported by the first image that does not fit
                 atomic_write(self._output.progress, json.dumps(record))
 
-    @abstractmethod
-    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None: ...
+    def _show(self, workers: Mapping[str, WorkerProgress], total: WorkerProgress) -> None:
+        rate, left = self._rate("total", total.finished), total.total - total.finished
+        is_soon = time.monotonic() - self._shown < _LINE_INTERVAL
+        if total.finished == self._last or (is_soon and left):
+            return
+        self._shown, self._last = time.monotonic(), total.finished
+        speed = f", {rate:.2f} images/s, {format_duration(left / rate)} left" if rate else ""
+        each = ", ".join(f"GPU {label}: {worker.finished:,}/{worker.total:,}" for label, worker in workers.items())
+        counts = f"success: {total.done:,}, failed: {total.failed:,}"
+        self.print(f"{total.finished:,}/{total.total:,} ({counts}){speed}; {each}")
 
-    @abstractmethod
+    def _rate(self, label: str, finished: int) -> float:
+        """Return images per second since the first ones came, 0 while unknown: loading the model does not count."""
+        if not finished:
+            return 0.0
+        since, first = self._first.setdefault(label, (time.monotonic(), finished))
+        return (finished - first) / max(time.monotonic() - since, 1e-3)
+
     def print(self, text: str) -> None:
         """Print a line for the user."""
+        print(text, file=sys.stderr, flush=True)
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Stop the display."""
 
 
-def open_display(output: OutputDir) -> ProgressDisplay:
-    """Open bars on a terminal, lines elsewhere."""
-    console = Console(stderr=True)
-    is_terminal = console.is_terminal and not console.is_dumb_terminal
-    return ProgressBars(console, output) if is_terminal else ProgressLines(output)
-
-
-class RateMeter:
-    """Images per second since the first ones came: loading the model does not count."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self._first = 0
-
-    def rate(self, finished: int) -> float:
-        """Return images per second, 0 while unknown."""
-        now = time.monotonic()
-        if self._since is None:
-            if finished:
-                self._since, self._first = now, finished
-            return 0.0
-        return (finished - self._first) / max(now - self._since, 1e-3)
-
-
-def _sum(workers: Mapping[str, WorkerProgress], unassigned: int) -> WorkerProgress:
-    done, failed, total = (sum(column) for column in zip(*(worker[:3] for worker in workers.values()), strict=True))
-    return WorkerProgress(done, failed, total + unassigned)
-
-
-class ProgressBars(ProgressDisplay):
-    """One bar per GPU and one for all, in tqdm's format."""
+class ProgressBars(ProgressLines):
+    """Instead of lines, on a terminal: one bar per GPU and one for all, in tqdm's format."""
 
     def __init__(self, console: Console, output: OutputDir | None = None) -> None:
         super().__init__(output)
         self.console, self.started = console, time.monotonic()
-        self.meters: defaultdict[str, RateMeter] = defaultdict(RateMeter)
         self.bars: list[tuple[str, WorkerProgress, float, float]] = []  # label, progress, images/s, seconds
         self.live = Live(self, console=console, refresh_per_second=4)
         self.live.start()
 
-    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
-        rows = {f"GPU {label}": worker for label, worker in workers.items() if worker.total}
-        rows["total"] = _sum(workers, unassigned)
+    def _show(self, workers: Mapping[str, WorkerProgress], total: WorkerProgress) -> None:
+        rows = {f"GPU {label}": worker for label, worker in workers.items() if worker.total} | {"total": total}
         elapsed = time.monotonic() - self.started
-        self.bars = [(label, row, self.meters[label].rate(row.finished), elapsed) for label, row in rows.items()]
+        self.bars = [(label, row, self._rate(label, row.finished), elapsed) for label, row in rows.items()]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         longest = max((len(bar[0]) for bar in self.bars), default=0)
@@ -149,28 +134,11 @@ class ProgressBars(ProgressDisplay):
         self.live.stop()
 
 
-class ProgressLines(ProgressDisplay):
-    """A line every few seconds."""
-
-    def __init__(self, output: OutputDir | None = None) -> None:
-        super().__init__(output)
-        self.meter, self.shown, self.last = RateMeter(), time.monotonic(), 0
-
-    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
-        total = _sum(workers, unassigned)
-        rate, left = self.meter.rate(total.finished), total.total - total.finished
-        is_soon = time.monotonic() - self.shown < _LINE_INTERVAL
-        if total.finished == self.last or (is_soon and left):
-            return
-        self.shown, self.last = time.monotonic(), total.finished
-        speed = f", {rate:.2f} images/s, {format_duration(left / rate)} left" if rate else ""
-        each = ", ".join(f"GPU {label}: {worker.finished:,}/{worker.total:,}" for label, worker in workers.items())
-        counts = f"success: {total.done:,}, failed: {total.failed:,}"
-        self.print(f"{total.finished:,}/{total.total:,} ({counts}){speed}; {each}")
-
-    def print(self, text: str) -> None:
-        """Print to stderr."""
-        print(text, file=sys.stderr, flush=True)
+def open_display(output: OutputDir) -> ProgressLines:
+    """Open bars on a terminal, lines elsewhere."""
+    console = Console(stderr=True)
+    is_terminal = console.is_terminal and not console.is_dumb_terminal
+    return ProgressBars(console, output) if is_terminal else ProgressLines(output)
 
 
 INTERRUPTED = 130

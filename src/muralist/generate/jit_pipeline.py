@@ -43,25 +43,28 @@ from muralist.settings import GenerateSettings, ObjectiveSettings, SampleSetting
 def read_jit_spec(path: Path, description: Mapping[str, Any], which: WeightSet) -> JiTSpec:
     """Read a model's size, classes and objective; weights from elsewhere get the official ones and class indices."""
     if description:
-        return _spec(description["model"], description["img_size"], description, 0)
-    config = read_config(path) if (path / CONFIG_FILE).is_file() else infer_jit_config(read_weights(path, which))
-    return _spec("JiT", config["input_size"], config, config["num_classes"])
-
-
-def _spec(name: str, img_size: int, facts: Mapping[str, Any], classes: int) -> JiTSpec:
+        return spec_from_description(description)
+    is_export = (path / CONFIG_FILE).is_file()
+    config = read_config(path) if is_export else infer_jit_config(read_weights(path, which, shapes_only=True))
+    classes = config["num_classes"]
     indices = [str(index) for index in range(classes)] if classes > 1 else []
-    given = facts.get("objective")
-    names = facts.get("label_names", indices)
+    return spec_from_description({"label_names": indices} | config | {"model": "JiT", "img_size": config["input_size"]})
+
+
+def spec_from_description(description: Mapping[str, Any]) -> JiTSpec:
+    """Return the spec that a checkpoint's manifest, an export's config or `JiTSpec.describe` describes."""
+    given, img_size = description.get("objective"), description["img_size"]
     try:
         objective = TypeAdapter(Objective).validate_python(given) if given else None
-        names = TypeAdapter(list[str]).validate_python(names)
+        names = TypeAdapter(list[str]).validate_python(description.get("label_names", []))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "label_names"
         raise UserError(
             "The classes or the objective in the model's files are damaged.", f"{where}: {first['msg']}."
         ) from None
-    return JiTSpec(name, img_size, names, objective or Objective.from_settings(ObjectiveSettings(), img_size))
+    objective = objective or Objective.from_settings(ObjectiveSettings(), img_size)
+    return JiTSpec(description["model"], img_size, names, objective)
 
 
 class JiTPipeline(Pipeline):
@@ -88,7 +91,7 @@ class JiTPipeline(Pipeline):
         self._noise: dict[int, Future[Tensor]] = {}  # by seed
 
     @classmethod
-    def load(cls, settings: GenerateSettings, device: torch.device, spec: JiTSpec) -> JiTPipeline:
+    def load(cls, settings: GenerateSettings, device: torch.device, description: Mapping[str, Any]) -> JiTPipeline:
         """Load the weights onto a device."""
         path = Path(settings.model_path)
         if (path / CONFIG_FILE).is_file():
@@ -100,7 +103,7 @@ class JiTPipeline(Pipeline):
             network = JiT(**jit_arguments(config))
         # Copied: a mapped file's tensors have any alignment, and on a CPU a matmul's last bits depend on it.
         network.to_empty(device=device).load_state_dict(weights)
-        return cls(spec, network.eval().requires_grad_(False), settings)
+        return cls(spec_from_description(description), network.eval().requires_grad_(False), settings)
 
     def supports_batching(self) -> bool:
         """Always: an image depends on its index in the batch alone."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import check_exists, exists
@@ -18,10 +18,6 @@ from muralist.models.configs import JIT_GUIDANCE
 from muralist.models.integrity import check_base, check_integrity, fingerprint
 from muralist.models.spec import ModelFamily, find_family_by_key
 from muralist.settings import GenerateSettings
-
-if TYPE_CHECKING:
-    from muralist.models.jit_spec import JiTSpec
-
 
 log = logging.getLogger("muralist")
 INDEX_FILE = "model_index.json"
@@ -58,11 +54,15 @@ class ModelInfo:
     """Settings whose defaults depend on the model: height, width, guidance_scale, num_frames, enable_half_frame."""
     identity: dict[str, Any]
     """The model's identity in the ledger: `model`, its name; `fingerprint`, of its files; `lora`, of its adapters."""
-    description: dict[str, Any] = field(default_factory=dict)  # of a model trained here, from its checkpoint's manifest
-    jit: JiTSpec | None = field(default=None, compare=False)  # of a JiT, whose prompts are its classes
+    description: dict[str, Any] = field(default_factory=dict)  # of a JiT or a model trained here, as in a manifest
     folder: Path | None = None  # in diffusers layout: the model, or what it was fine-tuned from; None for a JiT
     components: tuple[str, ...] = ()  # the names of that folder's components
     pipeline_class: str = ""  # the diffusers class that generates the images
+
+    @property
+    def is_jit(self) -> bool:
+        """Whether it is a JiT, whose prompts are its classes."""
+        return self.folder is None
 
 
 def inspect_model(settings: GenerateSettings) -> ModelInfo:
@@ -202,7 +202,7 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
     identity = _identity(f"{spec.name} at {side} px", {"weights": fingerprint(file)}, settings)
     # Defaults are left out, so that older ledgers keep their identity.
     identity |= settings.model_dump(mode="json", include=set(_JIT_FLAGS), exclude_defaults=True)
-    return ModelInfo(resolved, identity, spec.describe(), spec)
+    return ModelInfo(resolved, identity, spec.describe())
 
 
 def _resolved(height: int, width: int, guidance: float, frames: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from muralist.core.hardware import can_compile, copy_to_device
+from muralist.core.hardware import can_compile, copy_to_device, nvidia_capability
 from muralist.kernels.fp8 import QuantizedRows, fp8_matmul, is_aligned, quantize_rowwise
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Optimizations:
         with ExitStack() as stack:
             if self.compiled and eager:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            if self.cudnn_attention and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER:
+            if self.cudnn_attention and nvidia_capability(device) >= _HOPPER:
                 stack.enter_context(sdpa_kernel(_ATTENTION, set_priority=True))
             yield
 

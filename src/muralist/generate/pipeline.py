@@ -17,7 +17,7 @@ from torch import Tensor
 from muralist.core.compile_cache import imports_without_gc
 from muralist.core.errors import UserError
 from muralist.core.hardware import copy_to_host
-from muralist.generate.model_info import inspect_model
+from muralist.generate.model_info import ModelInfo, inspect_model
 from muralist.settings import GenerateSettings
 
 StepCallback = Callable[[], None]
@@ -201,14 +201,14 @@ def environment_info(device: torch.device) -> dict[str, str]:
     }
 
 
-def load_pipeline(settings: GenerateSettings, device: torch.device) -> Pipeline:
-    """Load the model at --model_path."""
-    model = inspect_model(settings)
+def load_pipeline(settings: GenerateSettings, device: torch.device, model: ModelInfo | None = None) -> Pipeline:
+    """Load the model at --model_path; `model` is what `inspect_model` found there, if it was called before."""
+    model = model or inspect_model(settings)
     settings = settings.model_copy(update=model.resolved)
-    if model.jit is not None:
+    if model.is_jit:
         from muralist.generate.jit_pipeline import JiTPipeline
 
-        return JiTPipeline.load(settings, device, model.jit)
+        return JiTPipeline.load(settings, device, model.description)
     with imports_without_gc():
         from muralist.generate.diffusers_pipeline import DiffusersPipeline
 

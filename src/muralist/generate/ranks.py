@@ -26,7 +26,7 @@ import numpy as np
 from muralist.core.errors import UserError
 from muralist.core.liveness import BeatAge, read_beat, write_beat
 from muralist.data import ledger_reader
-from muralist.generate.console import ProgressDisplay, ProgressLines, WorkerProgress, open_display
+from muralist.generate.console import WorkerProgress
 from muralist.generate.output_dir import OutputDir
 from muralist.generate.plan import round_robin
 
@@ -64,6 +64,7 @@ class RankCoordinator:
     _last_beat: float = 0.0
     _beats: int = 0
     _next_poll: float = 0.0
+    _next_display: float = 0.0
     _others: dict[int, dict[str, Any]] = field(default_factory=dict)  # their last beats
     _ages: dict[int, BeatAge] = field(default_factory=dict)
     _status: dict[int, str] = field(default_factory=dict)  # done or failed, by this command
@@ -217,15 +218,24 @@ class RankCoordinator:
             self._set_state("gone")
         return merges
 
-    def all_progress(self) -> dict[str, WorkerProgress]:
-        """Return how far every rank's worker is, as far as their beat files tell."""
+    def exchange_progress(self, own: WorkerProgress) -> tuple[dict[str, WorkerProgress], int] | None:
+        """Tell the others how far this rank is.
+
+        For rank 0, every second, return how far all ranks are, as far as their beat files tell, and how many samples
+        belong to none.
+        """
+        self.progress = own
+        self.beat()
+        if self.rank or time.monotonic() < self._next_display:
+            return None
+        self._next_display = time.monotonic() + _POLL
         workers = {}
         for rank, share in enumerate(round_robin(self.todo, self.size)):
             state, progress = self._state_of(rank), self.progress
             if rank != self.rank:
                 progress = WorkerProgress(*self._others[rank].get("count", (0, 0, len(share))))
             workers[str(rank)] = progress._replace(total=progress.finished) if state in _AWAY else progress
-        return workers
+        return workers, max(0, len(self.todo) - sum(progress.total for progress in workers.values()))
 
     def _set_state(self, state: str) -> None:
         self._state, self._last_beat, self._beats = state, time.monotonic(), self._beats + 1
@@ -261,31 +271,6 @@ class RankCoordinator:
 
     def _beat_file(self, rank: int) -> Path:
         return self.output.work / f"rank{rank}.beat"
-
-
-class RankDisplay(ProgressDisplay):
-    """Rank 0 shows how far all ranks are; the others only print notes."""
-
-    def __init__(self, ranks: RankCoordinator) -> None:
-        super().__init__()
-        self.ranks, self._updated = ranks, 0.0
-        self._display = ProgressLines() if ranks.rank else open_display(ranks.output)
-
-    def _show(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
-        (self.ranks.progress,) = workers.values()
-        if self.ranks.rank == 0 and time.monotonic() - self._updated > _POLL:
-            self._updated = time.monotonic()
-            everybody = self.ranks.all_progress()
-            assigned = sum(progress.total for progress in everybody.values())
-            self._display.update(everybody, max(0, len(self.ranks.todo) - assigned))
-
-    def print(self, text: str) -> None:
-        """Print a note of this rank."""
-        self._display.print(text)
-
-    def close(self) -> None:
-        """Stop the display."""
-        self._display.close()
 
 
 def _wait(condition: Callable[[], bool], seconds: float) -> bool:

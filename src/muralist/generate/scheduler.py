@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +20,7 @@ import numpy as np
 from muralist.core.errors import UserError
 from muralist.core.worker_pool import WorkerExited, WorkerPool
 from muralist.generate import workers
-from muralist.generate.console import ProgressDisplay, WorkerProgress
+from muralist.generate.console import ProgressLines, WorkerProgress
 from muralist.generate.output_dir import OutputDir, Shard
 from muralist.generate.plan import Plan, round_robin
 
@@ -95,11 +95,11 @@ class Scheduler:
     output: OutputDir
     digest: str  # of the ledger's settings
     pool: WorkerPool
-    display: ProgressDisplay
+    display: ProgressLines
     decide_batch_size: DecideBatchSize
     timeout: float
     more_samples: MoreSamples = lambda: None
-    heartbeat: Callable[[], None] = lambda: None
+    on_progress: Callable[[Mapping[str, WorkerProgress], int], None] | None = None  # default: the display's update
     images_before: int = 0  # made by earlier commands: the model works
     first_image_at: float | None = None
 
@@ -126,9 +126,8 @@ class Scheduler:
             self._check_silence()
             self._settle_batch_size()
             self._hand_out()
-            self.heartbeat()
             progress = {worker.label: worker.progress for worker in self.workers.values()}
-            self.display.update(progress, len(self.unassigned) + len(self.suspects))
+            (self.on_progress or self.display.update)(progress, len(self.unassigned) + len(self.suspects))
         for label in labels:
             self.pool.send(label, workers.StopWorker())
 
@@ -157,15 +156,15 @@ class Scheduler:
                 self.batch_size, self.measuring = decided, None
             case workers.BatchStarted(indices):
                 worker.on_device = indices
-            case workers.SampleDone(index):
+            case workers.SampleFinished(index, None):
+                worker.finish(index)
                 worker.done += 1
                 worker.compiling = False
                 self.first_image_at = self.first_image_at or time.monotonic()
-                worker.finish(index)
                 self.restarts = 0
-            case workers.SampleFailed(index, reason):
-                worker.failed += 1
+            case workers.SampleFinished(index, str(reason)):
                 worker.finish(index)
+                worker.failed += 1
                 self._count_failure(reason)
             case workers.WorkerNote(text):
                 if text not in self.notes:  # most are the same for every worker

@@ -66,7 +66,7 @@ def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, sen
     try:
         make_deterministic(device)
         cache = compile_cache.use_compile_cache()
-        pipeline = load_pipeline(job.settings, device)
+        pipeline = load_pipeline(job.settings, device, job.model)
         environment = environment_info(device) | pipeline.execution_info()
         send(workers.WorkerReady(pipeline.supports_batching(), environment))
         Worker(job, label, device, pipeline, send, cache.summary).serve(inbox)
@@ -315,7 +315,7 @@ class Worker:
                 path.unlink(missing_ok=True)  # without a ledger it would make the next command refuse the folder
                 self.shard.check_not_deleted()  # whose message is the better one
                 raise
-        self.send(workers.SampleDone(sample.sample_index))
+        self.send(workers.SampleFinished(sample.sample_index))
         summarize, self.compile_summary = self.compile_summary, None
         if summarize and (note := summarize()):
             self.send(workers.WorkerNote(note))
@@ -323,7 +323,7 @@ class Worker:
     def _record_failure(self, sample: Sample, reason: str, seconds: float) -> None:
         with explain_write_errors(self.output.root):
             self.shard.failed(sample, reason, self.label, seconds)
-        self.send(workers.SampleFailed(sample.sample_index, reason))
+        self.send(workers.SampleFinished(sample.sample_index, reason))
 
     # The device.
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError, first_line
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited, WorkerPool
+from muralist.generate.model_info import ModelInfo
 from muralist.generate.plan import Sample
 from muralist.settings import GenerateSettings
 
@@ -32,6 +33,7 @@ class GenerationJob(NamedTuple):
     """Everything a worker needs at its start."""
 
     settings: GenerateSettings
+    model: ModelInfo
     output_dir: Path
     digest: str  # of the ledger's settings
     metadata: dict[str, Any]  # written into every image beside its own prompt and seed
@@ -85,17 +87,11 @@ class BatchStarted(NamedTuple):
     indices: tuple[int, ...]
 
 
-class SampleDone(NamedTuple):
-    """A sample's file and its line in the ledger are on disk."""
+class SampleFinished(NamedTuple):
+    """A sample's line in the ledger is on disk, with its file or with the reason why it failed when tried by itself."""
 
     sample_index: int
-
-
-class SampleFailed(NamedTuple):
-    """A sample failed, tried by itself; the ledger says so."""
-
-    sample_index: int
-    reason: str
+    failure: str | None = None
 
 
 class WorkerNote(NamedTuple):
@@ -112,8 +108,8 @@ class WorkerFailed(NamedTuple):
 
 
 Request = MeasureBatchSize | GenerateBatch | StopWorker
-_SampleReport = BatchStarted | SampleDone | SampleFailed
-Report = WorkerReady | BatchSizeMeasured | Heartbeat | _SampleReport | WorkerNote | WorkerFailed | WorkerExited
+_Progress = Heartbeat | BatchStarted | SampleFinished
+Report = WorkerReady | BatchSizeMeasured | _Progress | WorkerNote | WorkerFailed | WorkerExited
 
 
 def open_pool(job: GenerationJob, devices: dict[str, str]) -> WorkerPool:

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from muralist.core.hardware import nvidia_capability
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 INV_FP8_MAX = 1.0 / FP8_MAX  # a factor: division by a constant rounds differently on CPUs, GPUs and in Triton
@@ -35,7 +37,7 @@ class QuantizedRows(NamedTuple):
 
 def has_fp8(device: torch.device) -> bool:
     """Return whether FP8 matmuls work on a device; tried, because some torch versions lack them for new GPUs."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
+    if nvidia_capability(device) < _MIN_CAPABILITY:
         return False
     trial = quantize_rowwise(torch.ones(ALIGNMENT, ALIGNMENT, device=device))
     try:
@@ -48,11 +50,12 @@ def why_no_fp8(device: torch.device) -> str:
     """Explain why a device has no FP8 matmuls."""
     if device.type != "cuda":
         return "There is no GPU here."
-    major, minor = torch.cuda.get_device_capability(device)
-    found = f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+    name, (major, minor) = torch.cuda.get_device_name(device), nvidia_capability(device)
+    if (major, minor) == (0, 0):
+        return f"{name} is not an NVIDIA GPU."
     if (major, minor) < _MIN_CAPABILITY:
-        return f"{found}."
-    return f"{found}, but torch {torch.__version__} has no FP8 matmul for it."
+        return f"{name} has {major}.{minor}."
+    return f"{name} has {major}.{minor}, but torch {torch.__version__} has no FP8 matmul for it."
 
 
 def is_aligned(in_features: int, out_features: int) -> bool:

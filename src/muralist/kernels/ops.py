@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muralist.core.hardware import can_compile
+from muralist.core.hardware import can_compile, nvidia_capability
 from muralist.kernels import fp8
 from muralist.kernels.fp8 import Fp8Activation, pad_chunks
 
@@ -173,7 +173,7 @@ def _have_kernels() -> bool:
 
 @cache
 def _find_kernels() -> bool:
-    return can_compile() and torch.cuda.get_device_capability() >= _MIN_CAPABILITY
+    return can_compile() and nvidia_capability() >= _MIN_CAPABILITY
 
 
 @torch.compiler.assume_constant_result
@@ -183,7 +183,7 @@ def _have_hopper_kernels() -> bool:
 
 @cache
 def _is_hopper() -> bool:
-    return torch.cuda.get_device_capability()[0] == _HOPPER
+    return nvidia_capability()[0] == _HOPPER
 
 
 def _has_attention_kernel(tokens: Tensor, head_dim: int) -> bool:

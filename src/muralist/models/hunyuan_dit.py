@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ from muralist.data.packed import EncodedText, LatentSource
 from muralist.diffusion import ddpm, flow
 from muralist.models.integrity import check_base, fingerprint
 from muralist.models.lora import Lora, is_adapter
-from muralist.models.spec import HUNYUAN_DIT, resolve
+from muralist.models.spec import HUNYUAN_DIT, ModelSpec, resolve
 from muralist.settings import SampleSettings, TrainSettings
 
 ENCODER_COMPONENTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
@@ -135,7 +134,7 @@ class FrozenEncoders:
 
 
 @dataclass(frozen=True)
-class HunyuanDiTSpec:
+class HunyuanDiTSpec(ModelSpec):
     """A HunyuanDiT: its components, image size and caption dropout."""
 
     encoders: FrozenEncoders
@@ -156,19 +155,8 @@ class HunyuanDiTSpec:
     def load(cls, folder: Path, size: tuple[int, int], **settings: Any) -> HunyuanDiTSpec:
         """Load a folder in diffusers layout."""
         HUNYUAN_DIT.check_size(size)
-        try:
-            config = json.loads((folder / "transformer" / "config.json").read_text())
-            scheduler_config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{folder} is not a HunyuanDiT in diffusers layout.",
-                f"The reason: {error}.",
-                "Give the folder of a HunyuanDiTPipeline as --model.path, or leave it out to train a small one.",
-            ) from None
-        kind = (scheduler_config.get("prediction_type"), scheduler_config.get("beta_schedule"))
-        if kind != ("v_prediction", "scaled_linear"):
-            raise UserError(f"{folder} has another noise schedule than HunyuanDiT: {kind[1]} with {kind[0]}.")
-        return cls(FrozenEncoders.load(folder), config, scheduler_config, size, folder, **settings)
+        configs = HUNYUAN_DIT.read_configs(folder)
+        return cls(FrozenEncoders.load(folder), *configs, size, folder, **settings)
 
     @classmethod
     def from_settings(
@@ -291,9 +279,6 @@ class HunyuanDiTSpec:
     def default_prompts(self) -> list[str]:
         """Return the eight driving scenes of the embedded data set."""
         return list(resolve("muralist.demo.driving_world:PROMPTS"))
-
-    def check_prompts(self, prompts: Sequence[str]) -> None:
-        """Accept any text."""
 
     @torch.no_grad()
     def sample(

@@ -6,11 +6,12 @@ import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import PositiveFloat
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from muralist.data.loader import Batch, to_unit_range
 from muralist.data.packed import LatentSource
 from muralist.diffusion import flow, samplers
 from muralist.models import configs, jit
+from muralist.models.spec import ModelSpec
 from muralist.models.weights import MAX_PIXELS, WEIGHTS_FILE, damaged_file, read_weights
 from muralist.settings import ObjectiveSettings, Precision, SampleSettings, TrainSettings
 
@@ -47,17 +49,10 @@ class JiTInputs(NamedTuple):
     labels: Tensor  # [B] int64
 
 
-@dataclass(frozen=True)
-class Objective:
+class Objective(ObjectiveSettings):
     """The training objective with every default resolved."""
 
-    prediction: flow.Prediction
-    loss: flow.Prediction
-    p_mean: float
-    p_std: float
-    noise_scale: float
-    t_eps: float
-    label_drop_prob: float
+    noise_scale: PositiveFloat = 1.0
 
     @classmethod
     def from_settings(cls, settings: ObjectiveSettings, img_size: int) -> Objective:
@@ -67,7 +62,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class JiTSpec:
+class JiTSpec(ModelSpec):
     """A JiT: its name, image size, classes and objective."""
 
     name: str
@@ -90,7 +85,7 @@ class JiTSpec:
         img_size = configs.square(model.img_size)
         objective = Objective.from_settings(settings.objective, img_size)
         if not model.enable_condition:
-            objective = replace(objective, label_drop_prob=0.0)
+            objective = objective.model_copy(update={"label_drop_prob": 0.0})
         return cls(
             name=model.name,
             img_size=img_size,
@@ -137,9 +132,6 @@ class JiTSpec:
         if self.precision == "fp8":
             network.use_fp8()
         return network
-
-    def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Do nothing: JiT has no frozen components."""
 
     def encode(self, batch: Batch, keys: SampleKeys) -> JiTInputs:
         """Return the stored bytes: their conversion to pixels is part of the loss, and compiled with it."""
@@ -228,10 +220,6 @@ class JiTSpec:
         images = samplers.sample(network, start, labels, self.null_label, solver, self.objective.prediction, compiled)
         return images.clamp(-1, 1)
 
-    def is_saved(self, name: str) -> bool:
-        """Save everything, the fixed position embedding too."""
-        return True
-
     @torch.no_grad()
     def init_from(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
         """Copy everything but the label embedding, whose rows are other classes."""
@@ -272,7 +260,7 @@ class JiTSpec:
             "model": self.name,
             "img_size": self.img_size,
             "label_names": self.label_names,
-            "objective": asdict(self.objective),
+            "objective": self.objective.model_dump(),
         }
 
     @staticmethod
@@ -396,8 +384,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_FILE
     try:
         config = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{folder} is not an exported model: it has no {CONFIG_FILE}.") from None
     except (OSError, ValueError, RecursionError) as error:
         raise damaged_file(file, error) from None
     if not isinstance(config, dict) or config.get("_class_name") != JIT_CLASS_NAME:

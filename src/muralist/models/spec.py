@@ -7,6 +7,7 @@ caller asks which family it has.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,14 +131,25 @@ class HunyuanDiTFamily(ModelFamily):
     def check(self, model: ModelSettings) -> None:
         """Refuse an image size that the tokens do not cover, and a folder that is not a complete HunyuanDiT."""
         self.check_size(model.size)
-        if model.path is None:
-            return
-        if not Path(model.path, "transformer", "config.json").is_file():
+        if model.path is not None:
+            self.read_configs(Path(model.path))
+            check_integrity(Path(model.path), ("transformer", "vae", "text_encoder", "text_encoder_2"))
+
+    def read_configs(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read the configs of a model's transformer and scheduler; refuse a folder that is not a HunyuanDiT."""
+        try:
+            transformer = json.loads((folder / "transformer" / "config.json").read_text())
+            scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+        except (OSError, ValueError) as error:
             raise UserError(
-                f"{model.path} is not a HunyuanDiT in diffusers layout: transformer/config.json is missing.",
-                fix="Give the folder of a HunyuanDiTPipeline as --model.path, or leave it out to train a small one.",
-            )
-        check_integrity(Path(model.path), ("transformer", "vae", "text_encoder", "text_encoder_2"))
+                f"{folder} is not a HunyuanDiT in diffusers layout.",
+                f"The reason: {error}.",
+                "Give the folder of a HunyuanDiTPipeline as --model.path, or leave it out to train a small one.",
+            ) from None
+        kind = (scheduler.get("prediction_type"), scheduler.get("beta_schedule"))
+        if kind != ("v_prediction", "scaled_linear"):
+            raise UserError(f"{folder} has another noise schedule than HunyuanDiT: {kind[1]} with {kind[0]}.")
+        return transformer, scheduler
 
     def folder(self, settings: TrainSettings) -> Path:
         """Return `--model.path`, or where the small model is built."""
@@ -209,11 +221,10 @@ Encoded: TypeAlias = "tuple[Tensor, ...]"
 
 
 class ModelSpec(Protocol):
-    """A model: how it is built, trained, sampled, saved and exported."""
+    """A model: how it is built, trained, sampled, saved and exported; a subclass inherits the methods with a body."""
 
-    @property
-    def label_names(self) -> list[str]:
-        """Class names by label; empty without classes."""
+    label_names: list[str]
+    """Class names by label; empty without classes."""
 
     def network(self) -> nn.Module:
         """Build the trainable network on the CPU; its initial weights depend on the seed alone."""
@@ -222,7 +233,8 @@ class ModelSpec(Protocol):
         """Build the network on the meta device, for a state dict to be assigned."""
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move the frozen components to a device."""
+        """Move the frozen components, if there are any, to a device."""
+        return
 
     def encode(self, batch: Batch, keys: SampleKeys) -> Encoded:
         """Run the frozen components; every tensor has one row per sample."""
@@ -235,6 +247,7 @@ class ModelSpec(Protocol):
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
         """Refuse prompts that the model cannot generate."""
+        return
 
     def sample(
         self, network: nn.Module, prompts: Sequence[str], seeds: Sequence[int], settings: SampleSettings
@@ -243,6 +256,7 @@ class ModelSpec(Protocol):
 
     def is_saved(self, name: str) -> bool:
         """Return whether checkpoints hold this weight; frozen weights that network() loads need not be saved."""
+        return True
 
     def init_from(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
         """Initialize the network from the weights of another run."""

@@ -12,6 +12,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,10 +46,11 @@ def export(settings: ExportSettings) -> str:
     return f"{settings.destination}: {settings.weights} weights of {source}, {written}"
 
 
-def read_weights(path: str | Path, which: WeightSet = "ema1") -> dict[str, Tensor]:
+def read_weights(path: str | Path, which: WeightSet = "ema1", shapes_only: bool = False) -> dict[str, Tensor]:
     """Read weights by name onto the CPU from a run, a checkpoint, an export, a LoRA folder or a file.
 
-    `which` selects a set of weights in runs, checkpoints and official .pth files; the others hold a single set.
+    `which` selects a set of weights in runs, checkpoints and official .pth files; the others hold a single set. With
+    `shapes_only` the tensors are on the meta device, and the gigabytes of the file are neither read nor verified.
     """
     file = weights_file(Path(path), which)
     if not file.is_file():
@@ -59,8 +61,11 @@ def read_weights(path: str | Path, which: WeightSet = "ema1") -> dict[str, Tenso
         raise UserError(
             f"{file} is not a weights file.", fix="Give a .safetensors or .pth file, or a folder that holds one."
         )
-    content = read_file(file)
-    return content if file.suffix == ".safetensors" else _select_official(file, content, which)
+    content = read_file(file, shapes_only)
+    weights: dict[str, Tensor] = content if file.suffix == ".safetensors" else _select_official(file, content, which)
+    # Data is copied, because the file is mapped: copies outlive it, and other sets and the optimizer take no memory.
+    device, copy = ("meta", False) if shapes_only else ("cpu", file.suffix != ".safetensors")
+    return {name: value.to(device, copy=copy) for name, value in weights.items()}
 
 
 def weights_file(path: Path, which: WeightSet) -> Path:
@@ -138,11 +143,16 @@ def read_description(source: Path) -> dict[str, Any]:
     return description
 
 
-def read_file(file: Path) -> Any:
-    """Read a .safetensors file, or any other as torch.save() wrote it, without running code; damage is a UserError."""
+def read_file(file: Path, shapes_only: bool = False) -> Any:
+    """Read a .safetensors file, or any other as torch.save() wrote it, without running code; damage is a UserError.
+
+    With `shapes_only` the tensors are mapped, and their data is not read yet.
+    """
     try:
-        with loading_progress(str(file), file) as advance:
-            return _read_safetensors(file, advance) if file.suffix == ".safetensors" else _unpickle(file, advance)
+        with nullcontext() if shapes_only else loading_progress(str(file), file) as advance:
+            if file.suffix == ".safetensors":
+                return _read_safetensors(file, advance)
+            return _unpickle(file, advance, verified=not shapes_only)
     except Exception as error:  # a foreign file can make a reader raise anything
         code = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if code is None:
@@ -173,9 +183,9 @@ def _read_safetensors(file: Path, advance: Advance | None) -> dict[str, Tensor]:
     return weights
 
 
-def _unpickle(file: Path, advance: Advance | None) -> Any:
+def _unpickle(file: Path, advance: Advance | None, verified: bool) -> Any:
     is_zip = zipfile.is_zipfile(file)  # files of torch before 1.6 are not
-    if is_zip:
+    if is_zip and verified:
         with zipfile.ZipFile(file) as archive:
             for member in archive.infolist():  # zipfile verifies checksums; torch does not for a mapped file
                 with archive.open(member) as stream:
@@ -206,5 +216,4 @@ def _select_official(file: Path, content: Any, which: WeightSet) -> dict[str, Te
     wrong = [name for name, value in state.items() if not isinstance(value, Tensor)]
     if wrong:
         raise UserError(f"{file} holds something other than a tensor under {key}: {wrong[0]}.")
-    # Cloned, because the file is mapped: the copies outlive it, and the other sets and the optimizer take no memory.
-    return {name.removeprefix(_OFFICIAL_PREFIX): value.detach().clone() for name, value in state.items()}
+    return {name.removeprefix(_OFFICIAL_PREFIX): value.detach() for name, value in state.items()}

@@ -4,6 +4,7 @@ The docstring of a field is its help. A field marked `NonIdentity` changes the l
 its result; all other fields together are the identity of the run (`muralist.settings.load.identity`).
 """
 
+from muralist.settings.evaluate import EvaluateSettings, ReportSettings, StatsSettings, SweepSettings
 from muralist.settings.generate import GenerateSettings
 from muralist.settings.section import NonIdentity, Section
 from muralist.settings.tools import (
@@ -13,19 +14,16 @@ from muralist.settings.tools import (
     DemoSettings,
     DoctorSettings,
     EstimateSettings,
-    EvaluateSettings,
     ExportSettings,
     LaunchSettings,
     PackSettings,
-    ReportSettings,
     ShowSettings,
-    StatsSettings,
-    SweepSettings,
 )
 from muralist.settings.train import (
     TRAIN_FLAT_NAMES,
     CheckpointSettings,
     DataSettings,
+    DistBackend,
     DistributedSettings,
     LogSettings,
     ModelSettings,

@@ -87,7 +87,26 @@ def load(model: type[S], arguments: Sequence[str], flat_names: Mapping[str, str]
     """Parse a command line into settings; flags override `--config FILE`."""
     names = FlagTable(model, flat_names)
     flags, config = _read_flags(names, arguments, positional)
-    return _validate(model, names, ({} if config is None else _read_yaml(names, Path(config))) | flags)
+    from_file = {} if config is None else _read_yaml(names, Path(config))
+    _refuse_two_learning_rates(names, flags, from_file)
+    return _validate(model, names, from_file | flags)
+
+
+def _refuse_two_learning_rates(
+    names: FlagTable, flags: dict[str, SettingValue], from_file: dict[str, SettingValue]
+) -> None:
+    rate, base = "optim.learning_rate", (from_file | flags).get("optim.blr")
+    # A run's own config.yaml holds every setting: its learning_rate was not chosen.
+    is_run_config = all(path in from_file for path in names.fields if path.startswith("optim."))
+    # A --blr flag overrides the learning_rate of a file, as flags do.
+    both_in_file = "optim.blr" not in flags and not is_run_config
+    given = flags.get(rate) or (from_file.get(rate) if both_in_file else None)
+    if given and base and _from_text(names.fields["optim.blr"], base.value) is not None:
+        raise UserError(
+            f"{given.origin} and {base.origin} cannot both be given.",
+            "learning_rate is the learning rate after warm-up; blr is multiplied by total batch / 256 to give it.",
+            "Leave one of them out; a run that was started with both resumes with --config RUN/config.yaml --run_name RUN.",
+        )
 
 
 def config_path(arguments: Sequence[str]) -> str | None:

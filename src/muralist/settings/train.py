@@ -10,6 +10,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 from muralist.settings.section import Fraction, FractionBelowOne, NonIdentity, Section
 
 Strategy = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
+DistBackend = Literal["auto", "nccl", "gloo"]
 Precision = Literal["auto", "fp8"]
 
 
@@ -48,7 +49,7 @@ class DataSettings(Section):
     """Data loader processes per GPU; auto: the GPU's share of the CPU cores, at most 8, and one on CPU-only
     machines."""
     persistent_workers: Annotated[bool, NonIdentity] = True
-    """Accepted for compatibility: loader processes always live as long as the run."""
+    """Keep the data loader processes from epoch to epoch; false: start them anew for each, which frees their memory."""
     pin_memory: Annotated[bool, NonIdentity] = True
     """Load batches into pinned memory (with a GPU only)."""
     cache: Annotated[Literal["auto", "none", "device"], NonIdentity] = "auto"
@@ -138,7 +139,7 @@ class OptimSettings(Section):
     learning_rate: PositiveFloat = 2e-4
     """Learning rate after warm-up, before lr_rule."""
     blr: PositiveFloat | None = None
-    """Base learning rate: learning rate = blr x total batch / 256; replaces learning_rate."""
+    """Base learning rate, instead of learning_rate: learning rate = blr x total batch / 256."""
     lr_rule: Literal["none", "linear", "sqrt"] = "none"
     """Scaling of learning_rate with the total batch: none, linear (x total batch / lr_base_batch) or sqrt."""
     lr_base_batch: PositiveInt = 256
@@ -234,6 +235,9 @@ class DistributedSettings(Section):
     strategy: Annotated[Strategy, NonIdentity] = "auto"
     """ddp: replicate everything; fsdp2: shard everything; zero2, zero3: DeepSpeed ZeRO (an extra); auto: the strategy
     Accelerate was configured for, else ddp."""
+    dist_backend: Annotated[DistBackend, NonIdentity] = "auto"
+    """Collectives between GPUs: nccl; gloo: through host memory; auto: gloo if processes share a GPU, which NCCL does not
+    support, else nccl."""
     dist_timeout: Annotated[PositiveFloat, NonIdentity] = 600.0
     """Seconds without a heartbeat after which a run ends and names the missing rank."""
 

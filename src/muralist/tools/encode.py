@@ -23,7 +23,7 @@ from muralist.data.packed import CAPTION_FILES, EncodedManifest, Manifest, RowWr
 from muralist.models.hunyuan_dit import BERT_TOKENS, ENCODER_COMPONENTS, T5_TOKENS, FrozenEncoders, encoder_fingerprints
 from muralist.models.spec import HUNYUAN_DIT
 from muralist.settings import PackSettings
-from muralist.tools.pack import Chunk, PackFormat, PackReport, Writer, pack
+from muralist.tools.pack import Chunk, PackFormat, PackReport, pack
 
 SMALL = "small"
 BATCH = 4  # images or captions per forward pass, always: the batch size can change the last bits of each
@@ -63,7 +63,7 @@ def _model_folder(name: str) -> Iterator[Path]:
 
 
 class _LatentFormat(PackFormat):
-    """Latents and text embeddings: the frozen encoders of a model and the settings that shape their output."""
+    """Writes latents and text embeddings: the output of the frozen encoders of a model, shaped by a few settings."""
 
     def __init__(self, settings: PackSettings, folder: Path) -> None:
         self.folder, self.name = folder, settings.encode or SMALL
@@ -81,10 +81,6 @@ class _LatentFormat(PackFormat):
         made_by = (manifest.frozen_parts, manifest.dtype, manifest.mirrored)
         return made_by == (self.fingerprints, self.dtype_name, self.mirrored)
 
-    def writer(self, folder: Path, images: int) -> Writer:
-        """Return the writer of a part."""
-        return _LatentWriter(self, folder, images)
-
     @cached_property
     def model(self) -> FrozenEncoders:
         """The encoders, loaded on first use: a pack that is already finished does not need them."""
@@ -92,21 +88,17 @@ class _LatentFormat(PackFormat):
         model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"), self.dtype)
         return model
 
-
-class _LatentWriter(Writer):
-    """Encodes and writes one part of a data set."""
-
-    def __init__(self, encoder: _LatentFormat, folder: Path, images: int) -> None:
+    def open(self, folder: Path, images: int) -> None:
+        """Begin a part."""
         import pyarrow
 
-        self.encoder, self.model = encoder, encoder.model
-        width = encoder.dtype.itemsize
+        width = self.dtype.itemsize
         self.shapes = {
-            "latents": encoder.shape,
+            "latents": self.shape,
             "bert": [BERT_TOKENS, self.model.bert.config.hidden_size],
             "t5": [T5_TOKENS, self.model.t5.config.d_model],
         }
-        columns = {"latents": pyarrow.binary(encoder.row_bytes), "label": pyarrow.int32(), "caption": pyarrow.int64()}
+        columns = {"latents": pyarrow.binary(self.row_bytes), "label": pyarrow.int32(), "caption": pyarrow.int64()}
         self.rows = RowWriter(folder, columns)
         columns = {
             "bert": pyarrow.binary(math.prod(self.shapes["bert"]) * width),
@@ -121,7 +113,7 @@ class _LatentWriter(Writer):
         self.images: list[tuple[np.ndarray, int, int]] = []  # pixels, label, caption's row
         self._caption_row("")
         # The number of distinct captions is unknown before the end, and their embeddings take most of the space.
-        most, free = images * (encoder.row_bytes + self.texts.row_bytes), shutil.disk_usage(folder).free
+        most, free = images * (self.row_bytes + self.texts.row_bytes), shutil.disk_usage(folder).free
         if most > free:
             need = f"If every image has its own caption, this needs up to {most / 1e9:,.1f} GB"
             print(f"{need}, and {free / 1e9:,.1f} GB are free; bf16 takes half as much as fp32.", file=sys.stderr)
@@ -146,10 +138,10 @@ class _LatentWriter(Writer):
             files=files,
             caption_files=self.texts.close(),
             captions_per_batch=self.texts.rows_per_batch,
-            model=self.encoder.name,
-            frozen_parts=self.encoder.fingerprints,
-            dtype=self.encoder.dtype_name,
-            mirrored=self.encoder.mirrored,
+            model=self.name,
+            frozen_parts=self.fingerprints,
+            dtype=self.dtype_name,
+            mirrored=self.mirrored,
             shapes=self.shapes,
             **metadata,
         )
@@ -163,10 +155,10 @@ class _LatentWriter(Writer):
         return self.caption_rows[caption]
 
     def _write_images(self) -> None:
-        count, (height, width) = len(self.images), self.encoder.size
+        count, (height, width) = len(self.images), self.size
         pixels = np.stack([image for image, _, _ in self.images]).reshape(count, height, width, 3)
         pixels = np.concatenate([pixels, pixels[-1:].repeat(BATCH - count, axis=0)])
-        views = [pixels, np.ascontiguousarray(pixels[:, :, ::-1])][: self.encoder.shape[0]]
+        views = [pixels, np.ascontiguousarray(pixels[:, :, ::-1])][: self.shape[0]]
         device = next(self.model.vae.parameters()).device
         images = [to_unit_range(torch.from_numpy(view).to(device), None) for view in views]
         latents = torch.stack([torch.stack(self.model.vae_posterior(image), dim=1) for image in images], dim=1)
@@ -179,14 +171,14 @@ class _LatentWriter(Writer):
         text = self.model.encode_text(self.new_captions + [""] * (BATCH - count))
         masks = {name: getattr(text, name)[:count].to("cpu", torch.uint8).numpy() for name in ("bert_mask", "t5_mask")}
         # encode_text() widens its result to float32: converting it back loses nothing.
-        bert, t5 = (self._bytes(part[:count].to(self.encoder.dtype)) for part in (text.bert, text.t5))
+        bert, t5 = (self._bytes(part[:count].to(self.dtype)) for part in (text.bert, text.t5))
         self.texts.add(bert, masks["bert_mask"], t5, masks["t5_mask"], self.new_captions)
         self.new_captions = []
 
     def _bytes(self, rows: Tensor) -> Any:
         if not torch.isfinite(rows).all():
             raise UserError(
-                f"{self.encoder.name} gives values beyond the range of {self.encoder.dtype_name}.",
+                f"{self.name} gives values beyond the range of {self.dtype_name}.",
                 fix="Give --dtype bf16 or --dtype fp32.",
             )
         return rows.contiguous().cpu().view(torch.uint8).view(len(rows), -1).numpy()

@@ -7,13 +7,14 @@ import math
 import re
 import textwrap
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 from rich.table import Table
 
@@ -41,8 +42,6 @@ _NETWORKS = {
     "Ethernet, 100 Gbit/s per GPU": 12.5e9,
     "Ethernet, 25 Gbit/s per GPU": 3.125e9,
 }
-_COLORS = ("#20222a", "#2f6f9f", "#b5542c", "#8a8d96")
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM, _RIGHT = 860, 420, 60, 64, 96, 30
 _TABLE_WIDTH = 120
 _BAR_WIDTH = 12
 
@@ -91,8 +90,9 @@ def read_measured(path: Path, batch_size: int | None) -> MeasuredSpeed:
         return _read_run(path)
     if path.is_file() and path.suffix == ".json":
         return _read_bench(path, batch_size)
+    problem = "is not a measurement" if path.exists() else "was not found"
     raise UserError(
-        f"{path} is not a measurement.",
+        f"{path} {problem}.",
         "A run folder has a metrics.jsonl; a benchmark result is a .json file.",
         "Give one of them as --from, or `--from probe` to measure this machine.",
     )
@@ -101,24 +101,32 @@ def read_measured(path: Path, batch_size: int | None) -> MeasuredSpeed:
 def _read_run(run: Path) -> MeasuredSpeed:
     settings = read_yaml(TrainSettings, run / "config.yaml")
     _check_model(settings.model.name, run)
-    readings: list[float] = []
+    by_hardware: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
+    hardware = 1, "CPU"
     for line in (run / "metrics.jsonl").read_text().splitlines():
         try:
-            reading = float(json.loads(line)["train/tokens_per_second"])
+            row = json.loads(line)
+            reading = float(row["train/tokens_per_second"])
         except (ValueError, KeyError, TypeError):
             continue  # a truncated line
-        if readings[-1:] != [reading]:  # steps that were logged together share one reading
-            readings.append(reading)
-    if not readings:
+        hardware = row.get("world_size"), row.get("device")
+        if by_hardware[hardware][-1:] != [reading]:  # steps that were logged together share one reading
+            by_hardware[hardware].append(reading)
+    if not by_hardware:
         raise UserError(f"The run {run} has no metrics yet.", fix="Wait for its first steps.")
+    readings = by_hardware[hardware]  # a resumed run may have continued on other GPUs
     warmup = int(_WARMUP_FRACTION * len(readings)) if len(readings) > 2 else 0
-    log_file = run / "logs" / "train.log"
-    log = log_file.read_text(errors="replace") if log_file.is_file() else ""
-    gpus = int([1, *re.findall(r"Number of processes: (\d+)", log)][-1])
+    gpus, gpu = hardware if None not in hardware else _read_log(run / "logs" / "train.log")
     batch = (settings.data.global_batch_size or settings.data.batch_size * gpus) // gpus
-    gpu = ["GPU" if "Number of GPUs:" in log else "CPU", *re.findall(r" device +(.+)", log)][-1]
     side = configs.square(settings.model.img_size)
     return MeasuredSpeed(str(run), settings.model.name, side, batch, gpu, gpus, tuple(readings[warmup:]))
+
+
+def _read_log(file: Path) -> tuple[int, str]:
+    """Number of processes and device of a run of version 0.1, whose metrics do not name them."""
+    log = file.read_text(errors="replace") if file.is_file() else ""
+    processes, device = re.findall(r"Number of processes: (\d+)", log), re.findall(r" device +(.+)", log)
+    return int([1, *processes][-1]), ["GPU" if "Number of GPUs:" in log else "CPU", *device][-1]
 
 
 def _read_bench(file: Path, batch_size: int | None) -> MeasuredSpeed:
@@ -130,11 +138,11 @@ def _read_bench(file: Path, batch_size: int | None) -> MeasuredSpeed:
     model, side, batch = _parse_command(str(content.get("command", "")))
     wanted = batch_size or batch
     found = _parse_steps(content.get("rows"))
-    for key, value in () if found else content.items():
+    for key, value in content.items():
         if (match := re.fullmatch(r"batch (\d+)", key)) and isinstance(value, dict) and "tokens/s" in value:
             found[model, side, int(match[1])] = value["tokens/s"]
-    if not found and (median := content.get("median train/tokens_per_second")):
-        found[model, side, batch] = content.get("tokens/s", [median])
+    if median := content.get("median train/tokens_per_second"):
+        found.setdefault((model, side, batch), content.get("tokens/s", [median]))
     if not found:
         raise UserError(f"{file} has no training speed (tokens/s).", fix="Choose another result.")
     first_model = next(iter(found))[:2]
@@ -417,37 +425,18 @@ def _print_memory(console: Console, found: TrainingEstimate) -> None:
 
 def plot_svg(found: TrainingEstimate) -> str:
     """Draw the scaling curve of the requested network and of others; points have a tooltip in a browser."""
-    width, axis = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _BOTTOM
-
-    def position(gpus: int, efficiency: float) -> tuple[float, float]:
-        return _LEFT + width * math.log2(gpus) / math.log2(GPUS[-1]), axis - (axis - _TOP) * efficiency
-
-    def text(x: float, y: float, content: str, color: str = "#6b6d76", anchor: str = "start", size: int = 12) -> str:
-        style = f'fill="{color}" font-size="{size}" text-anchor="{anchor}"'
-        return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{escape(content, quote=False)}</text>'
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#faf8f4"/>',
-        text(_LEFT, 24, f"{found.title}: scaling efficiency", _COLORS[0], size=15),
-        text(_LEFT - 8, axis + 18, "GPUs", anchor="end"),
-    ]
-    for percent in range(0, 101, 25):
-        y = position(1, percent / 100)[1]
-        parts.append(f'<line x1="{_LEFT}" y1="{y:.0f}" x2="{_WIDTH - _RIGHT}" y2="{y:.0f}" stroke="#e4e0d6"/>')
-        parts.append(text(_LEFT - 8, y + 4, f"{percent}%", anchor="end"))
-    parts += [text(position(gpus, 0)[0], axis + 18, str(gpus), anchor="middle") for gpus in GPUS]
     networks = {f"requested: {found.links.inter_node * 8 / 1e9:g} Gbit/s per GPU": found.links.inter_node, **_NETWORKS}
-    for index, ((name, inter_node), color) in enumerate(zip(networks.items(), _COLORS, strict=True)):
+    curves = {}
+    for name, inter_node in networks.items():
         links = replace(found.links, inter_node=inter_node)
-        rows = [scale(found.scaling[0].compute, found.gradient_bytes, gpus, links) for gpus in GPUS]
-        points = [position(row.gpus, row.efficiency) for row in rows]
-        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
-        for row, (x, y) in zip(rows, points, strict=True):
-            tooltip = f"{row.gpus} GPUs: {row.efficiency:.1%}, {row.speedup:.1f}x, exposed {1e3 * row.exposed:.1f} ms"
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"><title>{tooltip}</title></circle>')
-        parts.append(text(_LEFT + 10, axis - 70 + 17 * index, name, color))
-    for index, line in enumerate(textwrap.wrap(found.assumptions(), 128)):
-        parts.append(text(_LEFT, axis + 42 + 15 * index, line, size=11))
-    return "\n".join([*parts, "</svg>", ""])
+        curves[name] = [scale(found.scaling[0].compute, found.gradient_bytes, gpus, links) for gpus in GPUS]
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "static"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    assumptions = textwrap.wrap(found.assumptions(), 128)
+    template = environment.get_template("scaling.svg")
+    return template.render(title=found.title, numbers_of_gpus=GPUS, curves=curves, assumptions=assumptions)

@@ -17,11 +17,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
+from rich.table import Table
+
 from muralist.core.errors import UserError
 from muralist.core.slurm import set_rank_environment
 from muralist.models.configs import HUNYUAN_BETA_END, HUNYUAN_BETA_START, HUNYUAN_LAYERS
 
 CONFIG = Path("configs", "waymo_base.yaml")
+_HELP_WIDTH = 118  # without a terminal
 _MODEL = "DiT-g/2"
 _ALL_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -100,7 +104,43 @@ REFUSED = {
     "dit-weight": _OFFICIAL_WEIGHTS,
 }
 """Flags without an equivalent, and the alternative."""
-_TRANSLATED = {"use-zero-stage", "target-modules", "ckpt-every", "model", *RENAMED_VALUES, *IGNORED, *FIXED, *OF_MODEL}
+SAME = (
+    *("batch-size", "seed", "image-size", "training-parts", "epochs", "log-every", "ckpt-latest-every", "num-workers"),
+    *("weight-decay", "uncond-p", "uncond-p-t5", "results-dir", "resume", "random-flip", "gradient-checkpointing"),
+    *("multireso", "reso-step"),
+)
+"""Flags that `muralist train` has too."""
+SPECIAL = {
+    "use-zero-stage": "--strategy zero2 for stages 1 and 2, zero3 for stage 3",
+    "target-modules": "--lora_targets, with the layer names of diffusers",
+    "ckpt-every": "--ckpt_every and --keep_every: every one of these checkpoints is kept",
+    "model": f"--model; {_MODEL} is the default",
+}
+"""Flags with a translation of their own."""
+_TRANSLATED = {*SPECIAL, *RENAMED_VALUES, *IGNORED, *FIXED, *OF_MODEL}
+
+
+def help_page() -> str:
+    """List the flags of the official script: what each becomes, and which ones are refused."""
+    accepted = dict.fromkeys(SAME, "the same in `muralist train`") | RENAMED | SPECIAL
+    for flag, (name, values) in RENAMED_VALUES.items():
+        accepted[flag] = f"{name}: " + ", ".join(f"{given} is {own}" for given, own in values.items())
+    accepted |= dict.fromkeys(IGNORED, "accepted without effect: always on, automatic or not needed here")
+    for flag, (allowed, because) in FIXED.items():
+        accepted[flag] = f"{' or '.join(allowed)} only{because and f': {because}'}"
+    accepted |= dict.fromkeys(OF_MODEL, "must agree with the model folder")
+    console = Console(width=None if Console().is_terminal else _HELP_WIDTH, highlight=False)
+    with console.capture() as capture:
+        console.print("[bold]muralist hydit: fine-tune HunyuanDiT with the flags of its official script.[/]")
+        console.print(f"Defaults come from {CONFIG}. Flags of `muralist train --help` may be mixed in.\n")
+        for title, flags in (("accepted, and what they mean here", accepted), ("refused", REFUSED)):
+            table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", show_header=False)
+            table.add_column(style="cyan", no_wrap=True)
+            table.add_column()
+            for flag, meaning in sorted(flags.items()):
+                table.add_row(f"--{flag}", meaning)
+            console.print(table, "")
+    return capture.get().rstrip()
 
 
 class TranslatedFlags(NamedTuple):

@@ -28,7 +28,7 @@ from types import FrameType
 
 import yaml
 
-from muralist.core.errors import EXIT_LOST_PEERS, UserError, report_errors
+from muralist.core.errors import EXIT_CLOSED_OUTPUT, EXIT_LOST_PEERS, UserError, report_errors
 from muralist.core.formatting import format_duration
 from muralist.core.hardware import requested_processes
 from muralist.core.run_dir import atomic_write, sanitize_name
@@ -101,7 +101,7 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
                 report = f"Rank {ranks} did not respond and was killed. Run the same command to resume."
             break
         time.sleep(0.05)
-    if report:  # printed last, below the messages of the ranks that lost it
+    if report and status != EXIT_CLOSED_OUTPUT:  # printed last, below the messages of the ranks that lost it
         print(report, file=sys.stderr)
     return status
 

@@ -28,7 +28,6 @@ from muralist.data.sources import open_held_out, open_source
 
 _CHUNK_BYTES = 8 * 2**20  # sent by a worker at once
 _MAX_CHUNK_ROWS = 128
-_LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,21 @@ class Chunk(NamedTuple):
     broken: list[tuple[str, str]]  # name and reason
 
 
-class Writer:
-    """Writes one part of a data set, the training images or the held-out ones: pixels, labels and captions."""
+class PackFormat:
+    """Writes the parts of a data set, the training images and the held-out ones, as pixels, labels and captions."""
 
-    def __init__(self, folder: Path, row_bytes: int) -> None:
+    def __init__(self, row_bytes: int) -> None:
+        self.row_bytes = row_bytes  # of one image, at least
+
+    def matches(self, manifest: Manifest) -> bool:
+        """Return whether a finished pack has the same content."""
+        return type(manifest) is Manifest
+
+    def open(self, folder: Path, images: int) -> None:
+        """Begin a part with this number of images, the broken ones included."""
         import pyarrow
 
-        columns = {"image": pyarrow.binary(row_bytes), "label": pyarrow.int32(), "caption": pyarrow.string()}
+        columns = {"image": pyarrow.binary(self.row_bytes), "label": pyarrow.int32(), "caption": pyarrow.string()}
         self.rows = RowWriter(folder, columns)
 
     def add(self, chunk: Chunk) -> None:
@@ -81,21 +88,6 @@ class Writer:
         """Write the remaining rows; returns the manifest with `metadata`, or None if there was no image."""
         files = self.rows.close()
         return Manifest(rows_per_batch=self.rows.rows_per_batch, files=files, **metadata) if files else None
-
-
-class PackFormat:
-    """The content of a packed row: pixels; subclasses store something else."""
-
-    def __init__(self, row_bytes: int) -> None:
-        self.row_bytes = row_bytes  # of one image, at least
-
-    def matches(self, manifest: Manifest) -> bool:
-        """Return whether a finished pack has the same content."""
-        return type(manifest) is Manifest
-
-    def writer(self, folder: Path, images: int) -> Writer:
-        """Return the writer of a part with this number of images, the broken ones included."""
-        return Writer(folder, self.row_bytes)
 
 
 def pack(
@@ -138,7 +130,8 @@ def pack(
                 }
                 with progress_bar(label, len(source), progress) as advance:
                     chunks = _read_chunks(source, height * width * 3, workers or available_cpus())
-                    _write_part(format.writer(folder, len(source)), chunks, folder, metadata, advance)
+                    format.open(folder, len(source))
+                    _write_part(format, chunks, folder, metadata, advance)
     manifests = {name: read_manifest(destination / name) for name in parts}
     captions = [manifest.captions for manifest in manifests.values() if manifest.captions is not None]
     return PackReport(
@@ -154,14 +147,14 @@ def pack(
 
 
 def _write_part(
-    writer: Writer, chunks: Iterator[Chunk], folder: Path, metadata: dict[str, Any], advance: Advance
+    format: PackFormat, chunks: Iterator[Chunk], folder: Path, metadata: dict[str, Any], advance: Advance
 ) -> None:
     broken: list[tuple[str, str]] = []
     for chunk in chunks:
-        writer.add(chunk)
+        format.add(chunk)
         broken += chunk.broken
         advance(chunk.size)
-    manifest = writer.close(metadata | {"broken": len(broken)})
+    manifest = format.close(metadata | {"broken": len(broken)})
     if manifest is None:
         what = f"All {len(broken):,} images of {metadata['source']} are broken."
         raise UserError(what, f"The first: {': '.join(broken[0])}.")
@@ -228,24 +221,18 @@ def _read_in_worker(span: range) -> Chunk:
 @contextmanager
 def _work_folder(destination: Path) -> Iterator[Path]:
     """Yield a folder beside the destination, which is renamed to it at the end, or deleted after an error."""
-    folder = destination.with_name(f".{destination.name}.packing")
+    folder, lock = (destination.with_name(f".{destination.name}.{end}") for end in ("packing", "lock"))
+    what, fix = f"Another process is packing into {destination}", "Wait for it, or choose another place."
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        what, fix = f"Another process is packing into {destination}", "Wait for it, or choose another place."
-        with hold_lock(folder / _LOCK, lambda owner: UserError(f"{what}: {owner}.", fix=fix)):
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with hold_lock(lock, lambda owner: UserError(f"{what}: {owner}.", fix=fix)):
+            shutil.rmtree(folder, ignore_errors=True)  # of a pack that was killed
             try:
-                for leftover in folder.iterdir():  # of a pack that was killed
-                    if leftover.is_dir():
-                        shutil.rmtree(leftover)
-                    elif leftover.name != _LOCK:
-                        leftover.unlink()
+                folder.mkdir()
                 yield folder
                 folder.rename(destination)
-            except BaseException:
+            finally:
                 shutil.rmtree(folder, ignore_errors=True)
-                raise
-            # Only after the rename: a process that finds no lock in the work folder must not find the folder either.
-            (destination / _LOCK).unlink()
     except OSError as error:
         raise UserError(f"Packing into {destination} failed: {error}.") from error
 

@@ -6,7 +6,6 @@ same command resumes, and a command with more values adds to them.
 
 from __future__ import annotations
 
-import filecmp
 import gc
 import io
 import json
@@ -18,12 +17,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, cycle, islice, product
+from itertools import cycle, islice, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
@@ -52,12 +52,12 @@ _ROWS_WHILE_RUNNING = 10
 _TABLE_WIDTH = 118  # without a terminal
 
 
-class Combination(NamedTuple):
+class Combination(BaseModel, frozen=True):
     """Sampling settings to try; None where the model leaves no choice."""
 
     weights: WeightSet | None
-    guidance_scale: float | None
-    guidance_interval: tuple[float, float] | None
+    guidance_scale: float | None = None
+    guidance_interval: tuple[float, float] | None = None
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Combination(NamedTuple):
     @property
     def generate_settings(self) -> dict[str, Any]:
         """The settings of `muralist generate` that it fixes."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
+        return self.model_dump(include=set(Combination.model_fields), exclude_none=True)
 
     @property
     def flags(self) -> str:
@@ -86,6 +86,20 @@ class Combination(NamedTuple):
         return self.weights or "", self.guidance_scale or 0.0, self.guidance_interval or (0.0, 0.0)
 
 
+class SweepScore(Combination, frozen=True):
+    """The FID of one combination, an entry of sweep.json."""
+
+    fid: float
+    low: float
+    high: float
+    images: int
+    gpu_seconds: float  # time of all GPUs together, without loading and interruptions
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of sweep.json."""
+        return {"name": self.name, **self.model_dump(mode="json")}
+
+
 def list_combinations(settings: SweepSettings, guided: bool, single_set: bool) -> tuple[list[Combination], list[str]]:
     """Return the combinations to try, and notes for the log.
 
@@ -99,40 +113,27 @@ def list_combinations(settings: SweepSettings, guided: bool, single_set: bool) -
         notes.append("The model has a single set of weights: there are no EMA weights to choose from.")
     if not guided:
         notes.append("The model is unconditional and cannot be guided: only its weights are compared.")
-        return [Combination(which, None, None) for which in dict.fromkeys(weights)], notes
+        return [Combination(weights=which) for which in dict.fromkeys(weights)], notes
     candidates = [
-        Combination(which, scale, interval if scale != 1 else None)  # a scale of 1 is no guidance in any interval
+        # A scale of 1 is no guidance in any interval.
+        Combination(weights=which, guidance_scale=scale, guidance_interval=interval if scale != 1 else None)
         for which, scale, interval in product(weights, settings.guidance_scale, intervals)
     ]
-    found = list(dict.fromkeys(candidates))
-    if duplicates := len(candidates) - len(found):
-        notes.append(f"{duplicates} of {len(candidates)} combinations are duplicates and left out.")
-    return found, notes
+    return list(dict.fromkeys(candidates)), notes
 
 
 def _parse_interval(text: str) -> tuple[float, float]:
-    reason = "It is empty or outside 0 to 1."
     try:
         low, high = map(float, text.split(","))
         if 0 <= low < high <= 1:
             return low, high
     except ValueError:
-        reason = "It is not two numbers with a comma between them."
+        pass  # the same message
     raise UserError(
         f"{text!r} is not an interval for --guidance_interval.",
-        reason,
+        "An interval is two numbers from 0 to 1, the lower one first, with a comma between them.",
         "Write LOW,HIGH, for example 0.1,1 or 0,1 0.1,1.",
     )
-
-
-def _equal_weights(checkpoint: Path, sets: Sequence[WeightSet]) -> dict[WeightSet, WeightSet]:
-    """Return weight sets that equal another one: early in training, both EMAs cover the same few steps."""
-    files = {which: checkpoint / f"{which}.safetensors" for which in sets}
-    equal: dict[WeightSet, WeightSet] = {}
-    for one, other in combinations([which for which, file in files.items() if file.is_file()], 2):
-        if one not in equal and other not in equal and filecmp.cmp(files[one], files[other], shallow=False):
-            equal[other] = one
-    return equal
 
 
 def _reference_digest(path: Path, output: Path) -> str:
@@ -150,30 +151,6 @@ def _reference_digest(path: Path, output: Path) -> str:
     return short_hash(names, sample_files(len(files), files.__getitem__))
 
 
-class SweepScore(NamedTuple):
-    """The FID of one combination."""
-
-    combination: Combination
-    fid: float
-    low: float
-    high: float
-    images: int
-    gpu_seconds: float  # time of all GPUs together, without loading and interruptions
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> SweepScore:
-        """Read an entry of sweep.json."""
-        interval = content["guidance_interval"]
-        pair = (interval[0], interval[1]) if interval else None
-        combination = Combination(content["weights"], content["guidance_scale"], pair)
-        return cls(combination, *(content[name] for name in cls._fields[1:]))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of sweep.json."""
-        values = dict(zip(self._fields[1:], self[1:], strict=True))
-        return {"name": self.combination.name, **self.combination._asdict(), **values}
-
-
 @dataclass
 class SweepResults:
     """The content of sweep.json."""
@@ -182,7 +159,7 @@ class SweepResults:
     model_path: str
     settings: dict[str, Any]
     """Everything besides the combination that affects the scores: sweeps with other settings are not comparable."""
-    scores: dict[Combination, SweepScore] = field(default_factory=dict)
+    scores: dict[str, SweepScore] = field(default_factory=dict)  # by the name of the combination
     full: SweepScore | None = None
 
     @classmethod
@@ -193,10 +170,10 @@ class SweepResults:
             return results
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            scores = [SweepScore.from_json(entry) for entry in content["combinations"]]
-            full = SweepScore.from_json(content["full"]) if content["full"] else None
+            scores = [SweepScore(**entry) for entry in content["combinations"]]
+            full = SweepScore(**content["full"]) if content["full"] else None
             earlier = dict(content["settings"])
-        except (ValueError, KeyError, TypeError, IndexError):
+        except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{path} is damaged.",
                 fix="Delete it and run the same command: images and features are kept, scores are computed again.",
@@ -210,26 +187,26 @@ class SweepResults:
                 "Run the command as before, or choose another --output_dir.",
             )
         if scores:
-            results.scores, results.full = {score.combination: score for score in scores}, full
+            results.scores, results.full = {score.name: score for score in scores}, full
         return results
 
     def ranked(self) -> list[SweepScore]:
         """Return the scores, best first."""
-        return sorted(self.scores.values(), key=lambda score: (score.fid, score.combination.sort_key))
+        return sorted(self.scores.values(), key=lambda score: (score.fid, score.sort_key))
 
     def write(self, finished: bool = False) -> None:
         """Write sweep.json atomically; only a finished sweep has a winner."""
         ranked = self.ranked()
         winner = None
         if finished:
-            tied = [score.combination.name for score in within_noise(ranked)]
-            winner = ranked[0].to_json() | {"flags": ranked[0].combination.flags, "within_noise": tied}
+            tied = [score.name for score in within_noise(ranked)]
+            winner = ranked[0].to_json() | {"flags": ranked[0].flags, "within_noise": tied}
         content = {
             "model_path": self.model_path,
             "settings": self.settings,
             "winner": winner,
             "full": self.full.to_json() if self.full else None,
-            "combinations": [s.to_json() for s in sorted(ranked, key=lambda score: score.combination.sort_key)],
+            "combinations": [score.to_json() for score in sorted(ranked, key=lambda score: score.sort_key)],
         }
         atomic_write_json(self.path, content)
 
@@ -246,43 +223,35 @@ def results_table(ranked: Sequence[SweepScore], full: SweepScore | None = None, 
     for title in ("weights", "guidance", "interval", "FID", "95%", "images", "GPU time", ""):
         table.add_column(title, justify="right" if title in ("FID", "95%", "images", "GPU time") else "left")
     tied = within_noise(ranked)
-    for place, score in enumerate(ranked[:limit]):
-        table.add_row(*_cells(score), "best" if place == 0 else "within noise" if score in tied else "")
-    if full:
-        table.add_row(*_cells(full), "full count")
+    notes = ["best", *("within noise" if score in tied else "" for score in ranked[1:])]
+    rows = list(zip(ranked, notes, strict=True))[:limit]
+    for score, note in [*rows, *([(full, "full count")] if full else [])]:
+        interval = score.guidance_interval
+        table.add_row(
+            score.weights or "-",
+            "-" if score.guidance_scale is None else f"{score.guidance_scale:g}",
+            f"{interval[0]:g} to {interval[1]:g}" if interval else "-",
+            f"{score.fid:.2f}",
+            f"{score.low:.2f} to {score.high:.2f}",
+            f"{score.images:,}",
+            format_duration(score.gpu_seconds),
+            note,
+        )
     return table
-
-
-def _cells(score: SweepScore) -> list[str]:
-    weights, scale, interval = score.combination
-    return [
-        weights or "-",
-        "-" if scale is None else f"{scale:g}",
-        f"{interval[0]:g} to {interval[1]:g}" if interval else "-",
-        f"{score.fid:.2f}",
-        f"{score.low:.2f} to {score.high:.2f}",
-        f"{score.images:,}",
-        format_duration(score.gpu_seconds),
-    ]
 
 
 def conclusions(ranked: Sequence[SweepScore]) -> list[str]:
     """Return sentences about the best score, its ties and the range of guidance scales."""
     best, tied = ranked[0], within_noise(ranked)
-    lines = [f"Best of {len(ranked)}: {best.combination.name}, FID {best.fid:.2f} with {best.images:,} images."]
+    lines = [f"Best of {len(ranked)}: {best.name}, FID {best.fid:.2f} with {best.images:,} images."]
     if tied:
         others = f"{len(tied)} other{'s' if len(tied) > 1 else ''}: the 95% intervals overlap"
         lines.append(f"It is within noise of {others}. Raise --num_samples to separate them.")
-    scales = {score.combination.guidance_scale or 1.0 for score in ranked}
-    scale = best.combination.guidance_scale or 1.0
-    if len(scales) > 1 and scale in (min(scales), max(scales)) and scale != 1:
-        which, where = ("highest", "higher") if scale == max(scales) else ("lowest", "lower")
+    scales = [score.guidance_scale or 1.0 for score in ranked]
+    if scales[0] in (min(scales), max(scales)) and min(scales) < max(scales) and scales[0] != 1:
+        which, where = ("highest", "higher") if scales[0] == max(scales) else ("lowest", "lower")
         lines.append(f"Its guidance scale is the {which} one tried: try {where} ones too, in the same folder.")
     return lines
-
-
-class _Interrupted(Exception):
-    """Ctrl+C while images were generated; generate has printed its summary."""
 
 
 def sweep(settings: SweepSettings) -> int:
@@ -291,8 +260,6 @@ def sweep(settings: SweepSettings) -> int:
     command = Sweep(settings)
     try:
         command.run()
-    except _Interrupted:
-        return INTERRUPTED
     except OSError as error:
         if error.filename is None and not is_disk_full(error):
             raise
@@ -314,21 +281,17 @@ class Sweep:
         self.settings, self.root = settings, Path(settings.output_dir)
         # Fixed now: a run may write newer checkpoints meanwhile.
         self.checkpoint = latest_checkpoint(Path(settings.model_path))
+        # Recorded only where it is on: sweeps from before it existed do not have it.
+        self.last_step = {"official_last_step": True} if settings.official_last_step else {}
         self.model = inspect_model(self._generate_settings())
-        if self.model.jit is None:
+        if not self.model.is_jit:
             raise UserError(
                 f"{settings.model_path} is not a JiT model.",
                 "A sweep compares EMA weights and guidance of JiT models.",
                 "For other models, run `muralist generate` and `muralist evaluate`.",
             )
         self.classes = self.model.description["label_names"]
-        tried, notes = list_combinations(settings, bool(self.classes), has_single_weight_set(self.checkpoint))
-        for combination in {combination.weights: combination for combination in tried}.values():
-            inspect_model(self._generate_settings(combination))
-        for which, same in _equal_weights(self.checkpoint, settings.weights).items():
-            tried = [combination for combination in tried if combination.weights != which]
-            notes.append(f"{which} is left out: after so few steps it equals {same} bit for bit.")
-        self.combinations = tried
+        self.combinations = self._find_combinations()
         weights, reason = find_weights(settings.inception_weights)
         if weights is None:
             raise UserError(reason)
@@ -338,17 +301,30 @@ class Sweep:
         self.digest = _reference_digest(self.reference, self.root)
         identity = {name: self.model.identity[name] for name in ("model", "fingerprint")}
         identity |= {name: getattr(settings, name) for name in ("num_inference_steps", "num_samples", "seed_start")}
-        identity |= {"reference": self.digest, "inception": self.inception.sha256} | self._last_step()
+        identity |= {"reference": self.digest, "inception": self.inception.sha256, **self.last_step}
         self.results = SweepResults.open(self.root / RESULTS, str(self.checkpoint), identity)
-        for note in notes:
-            log.info("%s", note)
         self.console = Console(width=None if Console().is_terminal else _TABLE_WIDTH, highlight=False)
         self.logged_warnings: set[str] = set()
+
+    def _find_combinations(self) -> list[Combination]:
+        """Return the combinations whose weights exist; of equal weights, only the first."""
+        single_set = has_single_weight_set(self.checkpoint)
+        tried, notes = list_combinations(self.settings, bool(self.classes), single_set)
+        first_with: dict[str, WeightSet] = {}  # early in training, both EMAs cover the same few steps
+        for which in dict.fromkeys(combination.weights for combination in tried):
+            inspect_model(self._generate_settings(Combination(weights=which)))
+            file = self.checkpoint / f"{which}.safetensors"
+            if which and file.is_file() and (same := first_with.setdefault(file_sha256(file), which)) != which:
+                tried = [combination for combination in tried if combination.weights != which]
+                notes.append(f"{which} is left out: after so few steps it equals {same} bit for bit.")
+        for note in notes:
+            log.info("%s", note)
+        return tried
 
     def _generate_settings(self, combination: Combination | None = None, **changes: Any) -> GenerateSettings:
         """Return the settings of generate; `changes` adds prompts and output."""
         fixed = combination.generate_settings if combination else {}
-        given = {"prompts_csv": "", "output_dir": "", **self._last_step(), **fixed, **changes}
+        given = {"prompts_csv": "", "output_dir": "", **self.last_step, **fixed, **changes}
         return GenerateSettings(
             model_path=str(self.checkpoint),
             gpu_ids=self.settings.gpu_ids,
@@ -356,35 +332,30 @@ class Sweep:
             **given,
         )
 
-    def _last_step(self) -> dict[str, Any]:
-        """Return the setting only where it is on: sweeps from before it existed do not record it."""
-        return {"official_last_step": True} if self.settings.official_last_step else {}
-
     def run(self) -> None:
         """Score all combinations, then the full count of the best one."""
         self.root.mkdir(parents=True, exist_ok=True)
         log.info("%s", self._plan())
         self.results.write()
         self._write_prompts()
-        statistics = self._statistics()
-        self._score_all(self._moments(statistics))
-        best = self.results.ranked()[0].combination
-        if self.results.full and self.results.full.combination != best:
-            self.results.full = None  # another combination was the best then
+        statistics, moments = self._reference_statistics()
+        self._score_all(moments)
+        best, count, full = self.results.ranked()[0], self.settings.full_samples, self.results.full
+        if full and full.name != best.name:
+            self.results.full = full = None  # another combination was the best then
         self.results.write(finished=True)
-        count, full = self.settings.full_samples, self.results.full
         if count is not None and (full is None or full.images != count):
             log.info("The full count of the best, %s.", best.name)
             # With other seeds: FID on the seeds by which the best was selected would be biased downward.
             seed_start = self.settings.seed_start + SEED_STRIDE
             self.results.full = self._score(best, f"full-{count}", count, seed_start, statistics)
             self.results.write(finished=True)
-        self._print_results(best)
+        self._print_results()
 
     def _plan(self) -> str:
         """Return what is about to happen."""
         settings, count = self.settings, len(self.combinations)
-        done = sum(combination in self.results.scores for combination in self.combinations)
+        done = sum(combination.name in self.results.scores for combination in self.combinations)
         evenly = f" evenly over {len(self.classes):,} classes" if self.classes else ""
         full = f", then {settings.full_samples:,} of the best" if settings.full_samples else ""
         already = f" Scored already: {done}." if done else ""
@@ -405,43 +376,37 @@ class Sweep:
         rows = max(self.settings.num_samples, self.settings.full_samples or 0)
         atomic_write(self.root / _PROMPTS, "".join(islice(cycle(lines), rows)))
 
-    def _statistics(self) -> Path:
-        """Return the .npz file with everything known about the reference, computed first for a folder."""
-        if self.reference.suffix == ".npz":
-            return self.reference
-        file = self.root / f"reference-{self.digest}.npz"
-        if not file.is_file():
-            weights, gpu_ids = str(self.inception.source), self.settings.gpu_ids
-            stats(
-                StatsSettings(source=str(self.reference), output=str(file), inception_weights=weights, gpu_ids=gpu_ids)
-            )
-        return file
+    def _reference_statistics(self) -> tuple[Path, Path]:
+        """Return two .npz files of the reference: with everything known, and with mean and covariance alone.
 
-    def _moments(self, statistics: Path) -> Path:
-        """Return an .npz file with mean and covariance of the reference alone.
-
-        Without features, an evaluation computes nothing but FID, and its interval is that of the generated images: the
-        reference is the same for all combinations and does not affect their order.
+        With the second one, an evaluation computes nothing but FID, and its interval is that of the generated images:
+        the reference is the same for all combinations and does not affect their order.
         """
-        file = self.root / f"reference-{self.digest}-moments.npz"
-        if not file.is_file():
+        statistics, moments = self.reference, self.root / f"reference-{self.digest}-moments.npz"
+        if statistics.suffix != ".npz":
+            statistics = self.root / f"reference-{self.digest}.npz"
+            if not statistics.is_file():
+                source, target = str(self.reference), str(statistics)
+                weights, gpus = str(self.inception.source), self.settings.gpu_ids
+                stats(StatsSettings(source=source, output=target, inception_weights=weights, gpu_ids=gpus))
+        if not moments.is_file():
             known = read_statistics(statistics)
             if known.features is None:
-                return statistics
+                return statistics, statistics
             count = {} if known.count is None else {"number": np.asarray(known.count)}
             data = io.BytesIO()
             np.savez(data, mu=known.moments.mean, sigma=known.moments.covariance, **count)  # type: ignore[arg-type]
-            atomic_write(file, data.getvalue())
-        return file
+            atomic_write(moments, data.getvalue())
+        return statistics, moments
 
     def _score_all(self, reference: Path) -> None:
-        remaining = [combination for combination in self.combinations if combination not in self.results.scores]
+        remaining = [combination for combination in self.combinations if combination.name not in self.results.scores]
         count, seed_start = self.settings.num_samples, self.settings.seed_start
         started = time.monotonic()
         for number, combination in enumerate(remaining, start=1):
             log.info("Combination %d of %d: %s.", number, len(remaining), combination.name)
             score = self._score(combination, f"small-{count}", count, seed_start, reference)
-            self.results.scores[combination] = score
+            self.results.scores[combination.name] = score
             self.results.write()
             if left := len(remaining) - number:
                 self.console.print(results_table(self.results.ranked(), limit=_ROWS_WHILE_RUNNING))
@@ -455,7 +420,7 @@ class Sweep:
         settings = self._generate_settings(combination, **paths, num_samples=count, seed_start=seed_start)
         status = generate(settings, preflight=check_generation)
         if status == INTERRUPTED:
-            raise _Interrupted
+            raise KeyboardInterrupt
         if status:
             raise UserError(
                 f"Some of the {count:,} images of {combination.name} are missing.",
@@ -486,18 +451,19 @@ class Sweep:
             torch.cuda.empty_cache()
         fid, speeds = report["scores"]["fid"], report["speed"].values()
         seconds = sum(gpu["images"] / gpu["images_per_second"] for gpu in speeds if gpu["images_per_second"])
-        return SweepScore(combination, fid["value"], fid["low"], fid["high"], count, round(seconds, 1))
+        tried = combination.model_dump(include=set(Combination.model_fields))
+        interval = {name: fid[name] for name in ("low", "high")}
+        return SweepScore(**tried, fid=fid["value"], **interval, images=count, gpu_seconds=round(seconds, 1))
 
-    def _print_results(self, best: Combination) -> None:
-        full = self.results.full if self.settings.full_samples else None
-        ranked = self.results.ranked()
+    def _print_results(self) -> None:
+        ranked, full = self.results.ranked(), self.results.full if self.settings.full_samples else None
         self.console.print(results_table(ranked, full))
         lines = conclusions(ranked)
         if full:
             interval = f"{full.low:.2f} to {full.high:.2f}"
             lines.append(f"With {full.images:,} other images its FID is {full.fid:.2f} ({interval}).")
         last_step = "--official_last_step" if self.settings.official_last_step else ""
-        flags = ("--model_path", shlex.quote(str(self.checkpoint)), best.flags, last_step, "--num_inference_steps")
+        flags = ("--model_path", shlex.quote(str(self.checkpoint)), ranked[0].flags, last_step, "--num_inference_steps")
         command = " ".join(filter(None, ("muralist generate", *flags, str(self.settings.num_inference_steps))))
         lines.append(f"All scores are in {self.root / RESULTS}. To generate images with the best settings:")
         lines.append(f"  {command} --prompts_csv TABLE --output_dir IMAGES")

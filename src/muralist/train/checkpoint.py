@@ -17,10 +17,10 @@ import pathlib
 import pickle
 import re
 import shutil
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -379,8 +379,8 @@ class CheckpointWriter:
     def __init__(self, folder: Path, keep: CheckpointSettings, mesh: DeviceMesh | None = None) -> None:
         """Write with all processes of `mesh`, or with this one alone."""
         self.folder, self.keep, self.mesh = folder, keep, mesh
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._pinned = torch.empty(0, dtype=torch.uint8)
 
@@ -393,30 +393,25 @@ class CheckpointWriter:
         }
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are asynchronous
-        self._thread = threading.Thread(target=self._write, args=(step, sets, sets.pop("state"), facts))
-        self._thread.start()
+        self._pending = self._executor.submit(self._write, step, sets, sets.pop("state"), facts)
 
     def _write(self, step: int, weights: dict[str, Any], state: dict[str, Any], facts: dict[str, Any]) -> None:
         started, group = time.perf_counter(), self.mesh.get_group() if self.mesh else None
-        try:
-            path = write(self.folder, step, weights, state, facts, group)
-            if self.mesh is None or self.mesh.get_rank() == 0:
-                prune(self.folder, self.keep.keep_last, self.keep.keep_every)
-                log.info("Saved checkpoint to %s (%s)", path, format_duration(time.perf_counter() - started))
-        except BaseException as error:
-            self._error = error
+        path = write(self.folder, step, weights, state, facts, group)
+        if self.mesh is None or self.mesh.get_rank() == 0:
+            prune(self.folder, self.keep.keep_last, self.keep.keep_every)
+            log.info("Saved checkpoint to %s (%s)", path, format_duration(time.perf_counter() - started))
 
     def check(self) -> None:
         """Raise the error of the background thread, if there was one."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._pending and self._pending.done():
+            pending, self._pending = self._pending, None
+            pending.result()
 
     def finish(self) -> None:
-        """Wait until the current checkpoint is on disk."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Wait until the current checkpoint is on disk; the watchdog may do so while the main thread does."""
+        if pending := self._pending:
+            wait([pending])
         self.check()
 
     def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:

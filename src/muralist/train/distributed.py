@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, InitProcessGroupKwargs, KwargsHandler
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, KwargsHandler
 from torch import Tensor
 
 from muralist.core.errors import UserError
-from muralist.settings import Strategy, accelerate_strategy
+from muralist.settings import DistBackend, Strategy, accelerate_strategy
 from muralist.train.watchdog import WAITING, Watchdog
 
 log = logging.getLogger("muralist")
@@ -28,19 +28,26 @@ _STALE_LOCK = 600.0  # seconds without a change in the folder of an extension th
 class World:
     """All processes of a run, or the only one: rank, size, device and collectives; rank 0 is the main process."""
 
-    def __init__(self, strategy: Strategy = "auto", timeout: float = 600.0, watchdog: Watchdog | None = None) -> None:
+    def __init__(
+        self,
+        strategy: Strategy = "auto",
+        timeout: float = 600.0,
+        watchdog: Watchdog | None = None,
+        backend: DistBackend = "auto",
+    ) -> None:
         self.watchdog = watchdog
         self.timeout = timedelta(seconds=timeout + 60)  # later than the watchdog, which can name the missing process
         alone = "LOCAL_RANK" not in os.environ
         self.strategy: Strategy = "ddp" if alone else accelerate_strategy() if strategy == "auto" else strategy
-        # Gradients live in the buckets that are reduced, without a copy.
-        handlers: list[KwargsHandler] = [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]
+        handlers: list[KwargsHandler] = []
         gpus, zero = torch.cuda.is_available(), self.strategy in ("zero2", "zero3")
-        if not alone:
-            # CPU tensors go through gloo: through NCCL, the host would wait for its GPU at every small agreement.
-            backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-            handlers.append(InitProcessGroupKwargs(backend=backend, timeout=self.timeout))
         self._report_waiting()
+        if not alone:
+            # Kept, because it may host the server to which the process group connects too.
+            self._store, rank, size = next(dist.rendezvous("env://", timeout=self.timeout))
+            self.gpus = count_gpus(self._store, rank, size) if gpus else 0
+            backends = process_group_backends(backend, size, self.gpus)
+            handlers.append(InitProcessGroupKwargs(backend=backends, timeout=self.timeout))
         self.accelerator = Accelerator(
             cpu=not gpus and not zero,  # with cpu=True Accelerate ignores the DeepSpeed plugin
             kwargs_handlers=handlers,
@@ -48,6 +55,8 @@ class World:
         )
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
         self.device, self.is_main = self.accelerator.device, self.accelerator.is_main_process
+        if alone:
+            self.gpus = int(gpus)
         if zero:
             from transformers.integrations import unset_hf_deepspeed_config
 
@@ -59,11 +68,13 @@ class World:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
 
     def banner(self) -> str:
-        """Three lines that show that the launch took effect."""
-        gpus = self.device.type == "cuda"
-        kind = "NO" if self.size == 1 else "MULTI_GPU" if gpus else "MULTI_CPU"
-        what = "GPUs" if gpus else "CPU processes"
-        return f"Distributed environment: {kind}\nNumber of processes: {self.size}\nNumber of {what}: {self.size}"
+        """Lines that show that the launch took effect."""
+        kind = "NO" if self.size == 1 else "MULTI_GPU" if self.gpus else "MULTI_CPU"
+        devices = f"GPUs: {self.gpus}" if self.gpus else f"CPU processes: {self.size}"
+        lines = [f"Distributed environment: {kind}", f"Number of processes: {self.size}", f"Number of {devices}"]
+        if 0 < self.gpus < self.size:
+            lines.append(f"{self.size} processes share {self.gpus} GPU{'s' * (self.gpus > 1)}: collectives use gloo")
+        return "\n".join(lines)
 
     def all_reduce_mean(self, values: Tensor) -> Tensor:
         """Mean of a tensor over the processes."""
@@ -103,6 +114,32 @@ class World:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def count_gpus(store: dist.Store, rank: int, size: int) -> int:
+    """Count the different GPUs of all processes, by UUID: how many a process sees does not tell whether it shares one."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restart may be on other GPUs, with the same store
+    store = dist.PrefixStore(f"muralist/gpus/{attempt}", store)
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()  # as Accelerate chooses it
+    store.set(str(rank), str(torch.cuda.get_device_properties(index).uuid))
+    if rank == 0:
+        store.set("count", str(len({store.get(str(other)) for other in range(size)})))
+    return int(store.get("count"))
+
+
+def process_group_backends(wanted: DistBackend, size: int, gpus: int) -> str:
+    """Return the backends of a process group whose processes use `gpus` different GPUs; 0 stands for CPU processes.
+
+    CPU tensors always go through gloo: through NCCL, the host would wait for its GPU at every small agreement.
+    """
+    if wanted == "nccl" and gpus < size:
+        have = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "no GPU"
+        raise UserError(
+            f"--dist_backend nccl needs a GPU for each process: {size} processes have {have}.",
+            "NCCL does not connect processes that share a GPU.",
+            "Leave --dist_backend out to use gloo, or start one process per GPU.",
+        )
+    return "cpu:gloo,cuda:nccl" if wanted != "gloo" and gpus == size else "gloo"
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -52,17 +52,17 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 class JsonlLogger(MetricsLogger):
-    """metrics.jsonl: one line per step, without images; on resume it is truncated, so that each step appears once."""
+    """metrics.jsonl: one line per step, with its hardware; truncated on resume, so that each step appears once."""
 
-    def __init__(self, path: Path, first_step: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, first_step: int, hardware: Mapping[str, int | str] = {}) -> None:
+        self.path, self.hardware = path, hardware
         _truncate(path, first_step)
         self.file = open_no_follow(path, "a", encoding="utf-8", buffering=1)  # line-buffered, for `tail -f`
 
     def scalars(self, step: int, values: Scalars) -> None:
         """Append one line."""
         with _writing(self.path):
-            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            self.file.write(json.dumps({"step": step, **values, **self.hardware}) + "\n")
 
     def flush(self) -> None:
         """Flush the lines to disk."""
@@ -167,9 +167,11 @@ class WandbLogger(MetricsLogger):
         self.run.finish()
 
 
-def open_loggers(run: RunDir, settings: TrainSettings, first_step: int) -> list[MetricsLogger]:
+def open_loggers(
+    run: RunDir, settings: TrainSettings, first_step: int, hardware: Mapping[str, int | str]
+) -> list[MetricsLogger]:
     """Open the loggers of a run, continuing after `first_step`."""
-    loggers: list[MetricsLogger] = [JsonlLogger(run.metrics, first_step)]
+    loggers: list[MetricsLogger] = [JsonlLogger(run.metrics, first_step, hardware)]
     if settings.log.use_tensorboard:
         loggers.append(TensorBoardLogger(run.tensorboard, first_step))
     if settings.log.use_wandb:

@@ -10,8 +10,9 @@ import logging
 import math
 import re
 import time
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,11 +42,11 @@ _WRITE_DELAY = 4  # steps that a GPU has in its queue while results are written
 
 
 class _Elapsed(NamedTuple):
-    """Steps of a run so far, their seconds, and the seconds with checkpoints, samples and held-out losses."""
+    """Steps of a run so far, their seconds, and the seconds of checkpoints, samples and held-out losses."""
 
     steps: int = 0
     step_seconds: float = 0.0
-    seconds: float = 0.0
+    pause_seconds: float = 0.0
 
 
 class Forecast:
@@ -56,15 +57,11 @@ class Forecast:
     """
 
     def __init__(
-        self,
-        file: Path | None,
-        first_step: int,
-        last_step: int,
-        every: int,
-        clock: Callable[[], float] = time.perf_counter,
+        self, file: Path | None, steps: range, checkpoints: Set[int], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """Write to `file`, if given; `every` is the number of steps between checkpoints."""
-        self.file, self.first_step, self.last_step, self.every, self.clock = file, first_step, last_step, every, clock
+        """Write to `file`, if given; `checkpoints` are the steps that end with one."""
+        self.file, self.steps, self.clock = file, steps, clock
+        self.checkpoints = sorted(step for step in checkpoints if steps.start < step <= steps.stop)
         self.expected: float | None = None
         self.at_step = 0
         self._began, self._now = clock(), _Elapsed()
@@ -73,36 +70,42 @@ class Forecast:
 
     def add(self, steps: int, seconds: float, paused: float = 0.0) -> None:
         """Add some steps, the seconds they took, and the seconds of the pause before them."""
-        before = self._now._replace(seconds=self._now.seconds + paused)
-        self._now = _Elapsed(before.steps + steps, before.step_seconds + seconds, before.seconds + seconds)
+        before = self._now._replace(pause_seconds=self._now.pause_seconds + paused)
+        self._now = before._replace(steps=before.steps + steps, step_seconds=before.step_seconds + seconds)
         if not self._marks:
             self._marks.append(self._now)
             return
-        checkpoints = (self.first_step + before.steps) // self.every - self.first_step // self.every
         is_due = self.expected is None
-        if len(self._marks) <= min(checkpoints, 2):
+        if len(self._marks) <= min(self._checkpoints_until(before), 2):
             self._marks.append(before)
             is_due = True
-        total, done = self.last_step - self.first_step, self._now.steps
+        total, done = len(self.steps), self._now.steps
         known = done >= max(_MIN_STEPS // 4, _SPEED_KNOWN * total)
         known &= self._now.step_seconds - self._marks[0].step_seconds >= _MIN_SECONDS
         if is_due and known and total >= _MIN_STEPS and done <= _LAST_FORECAST * total:
-            self._estimate(total)
+            self._estimate()
 
-    def _estimate(self, total: int) -> None:
+    def _checkpoints_until(self, elapsed: _Elapsed) -> int:
+        return bisect_right(self.checkpoints, self.steps.start + elapsed.steps)
+
+    def _estimate(self) -> None:
         since, now = (self._marks[0], self._now) if len(self._marks) < 3 else (self._marks[1], self._marks[2])
-        steps = now.steps - since.steps
-        self.expected = now.seconds + (total - now.steps) * (now.seconds - since.seconds) / steps
-        self.at_step = self.first_step + self._now.steps
+        per_step = (now.step_seconds - since.step_seconds) / (now.steps - since.steps)
+        per_checkpoint = now.pause_seconds - since.pause_seconds if len(self._marks) > 1 else 0.0
+        steps_left = len(self.steps) - now.steps
+        checkpoints_left = len(self.checkpoints) - self._checkpoints_until(now)
+        left = steps_left * per_step + checkpoints_left * per_checkpoint
+        self.expected = now.step_seconds + now.pause_seconds + left
+        self.at_step = self.steps.start + self._now.steps
         what = "with its checkpoints and samples" if len(self._marks) > 1 else "checkpoints and samples not counted"
-        first, duration = self.first_step + 1, format_duration(self.expected)
-        log.info("At this pace steps %d to %d take %s, %s.", first, self.last_step, duration, what)
+        first, last, duration = self.steps.start + 1, self.steps.stop, format_duration(self.expected)
+        log.info("At this pace steps %d to %d take %s, %s.", first, last, duration, what)
         self._content = {
-            "first step": self.first_step,
-            "last step": self.last_step,
+            "first step": self.steps.start,
+            "last step": self.steps.stop,
             "estimated at step": self.at_step,
             "seconds, estimated": round(self.expected, 2),
-            "steps per second": round(steps / (now.step_seconds - since.step_seconds), 4),
+            "steps per second": round(1 / per_step, 4),
         }
         self._write()
 

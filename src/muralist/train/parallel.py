@@ -100,17 +100,19 @@ class DataParallel:
             module.compile(mode="reduce-overhead" if cuda_graphs else None)
         self.module = module
         if self.world.size > 1:
-            self.module = ddp = self.world.accelerator.prepare_model(module)
+            # Not by Accelerate, which takes the local rank for a GPU's index, although processes may share a GPU.
+            gpus = [self.world.device] if self.world.device.type == "cuda" else None
+            # Gradients live in the buckets that are reduced, without a copy.
+            self.module = ddp = DistributedDataParallel(module, device_ids=gpus, gradient_as_bucket_view=True)
             if module.autocast is torch.bfloat16:
                 # Most gradients come from bf16 GEMMs; half the bytes overlap with the backward pass sooner.
-                assert isinstance(ddp, DistributedDataParallel)
                 ddp.register_comm_hook(None, lambda _, bucket: _all_reduce_bf16(bucket))
                 self.layout = f"{DataParallel.layout}, gradients all-reduced in bf16"
         return self.module
 
     def gradient_sync(self, last: bool) -> AbstractContextManager[None]:
         """Surround forward and backward of one micro-batch; gradients are all-reduced in the last one of a step."""
-        return nullcontext() if last or self.world.size == 1 else self.world.accelerator.no_sync(self.module)
+        return self.module.no_sync() if isinstance(self.module, DistributedDataParallel) and not last else nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients."""
@@ -245,7 +247,18 @@ def gather_network(world: World, spec: ModelSpec, weights: Mapping[str, Tensor])
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor; others are returned as they are."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shared_gpu = tensor.device.type == "cuda" and dist.get_backend(tensor.device_mesh.get_group()) == "gloo"
+    if shared_gpu and any(placement.is_shard() for placement in tensor.placements):
+        # DTensor's gather of GPU tensors through gloo ends in a segmentation fault (torch 2.11); that of CPU tensors works.
+        assert dist.group.WORLD is not None
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        shards = DTensor.from_local(
+            tensor.to_local().cpu(), mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        )
+        return shards.full_tensor().to(tensor.device)
+    return tensor.full_tensor()
 
 
 def _all_reduce_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

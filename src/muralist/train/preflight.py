@@ -40,7 +40,6 @@ def check_settings(settings: TrainSettings) -> None:
             fix="With a total batch, accumulation is derived: leave --gradient_accumulation_steps out.",
         )
     check_strategy(settings, settings.distributed.strategy)
-    check_precision(settings, settings.distributed.strategy)
     low, high = settings.samples.interval
     if low >= high:
         raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
@@ -61,32 +60,22 @@ def check_model_settings(model: ModelSettings) -> None:
     family.check(model)
 
 
-def check_strategy(settings: TrainSettings, strategy: Strategy, autocast: torch.dtype | None = None) -> None:
-    """Refuse what a strategy does not support; what `auto` means is known only in a process of the run."""
-    if settings.optim.non_finite == "skip" and strategy in ("zero2", "zero3"):
+def check_strategy(settings: TrainSettings, strategy: Strategy, device: torch.device | None = None) -> None:
+    """Refuse what a strategy or, once it is known, the device does not support; `auto` is known only in a process."""
+    zero = strategy in ("zero2", "zero3")
+    if settings.optim.non_finite == "skip" and zero:
         raise UserError(
             f"--non_finite skip is not supported with --strategy {strategy}: DeepSpeed updates the weights by itself.",
             fix="Use --strategy fsdp2 or ddp, or leave --non_finite skip out.",
         )
-    if str(autocast) == "torch.float16" and strategy != "ddp":
-        raise UserError(
-            f"--use_amp with --strategy {strategy} needs GPUs that support bf16.",
-            "These GPUs do not, and loss scaling for fp16 is implemented for ddp only.",
-            "Use --strategy ddp, or leave --use_amp out.",
-        )
-
-
-def check_precision(settings: TrainSettings, strategy: Strategy, device: torch.device | None = None) -> None:
-    """Refuse FP8 for models, strategies and, once it is known, devices without support for it."""
-    if settings.precision != "fp8":
-        return
-    if not find_family(settings.model.name).supports_fp8:
+    fp8 = settings.precision == "fp8"
+    if fp8 and not find_family(settings.model.name).supports_fp8:
         raise UserError(
             f"{settings.model.name} cannot be trained with --precision fp8.",
             f"FP8 training supports {families_with('supports_fp8')}.",
             "Use --use_amp, which is bf16.",
         )
-    if strategy in ("zero2", "zero3"):
+    if fp8 and zero:
         raise UserError(
             f"--precision fp8 is not supported with --strategy {strategy}.",
             "FP8 matmuls were never tested with weights that DeepSpeed gathers.",
@@ -94,13 +83,20 @@ def check_precision(settings: TrainSettings, strategy: Strategy, device: torch.d
         )
     if device is None:
         return
-    from muralist.kernels.fp8 import has_fp8, why_no_fp8
+    from muralist.kernels import fp8 as kernels
+    from muralist.train.step import autocast_dtype
 
-    if not has_fp8(device):
+    if fp8 and not kernels.has_fp8(device):
         raise UserError(
             "--precision fp8 needs a GPU with FP8 matmuls: compute capability 8.9 or later (Ada, Hopper, Blackwell).",
-            why_no_fp8(device),
+            kernels.why_no_fp8(device),
             "Use --use_amp, which is bf16, or leave both out.",
+        )
+    if strategy != "ddp" and str(autocast_dtype(settings.mixed, device)) == "torch.float16":
+        raise UserError(
+            f"--use_amp with --strategy {strategy} needs GPUs that support bf16.",
+            "These GPUs do not, and loss scaling for fp16 is implemented for ddp only.",
+            "Use --strategy ddp, or leave --use_amp out.",
         )
 
 

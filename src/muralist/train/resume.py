@@ -110,7 +110,7 @@ def find_initial_weights(settings: TrainSettings) -> tuple[dict[str, Tensor], st
     if init_from in ("auto", "default"):
         newest = _newest_unconditional(settings)
         if newest is None:
-            where = f"{model.name} at {model.img_size} px under {settings.results_dir}"
+            where = f"{model.name} at {model.size[0]} x {model.size[1]} px under {settings.results_dir}"
             log.info("No unconditional run of %s: starting from scratch.", where)
             return None
         path = newest
@@ -121,13 +121,14 @@ def find_initial_weights(settings: TrainSettings) -> tuple[dict[str, Tensor], st
 
 def _newest_unconditional(settings: TrainSettings) -> Path | None:
     """The newest intact checkpoint of an unconditional run; files are hashed only where the manifest matches."""
-    model = (settings.model.name, settings.model.img_size)
+    model = settings.model.model_dump(mode="json")  # a rectangle is a list there, as in the manifest
     matching: list[tuple[float, Path]] = []
     for manifest in Path(settings.results_dir).glob("*/checkpoints/step_*/manifest.json"):
         try:
             content = json.loads(manifest.read_text())
             found = content["model"]
-            if (found["model"], found["img_size"]) == model and not found["label_names"]:
+            same_model = found["model"] == model["name"] and found["img_size"] == model["img_size"]
+            if same_model and not found["label_names"]:
                 matching.append((content["written"], manifest.parent))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged; reported when its own run is resumed

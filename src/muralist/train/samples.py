@@ -120,15 +120,19 @@ def write_samples(
         network.train(was_training)
 
 
-def log_samples_of_other_ranks(folder: Path, step: int, loggers: Sequence[MetricsLogger]) -> None:
-    """Hand the samples of all ranks but the main one, which alone has loggers, to the loggers."""
-    for prompt, image_file in _samples_in(folder / folder_name(step)):
-        if image_file.name.startswith("gpu_0_"):
-            continue
-        with Image.open(image_file) as image:
-            image_u8 = np.asarray(image.convert("RGB"))
-        for metrics_logger in loggers:
-            metrics_logger.image(step, f"samples/{image_file.stem.replace('_sample', '', 1)}", image_u8, prompt)
+def collect_samples(folder: Path, step: int, prompts: Sequence[str], loggers: Sequence[MetricsLogger]) -> None:
+    """Log the samples of the other ranks and add them to the sheet; for the main rank, which alone has loggers."""
+    try:
+        for prompt, image_file in _samples_in(folder / folder_name(step)):
+            if image_file.name.startswith("gpu_0_"):
+                continue
+            with Image.open(image_file) as image:
+                image_u8 = np.asarray(image.convert("RGB"))
+            for metrics_logger in loggers:
+                metrics_logger.image(step, f"samples/{image_file.stem.replace('_sample', '', 1)}", image_u8, prompt)
+        write_sheet(folder, prompts)
+    except OSError as error:
+        log.error("Cannot collect the samples of step %d: %s", step, error)
 
 
 def _samples_in(step_folder: Path) -> Iterator[tuple[str, Path]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from muralist.core.errors import UserError
-from muralist.settings import DataSettings, OptimSettings
+from muralist.settings import CheckpointSettings, DataSettings, OptimSettings
 
 MAX_EMA_FRACTION = 0.05
 """Longest half-life of the EMA, as a fraction of the images seen so far."""
@@ -83,6 +83,15 @@ class TrainingClock:
     def epoch_at(self, step: int) -> float:
         """Passes over the data after this step, as a fraction."""
         return step * self.total_batch / self.samples
+
+
+def checkpoint_steps(settings: CheckpointSettings, clock: TrainingClock, last_step: int) -> set[int]:
+    """Steps that end with a checkpoint: every so many, at the end of an epoch if asked for, and the last one."""
+    intervals = (settings.every, settings.latest_every or settings.every)
+    due = {step for interval in intervals for step in range(interval, last_step + 1, interval)} | {last_step}
+    if settings.at_epoch_end:
+        due |= {clock.end_of_epoch(epoch) for epoch in range(1, clock.epochs_finished(last_step) + 1)}
+    return due
 
 
 @dataclass(frozen=True)

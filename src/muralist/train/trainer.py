@@ -33,8 +33,8 @@ from muralist.train.distributed import World, is_lost_peer
 from muralist.train.loggers import ProgressLogger, open_loggers, start_log
 from muralist.train.metrics import Forecast, MetricsRecorder, StepProfiler, matmul_rate
 from muralist.train.parallel import build_strategy, compile_each_size
-from muralist.train.preflight import check_length, check_precision, check_settings, check_strategy, run_summary
-from muralist.train.schedule import LearningRate, TrainingClock, learning_rate, plan_batch
+from muralist.train.preflight import check_length, check_settings, check_strategy, run_summary
+from muralist.train.schedule import LearningRate, TrainingClock, checkpoint_steps, learning_rate, plan_batch
 from muralist.train.step import TrainState, autocast_dtype, held_out_loss
 from muralist.train.watchdog import RESUME_HINT, SAVING, WAITING, Watchdog
 
@@ -79,38 +79,15 @@ class Trainer:
         check_length(self.clock)
         last_step = min(self.clock.last_step, settings.max_steps or self.clock.last_step)
         self.steps = range(self.checkpoint.step if self.checkpoint else 0, last_step)
+        self.checkpoint_steps = checkpoint_steps(settings.checkpoint, self.clock, last_step)
         rate = learning_rate(settings.optim, self.clock)
         resume.check_ranks_agree(world, self.checkpoint, data.facts, self.plan.total)
 
         self.state = self._build_state(rate)
         self.saved_step = -1
-        self.unlogged_samples: int | None = None  # the step whose samples by other ranks the loggers do not have yet
         self.gpu_bytes = data.bytes_on(world.device, settings, self.steps, self.plan.total, world.size)
         self.peak_flops = matmul_rate(world.device, self.state.autocast or torch.float32)
         self._log_summary()
-
-    def _build_state(self, rate: LearningRate) -> TrainState:
-        settings, spec, device = self.settings, self.spec, self.world.device
-        autocast = autocast_dtype(settings.mixed, device)
-        check_strategy(settings, self.world.strategy, autocast)
-        spec.to_device(device, autocast or torch.float32)
-        network = spec.network()
-        if self.checkpoint:
-            weights = read_saved_weights(self.checkpoint.path, "model", network, spec)
-            network.load_state_dict(weights, strict=False)
-        elif initial := resume.find_initial_weights(settings):
-            spec.init_from(network, *initial)
-            log.info("starting from the weights of %s", initial[1])
-        compiled = device.type == "cuda" and can_compile() if settings.compile == "auto" else settings.compile
-        self.compile_cache = compile_cache.use_compile_cache() if compiled else None
-        if compiled and self.data.buckets:
-            compile_each_size(len(self.data.buckets.sizes))
-        cuda_graphs = compiled and device.type == "cuda" and self.world.size == 1 and not self.data.buckets
-        strategy = build_strategy(self.world)
-        state = TrainState(settings, spec, network, strategy, self.plan, rate, autocast, compiled, cuda_graphs)
-        if self.checkpoint:
-            state.restore(self.checkpoint)
-        return state
 
     def train(self) -> None:
         """Train until the last step or a request to stop."""
@@ -125,58 +102,29 @@ class Trainer:
         self._warm_up()
         with ExitStack() as stack:
             self._open_outputs(stack)
-            self._loop(batches)
-            self.world.barrier()
-            self._log_samples_of_other_ranks()
-            if self.world.is_main:
-                samples.write_sheet(self.run.samples, self.prompts)  # with every rank's last samples
-
-    def _loop(self, batches: Iterator[Batch]) -> None:
-        first = self.steps.start
-        for step in self.steps:
-            self.profiler.begin(step)
-            self.watchdog.report("reading data", step)
-            started = time.perf_counter()
-            step_batches, error = self._next_batches(batches)
-            waited = time.perf_counter() - started
-            # All ranks agree here, between steps, on one rank's request or error. A signal to the whole job also ends
-            # loader processes: then the signal counts, not the error.
-            request = self.signals.poll(savable=step > first)
-            request = Request(self.world.all_reduce_max(Request.FAIL if error and request != Request.STOP else request))
-            self._log_samples_of_other_ranks()
-            if request != Request.NOTHING and step > first:
-                self.save(step)
-            if request == Request.FAIL:
-                self._fail(error)
-            if request == Request.STOP:
-                self._finish_saving()
-                self._log_stopped(step)
-                return
-            self.watchdog.report("computing", step)
-            result = self.state.step(step_batches)
-            self.recorder.add(step + 1, result, waited)
-            self.profiler.end(step, self.recorder.paused)
-            if self._checkpoint_is_due(step + 1):
-                self.validate_save_sample(step + 1)
-            else:
-                self.recorder.flush_if_due(step + 1)
-        self.recorder.forecast.conclude()
-        self._finish_saving()
-        log.info("Finished at step %d.", self.steps.stop)
-
-    def _checkpoint_is_due(self, step: int) -> bool:
-        settings = self.settings.checkpoint
-        regular = step % settings.every == 0 or (settings.latest_every and step % settings.latest_every == 0)
-        epoch_end = settings.at_epoch_end and self.clock.ends_epoch(step)
-        return bool(regular or epoch_end or step == self.steps.stop)
-
-    def _next_batches(self, batches: Iterator[Batch]) -> tuple[list[Batch], UserError | None]:
-        """This rank's batches of the next step, or the error of reading them or of writing the last checkpoint."""
-        try:
-            self.writer.check()
-            return list(islice(batches, self.plan.accumulation_steps)), None
-        except UserError as error:
-            return [], error
+            for step in self.steps:
+                self.profiler.begin(step)
+                step_batches, waited, error = self._next_batches(batches, step)
+                request = self._agree_on_request(step, error)
+                if request != Request.NOTHING and step > self.steps.start:
+                    self.save(step)
+                if request == Request.FAIL:
+                    self._fail(error)
+                if request == Request.STOP:
+                    self._finish_saving()
+                    self._log_stopped(step)
+                    return
+                self.watchdog.report("computing", step)
+                result = self.state.step(step_batches)
+                self.recorder.add(step + 1, result, waited)
+                self.profiler.end(step, self.recorder.paused)
+                if step + 1 in self.checkpoint_steps:
+                    self.validate_save_sample(step + 1)
+                else:
+                    self.recorder.flush_if_due(step + 1)
+            self.recorder.forecast.conclude()
+            self._finish_saving()
+            log.info("Finished at step %d.", self.steps.stop)
 
     def validate_save_sample(self, step: int) -> None:
         """Compute the held-out loss, write a checkpoint, generate samples."""
@@ -213,9 +161,51 @@ class Trainer:
                 self.writer.submit(step, snapshot.weights, snapshot.state, manifest)
             self.saved_step = step
 
+    def _write_samples(self, step: int) -> None:
+        # A collective where weights are sharded: it must not fail on one rank.
+        network = self.state.strategy.inference_network(self.state)
+        if network is None:
+            log.warning("No samples at step %d: the full network does not fit beside its training state.", step)
+            return
+        self.watchdog.report("writing samples")
+        folder, world = self.run.samples, self.world
+        samples.write_samples(
+            folder, step, world.rank, world.size, self.spec, network, self.prompts, self.settings.samples,
+            self.state.autocast, self.loggers,
+        )  # fmt: skip
+        if world.size > 1:
+            world.barrier()  # then the samples of all ranks are complete
+            if world.is_main:
+                self.watchdog.report("writing samples")
+                samples.collect_samples(folder, step, self.prompts, self.loggers)
+
+    def _next_batches(self, batches: Iterator[Batch], step: int) -> tuple[list[Batch], float, UserError | None]:
+        """This rank's batches of a step and the seconds it waited for them, or why there are none.
+
+        The reason is the error of reading them or of writing the last checkpoint.
+        """
+        self.watchdog.report("reading data", step)
+        started, found, reason = time.perf_counter(), list[Batch](), None
+        try:
+            self.writer.check()
+            found = list(islice(batches, self.plan.accumulation_steps))
+        except UserError as error:
+            reason = error
+        return found, time.perf_counter() - started, reason
+
+    def _agree_on_request(self, step: int, error: UserError | None) -> Request:
+        """Agree with all ranks, between steps, on one rank's request or error."""
+        request = self.signals.poll(savable=step > self.steps.start)
+        # A signal to the whole job also ends loader processes: then the signal counts, not the error.
+        return Request(self.world.all_reduce_max(Request.FAIL if error and request != Request.STOP else request))
+
     def _finish_saving(self) -> None:
         self._report_saving()
         self.writer.finish()
+
+    def _report_saving(self) -> None:
+        # A process that needs the others for a checkpoint must not be taken for one that works by itself.
+        self.watchdog.report(SAVING if self.state.strategy.main_saves_alone else WAITING)
 
     def _fail(self, error: UserError | None) -> NoReturn:
         """Raise once all ranks have finished saving: a launcher gives those that remain half a minute."""
@@ -226,52 +216,41 @@ class Trainer:
         self.world.barrier()
         raise error or UserError("Another process failed.", self.watchdog.diagnosis())
 
-    def _report_saving(self) -> None:
-        # A process that needs the others for a checkpoint must not be taken for one that works by itself.
-        self.watchdog.report(SAVING if self.state.strategy.main_saves_alone else WAITING)
+    def _build_state(self, rate: LearningRate) -> TrainState:
+        settings, spec, device = self.settings, self.spec, self.world.device
+        autocast = autocast_dtype(settings.mixed, device)
+        spec.to_device(device, autocast or torch.float32)
+        network = spec.network()
+        if self.checkpoint:
+            weights = read_saved_weights(self.checkpoint.path, "model", network, spec)
+            network.load_state_dict(weights, strict=False)
+        elif initial := resume.find_initial_weights(settings):
+            spec.init_from(network, *initial)
+            log.info("starting from the weights of %s", initial[1])
+        compiled = device.type == "cuda" and can_compile() if settings.compile == "auto" else settings.compile
+        self.compile_cache = compile_cache.use_compile_cache() if compiled else None
+        if compiled and self.data.buckets:
+            compile_each_size(len(self.data.buckets.sizes))
+        cuda_graphs = compiled and device.type == "cuda" and self.world.size == 1 and not self.data.buckets
+        strategy = build_strategy(self.world)
+        state = TrainState(settings, spec, network, strategy, self.plan, rate, autocast, compiled, cuda_graphs)
+        if self.checkpoint:
+            state.restore(self.checkpoint)
+        return state
 
-    def _write_samples(self, step: int) -> None:
-        # A collective where weights are sharded: it must not fail on one rank.
-        network = self.state.strategy.inference_network(self.state)
-        if network is None:
-            log.warning("No samples at step %d: the full network does not fit beside its training state.", step)
-            return
-        self.watchdog.report("writing samples")
-        self.unlogged_samples = step if self.world.is_main and self.world.size > 1 else None
-        world, settings = self.world, self.settings.samples
-        samples.write_samples(
-            self.run.samples, step, world.rank, world.size, self.spec, network, self.prompts, settings,
-            self.state.autocast, self.loggers,
-        )  # fmt: skip
-
-    def _log_samples_of_other_ranks(self) -> None:
-        """Log the other ranks' samples, which are complete once all ranks have passed a collective."""
-        if self.unlogged_samples is not None:
-            samples.log_samples_of_other_ranks(self.run.samples, self.unlogged_samples, self.loggers)
-            self.unlogged_samples = None
-
-    def _open_outputs(self, stack: ExitStack) -> None:
-        """Open loggers, recorder, checkpoint writer and profiler; the stack closes them whatever ends the run."""
-        settings, world, run, steps, checkpoint = self.settings, self.world, self.run, self.steps, self.checkpoint
-        if checkpoint and world.is_main and checkpoint.path.parent.resolve() == run.checkpoints.resolve():
-            # A run that was resumed from an earlier checkpoint stays there, even if it dies before the next one.
-            atomic_write(run.checkpoints / "latest", checkpoint.path.name + "\n")
-        self.loggers = open_loggers(run, settings, steps.start) if world.is_main else []
-        for logger in self.loggers:
-            stack.callback(logger.close)
-        progress = ProgressLogger(steps.start, steps.stop, settings.log.every, quiet=not world.is_main)
-        stack.callback(progress.close)
-        every = min(settings.checkpoint.every, settings.checkpoint.latest_every or settings.checkpoint.every)
-        forecast = Forecast(run.forecast if world.is_main else None, steps.start, steps.stop, every)
-        self.recorder = MetricsRecorder(
-            self.state, self.clock, self.loggers, progress, forecast, settings.log.every, self.peak_flops
-        )
-        self.recorder.load_state_dict(checkpoint.manifest if checkpoint else {})
-        self.writer = CheckpointWriter(run.checkpoints, settings.checkpoint, self.state.strategy.checkpoint_mesh)
-        stack.callback(self._finish_saving)
-        self.watchdog.before_exit = self.writer.finish
-        self.profiler = StepProfiler(settings.log.profile or 0, steps, run.profile, world.rank, world.device)
-        stack.callback(self.profiler.close)
+    def _log_summary(self) -> None:
+        world, origin = self.world, f"resuming from {self.checkpoint.path}" if self.checkpoint else "starting"
+        flops = len(self.steps) * self.plan.total * self.spec.flops_per_image()
+        seconds = flops / (self.peak_flops * world.size)
+        for line in (
+            *world.banner().splitlines(),
+            f"device     {world.device_name}",
+            f"run        {self.run.root}, {origin} at step {self.steps.start}",
+            *run_summary(self.settings, self.state, self.clock, self.data, self.gpu_bytes, seconds),
+        ):
+            log.info(line)
+        if world.is_main and find_family(self.settings.model.name).uses_captions and not has_captions(self.data):
+            log.warning(NO_CAPTIONS)
 
     def _open_batches(self) -> Iterator[Batch] | None:
         """Start reading this rank's batches; None if a stop was requested while images were loaded to the GPU."""
@@ -312,19 +291,28 @@ class Trainer:
         if self.compile_cache and (report := self.compile_cache.summary()):
             log.info("%s", report)
 
-    def _log_summary(self) -> None:
-        world, origin = self.world, f"resuming from {self.checkpoint.path}" if self.checkpoint else "starting"
-        flops = len(self.steps) * self.plan.total * self.spec.flops_per_image()
-        seconds = flops / (self.peak_flops * world.size)
-        for line in (
-            *world.banner().splitlines(),
-            f"device     {world.device_name}",
-            f"run        {self.run.root}, {origin} at step {self.steps.start}",
-            *run_summary(self.settings, self.state, self.clock, self.data, self.gpu_bytes, seconds),
-        ):
-            log.info(line)
-        if world.is_main and find_family(self.settings.model.name).uses_captions and not has_captions(self.data):
-            log.warning(NO_CAPTIONS)
+    def _open_outputs(self, stack: ExitStack) -> None:
+        """Open loggers, recorder, checkpoint writer and profiler; the stack closes them whatever ends the run."""
+        settings, world, run, steps, checkpoint = self.settings, self.world, self.run, self.steps, self.checkpoint
+        if checkpoint and world.is_main and checkpoint.path.parent.resolve() == run.checkpoints.resolve():
+            # A run that was resumed from an earlier checkpoint stays there, even if it dies before the next one.
+            atomic_write(run.checkpoints / "latest", checkpoint.path.name + "\n")
+        hardware = {"world_size": world.size, "device": world.device_name}
+        self.loggers = open_loggers(run, settings, steps.start, hardware) if world.is_main else []
+        for logger in self.loggers:
+            stack.callback(logger.close)
+        progress = ProgressLogger(steps.start, steps.stop, settings.log.every, quiet=not world.is_main)
+        stack.callback(progress.close)
+        forecast = Forecast(run.forecast if world.is_main else None, steps, self.checkpoint_steps)
+        self.recorder = MetricsRecorder(
+            self.state, self.clock, self.loggers, progress, forecast, settings.log.every, self.peak_flops
+        )
+        self.recorder.load_state_dict(checkpoint.manifest if checkpoint else {})
+        self.writer = CheckpointWriter(run.checkpoints, settings.checkpoint, self.state.strategy.checkpoint_mesh)
+        stack.callback(self._finish_saving)
+        self.watchdog.before_exit = self.writer.finish
+        self.profiler = StepProfiler(settings.log.profile or 0, steps, run.profile, world.rank, world.device)
+        stack.callback(self.profiler.close)
 
     def _log_stopped(self, step: int) -> None:
         what = "saved" if step > self.steps.start else "before the first step, so nothing was saved"
@@ -339,7 +327,7 @@ def train(settings: TrainSettings, name: str, preflight: Callable[[TrainSettings
     """
     check_settings(settings)
     if not torch.cuda.is_available():  # else it is checked for the GPU of this process, which is not known yet
-        check_precision(settings, settings.distributed.strategy, torch.device("cpu"))
+        check_strategy(settings, settings.distributed.strategy, torch.device("cpu"))
     run = RunDir.named(settings.results_dir, name)
     set_rank_environment(os.environ)
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -361,9 +349,10 @@ def train(settings: TrainSettings, name: str, preflight: Callable[[TrainSettings
 
 
 def _train_in_world(settings: TrainSettings, data: TrainingData, run: RunDir, watchdog: Watchdog) -> None:
-    world = World(settings.distributed.strategy, settings.distributed.dist_timeout, watchdog)
+    distributed = settings.distributed
+    world = World(distributed.strategy, distributed.dist_timeout, watchdog, distributed.dist_backend)
     try:
-        check_precision(settings, world.strategy, world.device)
+        check_strategy(settings, world.strategy, world.device)
         with ExitStack() as stack:
             if world.is_main:
                 run.create()

@@ -244,7 +244,9 @@ class Watchdog:
             self._exit(activity, "Another process is missing", lines)
         elif stuck >= self.timeout:
             late = f"No progress for {format_duration(stuck)} (--dist_timeout)"
-            self._exit(activity, late, lines or self._stragglers())
+            # A timeout may be shorter than the silence after which a process counts as frozen.
+            silent = self._missing(self._certainty, self._certainty) if self._writable else []
+            self._exit(activity, late, lines or silent or self._stragglers())
 
     def _read_peers(self) -> None:
         with self._lock:

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 
 from muralist.core.formatting import format_list
+from muralist.train.distributed import count_gpus, process_group_backends
+from muralist.train.metrics import matmul_rate
 
 SIZES = (1 << 16, 1 << 20, 1 << 24)
 """Bytes of the all-reduces: about a scalar agreement, a layer and a bucket of gradients."""
 _ROUNDS = 4
 _PINGS = 8
 _SLOW = 2.0  # times the median of the other ranks
-_MATRIX = {"cuda": 4096, "cpu": 512}
 
 
 class MissingRanks(Exception):
@@ -43,7 +44,7 @@ class CollectiveReport:
 
     hosts: list[str]
     bandwidths: dict[int, float]  # bytes per second over each link of a ring all-reduce, by payload size
-    compute: list[float]  # seconds of the same matmul on each rank
+    compute: list[float]  # seconds that a matmul of 10^9 FLOPs takes on each rank
     broadcast: list[float]  # seconds of a broadcast from each rank
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
     """By host: seconds by which its clock is ahead of rank 0's, and the error bound."""
@@ -77,8 +78,9 @@ class CollectiveTest:
             raise MissingRanks(f"Rank 0 does not answer at {address}:{port} ({reason})", [0]) from None
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store = dist.PrefixStore(f"doctor/{attempt}", tcp_store)
-        gpu = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")))
-        self.device = gpu if torch.cuda.is_available() else torch.device("cpu")
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():  # ranks may share a GPU
+            self.device = torch.device("cuda", int(environment.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         self.hosts: list[str] = []
         self.hosts = self.gather("host", socket.gethostname())
 
@@ -113,8 +115,9 @@ class CollectiveTest:
         try:
             if on_gpu:
                 torch.cuda.set_device(self.device)
+            gpus = count_gpus(self.store, self.rank, self.world_size) if on_gpu else 0
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                process_group_backends("auto", self.world_size, gpus),
                 store=dist.PrefixStore("group", self.store),
                 rank=self.rank,
                 world_size=self.world_size,
@@ -125,7 +128,7 @@ class CollectiveTest:
                 payload = torch.ones(size // 4, device=self.device)
                 seconds = self._time(f"all-reduce of {size} bytes", partial(dist.all_reduce, payload, async_op=True))
                 bandwidths[size] = 2 * (self.world_size - 1) / self.world_size * size / max(1e-9, seconds)
-            compute = self.gather("compute", _matmul_seconds(self.device))
+            compute = self.gather("compute", 1e9 / matmul_rate(self.device, torch.float32))
             for source in range(self.world_size):
                 name = f"broadcast from rank {source}"
                 own = self._time(name, partial(dist.broadcast, payload, source, async_op=True), rounds=2)
@@ -181,14 +184,3 @@ class CollectiveTest:
                 self.store.get(ping)
                 self.store.set(pong, repr(clock()))
         return best
-
-
-def _matmul_seconds(device: torch.device) -> float:
-    """Seconds of one matmul, the fastest of a few."""
-    side, best = _MATRIX[device.type], float("inf")
-    matrix = torch.ones(side, side, device=device)
-    for _ in range(_ROUNDS + 1):
-        began = time.perf_counter()
-        float((matrix @ matrix)[0, 0])  # synchronizes
-        best = min(best, time.perf_counter() - began)
-    return best

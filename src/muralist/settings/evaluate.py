@@ -1,0 +1,97 @@
+"""The settings of `muralist evaluate`, and of the commands around it: `stats`, `report` and `sweep`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from muralist.settings.section import Section
+
+
+class EvaluateSettings(Section):
+    """muralist evaluate: FID, KID, CLIP score and other metrics of a folder of images."""
+
+    images: str
+    """Folder of images, with its sub-folders; prompts and failures are read from a ledger.jsonl in it."""
+    output_dir: str
+    """Folder for report.json and the features; the same command resumes there."""
+    reference: str | None = None
+    """Folder of real images, or an .npz file by `muralist stats` or other tools (mu, sigma); none: only metrics
+    without a reference."""
+    prompts_csv: str | None = None
+    """Prompts in any format of `muralist generate`; row ID has the files ID.* and ID_seedN.*; default: the prompts in
+    the ledger."""
+    inception_weights: str | None = None
+    """Inception weights of 2015-12-05, .pth or .pt; default: the file in MURALIST_INCEPTION, or in the usual caches."""
+    clip_path: str | None = None
+    """Folder of a CLIP model saved by transformers, for CLIP score and CMMD."""
+    dinov2_path: str | None = None
+    """Folder of a DINOv2 model saved by transformers, for FD-DINOv2; papers report dinov2-large (ViT-L/14)."""
+    gpu_ids: list[Annotated[int, Field(ge=0)]] = []
+    """GPUs to use; default: all visible ones. Without a GPU, one CPU process replaces each, or NPROC processes."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of the KID subsets and the bootstrap intervals."""
+
+
+class StatsSettings(Section):
+    """muralist stats SOURCE -o STATS.npz: compute the reference statistics for `evaluate` once."""
+
+    source: str
+    """Folder of images, with its sub-folders; with --img_size, any data set that train reads."""
+    output: str
+    """The .npz file to write (-o): mu and sigma, as other tools store them, and the features."""
+    img_size: PositiveInt | None = None
+    """Read SOURCE as training does, cropped to squares of this side; default: the images as they are."""
+    max_samples: PositiveInt | None = None
+    """With --img_size: use only the first N images, as in training."""
+    inception_weights: str | None = None
+    """As for evaluate."""
+    dinov2_path: str | None = None
+    """As for evaluate: also stores the features for FD-DINOv2."""
+    gpu_ids: list[Annotated[int, Field(ge=0)]] = []
+    """As for evaluate."""
+
+
+class ReportSettings(Section):
+    """muralist report FOLDERS ...: write the page of one evaluation, or compare several."""
+
+    folders: list[str]
+    """Output folders of evaluate: one, or several to compare."""
+    output_dir: str = "report"
+    """Folder for index.html."""
+
+
+_Count = Annotated[int, Field(ge=2)]
+
+
+class SweepSettings(Section):
+    """muralist sweep: find the EMA, guidance scale and guidance interval of a JiT with the best FID: every
+    combination on a few images, then the best one on many."""
+
+    model_path: str
+    """A run or checkpoint of a JiT, or official weights."""
+    reference: str
+    """Folder of real images, or an .npz file by `muralist stats` or other tools (mu, sigma)."""
+    output_dir: str
+    """Folder for images, scores and sweep.json; the same command resumes there, one with more values adds them."""
+    weights: list[Literal["model", "ema1", "ema2"]] = ["ema1", "ema2"]
+    """Weights to try: as trained, or one of the two EMAs."""
+    guidance_scale: list[Annotated[float, Field(ge=0)]] = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]
+    """Guidance scales to try; 1 is no guidance. The paper's: $(seq 1 0.1 4)."""
+    guidance_interval: list[str] = ["0.1,1"]
+    """Intervals to try, each as LOW,HIGH: t from 0 (noise) to 1 (image) in which guidance is on."""
+    official_last_step: bool = False
+    """Reproduce the official sampler, whose clamp of 1 - t leaves noise after the last step."""
+    num_samples: _Count = 8192
+    """Images per combination, evenly over the classes; the same classes and seeds for all."""
+    full_samples: _Count | None = 50_000
+    """Images of the best combination, with seeds of their own; none: skip this."""
+    num_inference_steps: PositiveInt = 50
+    """Denoising steps."""
+    seed_start: Annotated[int, Field(ge=0, lt=2**61)] = 42
+    """Image i of a combination has seed seed_start + i."""
+    gpu_ids: list[Annotated[int, Field(ge=0)]] = []
+    """GPUs to use; default: all visible ones. Without a GPU, one CPU process replaces each."""
+    inception_weights: str | None = None
+    """As for evaluate."""
