@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo weights test test-slow faults soak fuzz audit lint docs format clean
+.PHONY: setup demo weights test test-slow faults soak fuzz bench audit lint docs format clean
 
 # The package alone: enough to train, generate, evaluate, and for the demo.
 .venv/.installed: pyproject.toml constraints.txt
@@ -60,6 +60,15 @@ fuzz: setup
 	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest -n 2 tests/fuzz
 	for parser in $(PARSERS); do $(BIN)/python -m tests.fuzz.coverage_guided $$parser $(FUZZ_SECONDS) || exit 1; done
 
+# The standard benchmarks on a GPU, beside checkouts of the baselines; prints the table of README.
+OFFICIAL ?=
+PYTORCH_FID ?=
+RECORD ?= bench/results/standard.json
+bench: setup weights
+	$(BIN)/python bench/standard.py $(RECORD) --weights .cache/default_1.pt \
+	  $(if $(OFFICIAL),--official $(OFFICIAL)) $(if $(PYTORCH_FID),--pytorch_fid $(PYTORCH_FID))
+	$(BIN)/python scripts/benchmark_tables.py --print $(RECORD)
+
 audit: setup
 	$(PIP) -e '.[audit]'
 	$(BIN)/python scripts/audit_dependencies.py
@@ -74,7 +83,7 @@ lint: setup
 docs: setup
 	$(BIN)/python scripts/draw_docs.py docs
 	$(BIN)/python scripts/draw_fid_curve.py docs
-	$(BIN)/python -m muralist.tools.doctor.command > docs/troubleshooting.md
+	$(BIN)/python scripts/write_troubleshooting.py docs
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 format: setup

@@ -1,15 +1,14 @@
-"""Images per second of FID's features, of each stage alone, and of pytorch-fid.
+"""Images per second of FID's features in each precision, and of each stage alone.
 
-python bench/fid_speed.py NAME --weights W [--reference_package FOLDER] [--cifar cifar10_subset_u8.npz] [--count 8000]
+python bench/fid_speed.py NAME --weights W [--cifar cifar10_subset_u8.npz] [--count 8000]
 
-FOLDER holds the package pytorch_fid (the `src` of its repository); it needs torchvision and SciPy. With --cifar, the
-FIDs of the file fid_reference.json beside it are computed in each precision too. The result is written after every step.
+With --cifar, the FIDs of the file fid_reference.json beside it are computed in each precision too. The result is written
+after every step. `bench/standard.py` compares the rate with pytorch-fid's.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import multiprocessing
 import sys
@@ -28,17 +27,8 @@ SIDES = (256, 32)
 PRECISIONS = {"float32": False, "TF32": True}
 UNFUSED = "bias and ReLU apart"
 _WARM = 0.2  # of the images, before the measurement starts
-_REFERENCE_BATCH, _REFERENCE_WORKERS = 50, 8  # pytorch-fid's own defaults
 _ONE_SHAPE = 64
 _AHEAD = 6
-
-
-def write_image(folder: Path, side: int, number: int) -> None:
-    """Write a PNG as hard to decode as a photograph: smooth shapes and a little noise."""
-    random = np.random.default_rng((side, number))
-    soft = Image.fromarray(random.integers(0, 256, (8, 8, 3), dtype=np.uint8)).resize((side, side), Image.BICUBIC)
-    noisy = np.asarray(soft, np.float32) + random.normal(0, 5, (side, side, 3))
-    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(folder / f"{number:06d}.png")
 
 
 def ours(paths: list[Path], weights: Path, folder: Path, precision: str) -> tuple[dict[str, Any], np.ndarray]:
@@ -182,35 +172,6 @@ def _rate(work: Callable[[], Any], images: int, device: Any) -> float:
     return repeats * images / (time.perf_counter() - begun)
 
 
-def reference(paths: list[Path], weights: Path, package: Path) -> tuple[dict[str, Any], np.ndarray]:
-    """Measure pytorch-fid with the same weights, after a warm-up call."""
-    import torch
-
-    from muralist.core.hardware import available_cpus
-    from muralist.evaluate.inception import load_inception
-
-    sys.path.insert(0, str(package))
-    from pytorch_fid import fid_score
-    from pytorch_fid import inception as theirs
-
-    classifier = {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
-    tensors = {**load_inception(weights).state_dict(), **classifier}
-    theirs.load_state_dict_from_url = lambda *_, **__: tensors  # instead of a download
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = theirs.InceptionV3([theirs.InceptionV3.BLOCK_INDEX_BY_DIM[2048]]).to(device)
-    workers = min(_REFERENCE_WORKERS, available_cpus())
-    more = {"num_workers": workers} if "num_workers" in inspect.signature(fid_score.get_activations).parameters else {}
-
-    def activations(some: list[Path]) -> np.ndarray:
-        return fid_score.get_activations(some, model, _REFERENCE_BATCH, 2048, device, **more)
-
-    activations(paths[: int(_WARM * len(paths))])
-    begun = time.perf_counter()
-    found = activations(paths)
-    rate = len(paths) / (time.perf_counter() - begun)
-    return {"images/s, warm": round(rate, 1), "batch": _REFERENCE_BATCH, "workers": workers}, found
-
-
 def distance(one: np.ndarray, two: np.ndarray) -> float:
     """Return the FID of two sets of features."""
     from muralist.evaluate.metrics import compute_moments, frechet_distance
@@ -244,6 +205,8 @@ def on_cifar(npz: Path, weights: Path, folder: Path) -> dict[str, Any]:
 
 def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], keep: Callable[[], None]) -> None:
     """Measure one image size in every precision."""
+    from bench.standard import write_image
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "images").mkdir()
@@ -255,9 +218,6 @@ def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], ke
         result["bytes of a file"] = round(sum(path.stat().st_size for path in paths) / len(paths))
         result["parts alone, images/s"] = parts(paths)
         keep()
-        if arguments.reference_package:
-            result["pytorch-fid"], theirs = reference(paths, arguments.weights, arguments.reference_package)
-            keep()
         exact, fid = None, 0.0
         for precision in PRECISIONS:
             found, rows = ours(paths, arguments.weights, folder / f"features {precision}", precision)
@@ -266,14 +226,8 @@ def measure(side: int, arguments: argparse.Namespace, result: dict[str, Any], ke
                 exact, fid = rows, value
             found["FID of two halves, change"] = value - fid
             found["largest difference of a feature"] = float(np.abs(rows - exact).max())
-            if arguments.reference_package:
-                rate = result["pytorch-fid"]["images/s, warm"]
-                found["times pytorch-fid"] = round(found["images/s, warm"] / rate, 2)
             result[f"muralist, {precision}"] = found
             keep()
-        if arguments.reference_package:
-            result["pytorch-fid"]["FID of two halves, change"] = distance(theirs[:half], theirs[half:]) - fid
-            result["pytorch-fid"]["largest difference of a feature"] = float(np.abs(theirs - exact).max())
 
 
 def main() -> None:
@@ -287,7 +241,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("name")
     parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--reference_package", type=Path)
     parser.add_argument("--cifar", type=Path)
     parser.add_argument("--count", type=int, default=8000)
     arguments = parser.parse_args()

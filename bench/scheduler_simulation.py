@@ -22,6 +22,7 @@ from muralist.core.worker_pool import WorkerExited, WorkerPool
 from muralist.data import ledger_reader
 from muralist.data.prompts import open_prompt_table
 from muralist.generate.console import ProgressLines
+from muralist.generate.model_info import ModelInfo
 from muralist.generate.output_dir import Header, OutputDir, merge_shards, start_ledger
 from muralist.generate.pipeline import GenerationMode, PendingBatch, SampleRequest
 from muralist.generate.plan import Plan
@@ -32,8 +33,7 @@ from muralist.generate.workers import (
     GenerationJob,
     Report,
     Request,
-    SampleDone,
-    SampleFailed,
+    SampleFinished,
     WorkerReady,
 )
 from muralist.settings import GenerateSettings
@@ -135,7 +135,7 @@ class SimulatedPool(WorkerPool):
                 if isinstance(report, BatchStarted):
                     state.generating = len(report.indices)
                     state.unsaved += state.generating
-                elif isinstance(report, SampleDone | SampleFailed):
+                elif isinstance(report, SampleFinished):
                     state.unsaved -= 1
                     state.idle_since = self.now()
                 self.outbox.put((label, report))
@@ -236,7 +236,7 @@ def simulate(case: Case, folder: Path) -> Outcome:
     header = Header({"model": "a clock"}, case.batch)
     start_ledger(output.ledger, header)
     settings = GenerateSettings(prompts_csv=str(table), output_dir=str(output.root), model_path="none")
-    pool = SimulatedPool(GenerationJob(settings, output.root, header.digest, {}), case)
+    pool = SimulatedPool(GenerationJob(settings, ModelInfo({}, {}), output.root, header.digest, {}), case)
     size = BatchSize(case.batch, case.batch)
     scheduler = Scheduler(plan, output, header.digest, pool, ProgressLines(), lambda *_: size, timeout=1e9)
     began, computed = pool.now(), time.process_time()

@@ -1,10 +1,9 @@
-"""Time the training step of a JiT on one GPU, and that of another implementation in the same run.
+"""Time variants of the training step of a JiT on one GPU; `bench/standard.py` compares it with the official code.
 
-python bench/train_speed.py NAME [CASE ...] [--variants fused,plain] [--other STEP.py] [--profile]
+python bench/train_speed.py NAME [CASE ...] [--variants fused,plain] [--profile]
 
 A case is MODEL@SIZExBATCH, such as JiT-B/4@64x256. Every variant takes the same steps on data in GPU memory. The first
-losses are recorded with the times; `python -m tests.kernels.kernel_checks` compares the kernels with float64. STEP.py has a
-function `build(model, img_size, batch, device)` that returns a callable: one step of another implementation.
+losses are recorded with the times; `python -m tests.kernels.kernel_checks` compares the kernels with float64.
 A variant is fused or plain (with our kernels or without), followed by options after a +: graphs (CUDA graphs), fp8, apart
 (AdamW and EMA as separate kernels), combo (Inductor combines small independent kernels), cudnn, flash (attention), such as
 fused+graphs+combo. The result is written to bench/results/NAME.json after every row.
@@ -15,13 +14,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib.util
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -104,16 +100,6 @@ def variant(name: str) -> Iterator[None]:
             enable(state)
 
 
-def load_module(path: Path) -> ModuleType:
-    """Import the file of another implementation."""
-    spec = importlib.util.spec_from_file_location("other", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # torch.compile looks up the module of a function by name
-    spec.loader.exec_module(module)
-    return module
-
-
 def time_steps(step: Callable[[], Any], steps: int, device: torch.device) -> tuple[float, float]:
     """Return the mean seconds per step of two series; their difference is the noise."""
     for _ in range(8):
@@ -144,18 +130,15 @@ def measure(case: str, name: str, options: argparse.Namespace, device: torch.dev
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     family = build_spec(TrainSettings(model=ModelSettings(name=model, img_size=img_size)), [])
-    with variant(name) if name != "other" else contextlib.nullcontext():
+    with variant(name):
         started = time.perf_counter()
-        if name == "other":
-            step = load_module(options.other).build(model, img_size, batch, device)
-        else:
-            step = our_step(model, img_size, batch, device, name.split("+"))
+        step = our_step(model, img_size, batch, device, name.split("+"))
         losses = [float(step())]
         first = time.perf_counter() - started
         losses += [float(step()) for _ in range(4)]
         rate = matmul_rate(device, torch.bfloat16)
         seconds, again = time_steps(step, options.steps, device)
-        profile = time_by_kind(step, 5) if options.profile and device.type == "cuda" and name != "other" else ()
+        profile = time_by_kind(step, 5) if options.profile and device.type == "cuda" else ()
         best = min(seconds, again)
         row = {
             "case": case,
@@ -189,7 +172,6 @@ def main() -> None:
     parser.add_argument("name")
     parser.add_argument("cases", nargs="*", default=CASES)
     parser.add_argument("--variants", default="fused,plain")
-    parser.add_argument("--other", type=Path)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
@@ -200,7 +182,7 @@ def main() -> None:
         "versions": versions(),
         "rows": [],
     }
-    names = [name for name in options.variants.split(",") if name] + (["other"] if options.other else [])
+    names = options.variants.split(",")
     for case in options.cases:
         for name in names:
             row = measure(case, name, options, device)
