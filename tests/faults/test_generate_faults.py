@@ -142,7 +142,9 @@ def test_interrupted_killed_and_damaged_it_goes_on(
     assert {path.name for path in tmp_path.iterdir()} - set(there) == {
         "failed_prompts_gpu0.txt", "failed_prompts_gpu1.txt", "ledger.jsonl",
     }  # fmt: skip
-    assert len(lines(tmp_path / "ledger.jsonl")) == len(there)
+    # A worker may end between an image and its line: at most one batch of three per worker, made again below.
+    recorded = {line["file"] for line in lines(tmp_path / "ledger.jsonl")}
+    assert recorded <= set(there) and len(there) - len(recorded) <= 2 * 3
 
     # Kill -9 of the command alone: its workers end by themselves.
     process = start(*command(wan, prompts, tmp_path, "--gpu_ids", 7))
@@ -166,8 +168,8 @@ def test_interrupted_killed_and_damaged_it_goes_on(
     assert files(tmp_path) == undisturbed
     assert f"of {ROWS} images exist already." in output
     there_already = int(output.partition(f" of {ROWS} images exist already")[0].split()[-1])
-    # An image whose line was not yet written when the command was killed is made again.
-    assert len(kept) - 3 <= there_already <= len(kept)
+    # Images whose lines were not yet written when the commands ended are made again.
+    assert len(kept) - 3 - 2 * 3 <= there_already <= len(kept)
     again = [name for name, changed in kept.items() if (tmp_path / name).stat().st_mtime_ns != changed]
     assert len(again) == len(kept) - there_already
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".") or path.name == "lock"]
