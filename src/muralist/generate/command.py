@@ -247,6 +247,8 @@ class _Command:
         size = 1 if not ready.supports_batching else measured if asked == "auto" else asked
         assert isinstance(size, int)
         self.header = Header(self.identity, size, ready.environment, not ready.supports_batching)
+        if measured is not None and size > 1:
+            self.display.print(f"Batch size {size}, recorded in the ledger: the last bits of an image depend on it.")
         output_dir.start_ledger(self.output.ledger, self.header)
         output_dir.note_plan(self.output.ledger, len(self.plan))
         return BatchSize(size, size)

@@ -33,8 +33,6 @@ _LATE = 60.0  # seconds of loading, after which others may take the samples of a
 _DEATHS_PER_SAMPLE = 2
 _RESTARTS = 6  # when no worker is left, until an image is made: enough for three rows in turn that end every worker
 _SAME_FAILURES = 16
-_LARGEST_BATCH = 64
-_WORKERS_TO_FEED = 8
 
 
 class BatchSize(NamedTuple):
@@ -195,9 +193,7 @@ class Scheduler:
             largest = max(indices, key=lambda index: math.prod(self.plan.size_of(index)))
             self.measuring = worker.label
             self.pool.reset_silence(worker.label)
-            # Small tables are not padded to large batches; images may not depend on the number of workers.
-            limit = max(1, min(_LARGEST_BATCH, len(self.plan) // _WORKERS_TO_FEED))
-            self.pool.send(worker.label, workers.MeasureBatchSize(self.plan.sample(largest), limit))
+            self.pool.send(worker.label, workers.MeasureBatchSize(self.plan.sample(largest)))
 
     # Handing out samples.
 

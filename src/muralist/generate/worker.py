@@ -48,11 +48,21 @@ log = logging.getLogger("muralist")
 Send = Callable[[workers.Report], None]
 
 _MEMORY_TO_USE = 0.92  # of a GPU's; the rest is for fragmentation over hours
+_LARGEST_BATCH = 64
+_PIXELS_PER_BATCH = 4 * 2**20  # enough to fill a GPU: 4 images of 1024 x 1024, 8 of 832 x 480, 16 of 512 x 512
 _HEARTBEAT_INTERVAL = 1.0  # seconds
 _SAVE_THREADS = 4  # encoding a PNG of 1024 x 1024 takes a quarter of a second; no model makes sixteen of them in one
 _COMPARED_ROWS = 8  # of a table, generated in fast mode and in exact mode
 _PSNR_EQUAL = 99.0  # dB for equal images, whose PSNR is infinite
 STATUS_BROKEN_DEVICE = 70
+
+
+def batch_size_limit(height: int, width: int, frames: int) -> int:
+    """Return the largest batch size that `auto` tries: a function of an image's size, never of the number of rows.
+
+    A trial of a few rows then has the batch shape, and so the bytes, of the whole table.
+    """
+    return min(_LARGEST_BATCH, max(1, _PIXELS_PER_BATCH // (height * width * frames)))
 
 
 def psnr(one: np.ndarray, other: np.ndarray) -> float:
@@ -328,12 +338,13 @@ class Worker:
     # The device.
 
     def _largest_batch(self, request: MeasureBatchSize) -> int:
-        """Double the batch size until memory is short; 1 on a CPU, where the process would be killed."""
+        """Double the batch size until it fills the GPU or its memory; 1 on a CPU, where the process would be killed."""
         if not self.pipeline.supports_batching() or self.device.type == "cpu":
             return 1
         sample, fitting, batch_size = request.sample, 1, 1
         limit = _MEMORY_TO_USE * torch.cuda.get_device_properties(self.device).total_memory
-        while batch_size <= request.limit:
+        most = batch_size_limit(sample.height, sample.width, self.settings.num_frames)
+        while batch_size <= most:
             torch.cuda.reset_peak_memory_stats(self.device)
             try:
                 requests, size = [_request(sample)] * batch_size, (sample.height, sample.width)

@@ -43,7 +43,6 @@ class MeasureBatchSize(NamedTuple):
     """Find the largest batch of this sample that fits into memory."""
 
     sample: Sample
-    limit: int
 
 
 class GenerateBatch(NamedTuple):

@@ -63,7 +63,8 @@ class GenerateSettings(Section):
     images_per_prompt: PositiveInt = 1
     """Images per row; copy c of a row has its seed + 1,000,000 c."""
     batch_size: PositiveInt | Literal["auto"] = "auto"
-    """Images per batch on a GPU; auto: the largest that fits, measured once and stored in the ledger."""
+    """Images per batch on a GPU; it decides the last bits of an image. auto: as many as fill a GPU and fit into its
+    memory, whatever the number of rows; measured once and stored in the ledger. On a CPU 1."""
     allow_batch_change: bool = False
     """Continue with smaller batches if memory runs out later; such rows are marked in the ledger."""
     scheduler: Annotated[str, AfterValidator(scheduler_name)] | None = None
