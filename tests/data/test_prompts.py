@@ -78,7 +78,8 @@ def test_plain_lines_are_prompts_with_row_numbers_as_ids(tmp_path: Path) -> None
         ("000002", "three"),
         ("000003", "four"),
     ]
-    assert len(table) == 3 and table.sizes is None and table.seeds is None and table.notes == []
+    assert len(table) == 3 and table.sizes is None and table.seeds is None
+    assert table.notes == [f"{tmp_path / 'prompts.txt'}: 2 blank lines were skipped."]
     assert image_file_stem(table.row(0).id, 42) == "000001_seed42"
     refuse_collision(table, np.zeros(3, np.int64))
 
