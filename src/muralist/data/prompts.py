@@ -164,7 +164,7 @@ class PromptTable:
         if not positions:
             raise UserError(f"The table {self.name} has no rows.", fix="Give it at least one prompt.")
         if not self._table.columns:
-            self._check_given(columns)
+            self._check_given(sorted(columns))
         self._positions = np.frombuffer(positions, np.int64)
         if first_present(columns, names.id):
             self.id_hashes = np.frombuffer(hashes, np.int64)
@@ -257,7 +257,8 @@ def open_prompt_table(path: str, limit: int | None = None, columns: Mapping[str,
             table = ParquetTable(place, wanted.union(ColumnNames().used))
         else:
             table = CocoCaptionTable(place) if suffix == ".json" else TextTable(place)
-        return PromptTable(str(place), table, limit, columns, place)
+        name = "the built-in prompts" if path == _BUILTIN else str(place)
+        return PromptTable(name, table, limit, columns, place)
     except OSError as error:
         raise UserError(f"The prompt table {place} could not be read: {error.strerror}.") from error
 

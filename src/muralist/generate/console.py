@@ -216,7 +216,7 @@ def _measurements(output: OutputDir) -> Iterator[str]:
     distances: list[float] = []
     rows: set[int] = set()
     truncated: set[int] = set()
-    limits: dict[str, int] = {}  # tokens, by text encoder
+    limits: dict[str, Any] = {}  # tokens, by text encoder
     for line in read_lines(output.ledger):
         if isinstance(share := line.get("gpu_busy"), float):
             busy.append(share)
@@ -225,15 +225,16 @@ def _measurements(output: OutputDir) -> Iterator[str]:
         rows.add(line["index"])
         if line.get(PROMPT_TRUNCATED) is True:
             truncated.add(line["index"])
-            limits |= {
-                f"{counts['class']} ({encoder})": counts["limit"]
-                for encoder, counts in line.get(PROMPT_TOKENS, {}).items()
-            }
+            tokens = line.get(PROMPT_TOKENS)  # earlier versions did not write it
+            for encoder, counts in tokens.items() if isinstance(tokens, dict) else ():
+                if isinstance(counts, dict):
+                    limits[f"{counts.get('class')} ({encoder})"] = counts.get("limit")
     if truncated:
-        prompts = f"{len(rows):,} prompts are" if len(rows) > 1 else f"{len(rows):,} prompt is"
-        windows = ", ".join(f"to {limit:,} tokens by {encoder}" for encoder, limit in sorted(limits.items()))
+        prompts = f"{len(truncated):,} of {len(rows):,} prompt{'s' if len(rows) > 1 else ''}"
+        present, past = ("are", "were") if len(truncated) > 1 else ("is", "was")
+        windows = ", ".join(f"to {limit} tokens by {encoder}" for encoder, limit in limits.items())
         yield (
-            f"{len(truncated):,} of {prompts} longer than a text encoder reads and were truncated"
+            f"{prompts} {present} longer than a text encoder reads and {past} truncated"
             f'{f": {windows}" if windows else ""} ("{PROMPT_TRUNCATED}" in ledger.jsonl).'
         )
     if busy:
