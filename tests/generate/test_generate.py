@@ -218,9 +218,18 @@ def test_prompts_that_are_too_long_are_counted(
     images = generate(tmp_path, tiny_pipeline("sdxl"), *words)
     cut = {line["index"]: line.get("prompt_cut") for line in lines(images)}
     assert cut == {0: None, 1: True, 2: True, 3: None, 4: True}
+    tokens = {line["index"]: line.get("prompt_tokens") for line in lines(images)}
+    assert tokens[0] is None and tokens[4] == tokens[1] == {
+        "text_encoder": {"class": "CLIPTextModel", "tokens": 485, "limit": 77},
+        "text_encoder_2": {"class": "CLIPTextModelWithProjection", "tokens": 485, "limit": 77},
+    }  # fmt: skip
     output = capsys.readouterr()
-    assert output.err.count("3 prompts are longer than a text encoder of this model reads") == 1
-    assert "truncated" not in output.out + output.err  # nobody wants to read it for every prompt
+    summary = (
+        "3 of 5 prompts are longer than a text encoder reads and were truncated: to 77 tokens by CLIPTextModel "
+        '(text_encoder), to 77 tokens by CLIPTextModelWithProjection (text_encoder_2) ("prompt_cut" in ledger.jsonl).'
+    )
+    assert summary in output.err
+    assert (output.out + output.err).count("truncated") == 1  # nobody wants to read it for every prompt
     generate(tmp_path, tiny_pipeline("sdxl"), *words)
     assert "longer than" not in capsys.readouterr().err  # nothing was made
 

@@ -18,7 +18,7 @@ from muralist import settings as all_settings
 from muralist.cli import COMMANDS, main
 from muralist.core.errors import UserError
 from muralist.core.run_dir import RunDir
-from muralist.settings import TRAIN_FLAT_NAMES, OptimSettings, PackSettings, TrainSettings
+from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, OptimSettings, PackSettings, TrainSettings
 from muralist.settings.load import (
     FLAT_NAMES,
     FlagTable,
@@ -131,6 +131,34 @@ def test_lists_tuples_and_negative_numbers(yaml_file: Any) -> None:
     read = settings("--config", yaml_file("sample_prompts: [1, tree]\nsamples:\n  interval: [0, 0.5]\n"))
     assert (read.samples.prompts, read.samples.interval) == (["1", "tree"], (0.0, 0.5))
     assert settings("--config", yaml_file("sample_prompts: 3")).samples.prompts == ["3"]
+
+
+def test_a_repeatable_flag_collects_its_values(yaml_file: Any) -> None:
+    common = ["--output_dir", "o", "--model_path", "m"]
+
+    def prompts(*words: str) -> list[str]:
+        return load(GenerateSettings, [*words, *common], {}).prompt
+
+    assert prompts("--prompt", "a", "--prompt", "b", "c", "--prompt=--d, e\nf") == ["a", "b", "c", "--d, e\nf"]
+    assert prompts("--prompt", "none", "--prompt=") == ["none", ""]
+    config = str(yaml_file("prompt: [x, 5]\n"))
+    assert prompts("--config", config) == ["x", "5"] and prompts("--config", config, "--prompt", "y") == ["y"]
+    # The last one of other lists counts.
+    assert load(GenerateSettings, [*common, "--prompt", "a", "--lora", "a", "b", "--lora", "c"], {}).lora == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", '--prompts_csv is missing. .*standard input.* --prompt "a red car"'),
+        ("--prompt", "--prompt needs a value"),
+        ("--prompts_csv none", "--prompts_csv is missing"),
+        ("--prompt a --prompts_csv b", "--prompt and --prompts_csv cannot both be given. .*Leave one of them out"),
+    ],
+)
+def test_prompts_come_from_one_place(words: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        load(GenerateSettings, ["--output_dir", "o", "--model_path", "m", *words.split()], {})
 
 
 def test_none_and_text_that_looks_like_a_number(yaml_file: Any) -> None:

@@ -68,7 +68,7 @@ class WatchedPipeline:
     def __init__(self, label: str, before: Before, pipeline: Pipeline | None = None) -> None:
         self.pipeline, self.label, self.before = pipeline or tiny_jit_pipeline(), label, before
         self.ended = threading.Event()
-        self.is_truncated, self.execution_info = self.pipeline.is_truncated, self.pipeline.execution_info
+        self.truncation, self.execution_info = self.pipeline.truncation, self.pipeline.execution_info
 
     def supports_batching(self) -> bool:
         with _one_at_a_time:

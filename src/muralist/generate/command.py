@@ -21,7 +21,7 @@ from muralist.core.errors import UserError
 from muralist.core.hardware import select_devices
 from muralist.core.run_dir import FileLock, is_disk_full
 from muralist.core.slurm import set_rank_environment
-from muralist.data.prompts import open_prompt_table
+from muralist.data.prompts import open_prompts, reads_stdin
 from muralist.generate import console, output_dir
 from muralist.generate.console import INTERRUPTED, ProgressLines, WorkerProgress
 from muralist.generate.model_info import ModelInfo, inspect_model, settings_identity
@@ -83,6 +83,12 @@ class _Command:
             raise UserError(
                 f"--engine ray under a launcher of {ranks.size} ranks: each rank would use the whole cluster.",
                 fix="Run the command once, without srun or torchrun, or leave --engine ray out.",
+            )
+        if ranks and reads_stdin(settings):
+            raise UserError(
+                f"--prompts_csv - under a launcher of {ranks.size} ranks: they would not all read the same prompts.",
+                "How a launcher passes standard input on differs; every rank needs the whole table.",
+                "Save the prompts to a file that all ranks see, and give its path.",
             )
         if ranks and ranks.rank:
             log.setLevel(logging.ERROR)  # rank 0 logs for all
@@ -274,7 +280,7 @@ class _Command:
 
 def _read_plan(settings: GenerateSettings) -> Plan:
     assert settings.height and settings.width
-    table = open_prompt_table(settings.prompts_csv, settings.num_samples)
+    table = open_prompts(settings)
     for note in table.notes:
         log.warning("%s", note)
     extension = output_dir.file_extension(settings.num_frames, settings.video_format)

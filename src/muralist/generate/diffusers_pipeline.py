@@ -20,6 +20,7 @@ from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from muralist.core.errors import UserError, closest_match
@@ -46,6 +47,7 @@ from muralist.generate.pipeline import (
     SampleRequest,
     Size,
     StepCallback,
+    Truncation,
 )
 from muralist.kernels.fp8 import has_fp8
 from muralist.settings import GenerateSettings
@@ -56,6 +58,7 @@ _SHORT_PROMPT, _LONG_PROMPT = "a", "one of many words " * 12
 _EMPTY_NEGATIVE_PROMPT = " "  # pipelines with true_cfg_scale guide only where a negative prompt is given
 _TEXT_ARGUMENTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3, ...
 _TEXT_ENCODER = re.compile(r"text_encoder(_\d+)?")
+_COUNTING_OPTIONS = ("add_special_tokens", "is_split_into_words")  # of a tokenizer: those that change the number
 _LORA_ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 
 
@@ -83,7 +86,8 @@ class DiffusersPipeline(Pipeline):
             self._fp8_layers = use_fp8(block for each in blocks for block in each)
         self._graphs = CudaGraphs(optimizations.cuda_graphs and device.type == "cuda")
         self._copies = NonBlockingCopies(device)
-        self._embeddings = PromptEmbeddingCache(pipe)
+        self._tokens = TokenCounter(pipe)
+        self._embeddings = PromptEmbeddingCache(pipe, self._tokens)
         self._loop = DenoisingLoop(
             pipe, self._steps, settings.cfg_truncation_step, self._fast, device, self._graphs, self._copies
         )
@@ -110,8 +114,9 @@ class DiffusersPipeline(Pipeline):
             library.disable_progress_bar()
         transformers_logging.set_verbosity_error()
         diffusers_logging.set_verbosity_warning()
-        diffusers_logging.disable_default_handler()  # of one warning for each long prompt of ten thousand
-        diffusers_logging.add_handler(_TRUNCATIONS)  # a logger keeps a handler once
+        # Instead of one warning for each long prompt of ten thousand, TokenCounter counts them.
+        diffusers_logging.disable_default_handler()
+        diffusers_logging.add_handler(_SILENT)  # a logger keeps a handler once
         try:
             pipe: Any = DiffusionPipeline.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(components or {})
@@ -221,9 +226,9 @@ class DiffusersPipeline(Pipeline):
         ):
             yield
 
-    def is_truncated(self, prompt: str) -> bool:
-        """Whether the pipeline warned of it when it encoded the prompt."""
-        return prompt in self._embeddings.truncated
+    def truncation(self, prompt: str) -> Truncation:
+        """What the tokenizers cut off when they encoded the prompt."""
+        return self._tokens.truncated.get(prompt, {})
 
     def _encode(self, request: SampleRequest) -> list[Any]:
         """Return a request's embeddings, by a call of the pipeline that ends before its first step."""
@@ -271,7 +276,10 @@ class DiffusersPipeline(Pipeline):
             empty = _EMPTY_NEGATIVE_PROMPT if "true_cfg_scale" in self._guidance else ""
             arguments["negative_prompt"] = [request.negative_prompt or empty for request in requests]
         try:
-            with diffusers_patches.per_sample_noise(generators), self._copies.active():
+            # Where a pipeline has encode_prompt, its wrapper counts each prompt by itself.
+            texts = (*arguments["prompt"], *arguments.get("negative_prompt", ()))
+            counting = self._tokens.counting(texts)
+            with diffusers_patches.per_sample_noise(generators), self._copies.active(), counting:
                 return self._pipe(**{name: value for name, value in arguments.items() if name in self._parameters})
         except ValueError as error:
             if "height" in str(error) and "width" in str(error):
@@ -400,17 +408,80 @@ def _mismatch(adapter: LoraAdapter, pipe: Any, error: Exception) -> UserError:
     return UserError(f"The LoRA at {adapter.path} does not fit {type(pipe).__name__}.", f"The reason: {reason}")
 
 
-class _TruncationCounter(logging.Handler):
-    """Counts the warnings of pipelines that a prompt was truncated; the user gets one message for all prompts."""
-
-    count = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Count the record."""
-        self.count += "truncated" in record.getMessage()
+_SILENT = logging.NullHandler()
 
 
-_TRUNCATIONS = _TruncationCounter(logging.WARNING)
+class TokenCounter:
+    """Counts the tokens of prompts that a pipeline's tokenizers truncate.
+
+    Not every pipeline warns of truncation, so the tokenizers' public `__call__` is wrapped, by a subclass of each
+    tokenizer's class: a truncated text is tokenized a second time, in full.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self.truncated: dict[str, Truncation] = {}
+        """By prompt, of all prompts and negative prompts encoded so far."""
+        self._texts: tuple[str, ...] = ()  # those being encoded; the first is a prompt
+        self._max_length: int | None = None
+        # Tokens of a prompt template that the pipeline drops after encoding, before it keeps max_sequence_length.
+        dropped = getattr(pipe, "prompt_template_encode_start_idx", 0)
+        self._dropped = dropped if isinstance(dropped, int) else 0
+        for name, component in pipe.components.items():
+            tokenizer = getattr(component, "tokenizer", component)  # a processor has one
+            if isinstance(tokenizer, PreTrainedTokenizerBase):
+                encoder = "text_encoder" + name.removeprefix("tokenizer") if name.startswith("tokenizer") else name
+                self._wrap(tokenizer, encoder, type(getattr(pipe, encoder, None)).__name__)
+
+    @contextmanager
+    def counting(self, texts: Sequence[str], max_length: int | None = None) -> Iterator[None]:
+        """Attribute what is tokenized to these prompts; the pipeline keeps `max_length` tokens, if that is known."""
+        before = self._texts, self._max_length
+        self._texts, self._max_length = tuple(texts), max_length
+        try:
+            yield
+        finally:
+            self._texts, self._max_length = before
+
+    def _wrap(self, tokenizer: Any, encoder: str, kind: str) -> None:
+        original = type(tokenizer)
+
+        def call(this: Any, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+            result = original.__call__(this, text, *args, **kwargs)
+            texts = [text] if isinstance(text, str) else text
+            if self._texts and _is_texts(texts):
+                ids = result["input_ids"]
+                rows = ids if isinstance(text, list) or isinstance(ids, Tensor) else [ids]
+                options = {name: value for name, value in kwargs.items() if name in _COUNTING_OPTIONS}
+                for each, row in zip(texts, rows, strict=False):
+                    # A padding token at either end means that the text was shorter than the window.
+                    padded = this.pad_token_id is not None and this.pad_token_id != this.eos_token_id
+                    if padded and this.pad_token_id in (int(row[0]), int(row[-1])):
+                        continue
+                    tokens = len(original.__call__(this, each, *args, **options)["input_ids"])
+                    self._record(each, encoder, kind, tokens, len(row))
+            return result
+
+        tokenizer.__class__ = type(original.__name__, (original,), {"__call__": call})
+
+    def _record(self, text: str, encoder: str, kind: str, tokens: int, read: int) -> None:
+        longest = self._max_length or read
+        if self._dropped and min(tokens, read) - self._dropped > longest:  # not truncated, but sliced afterwards
+            tokens, read = tokens - self._dropped, longest
+        elif tokens > read > longest:  # the window was extended by the length of a prompt template
+            tokens, read = tokens - (read - longest), longest
+        if tokens > read:
+            counts = {"class": kind, "tokens": tokens, "limit": read}
+            self.truncated.setdefault(self._prompt_of(text), {})[encoder] = counts
+
+    def _prompt_of(self, text: str) -> str:
+        """Find the prompt in a tokenized text, which may be in lower case and inside a template."""
+        squeezed = _squeeze(text)
+        found = [prompt for prompt in self._texts if _squeeze(prompt) in squeezed]
+        return max(found, key=len, default=self._texts[0])
+
+
+def _squeeze(text: str) -> str:
+    return " ".join(text.lower().split())
 
 
 @dataclass(frozen=True)
@@ -431,14 +502,13 @@ class PromptEmbeddingCache:
     `encode_prompt`.
     """
 
-    def __init__(self, pipe: Any) -> None:
+    def __init__(self, pipe: Any, tokens: TokenCounter) -> None:
+        self._tokens = tokens
         self.is_available = hasattr(pipe, "encode_prompt")
         """Some old pipelines encode text elsewhere; they generate one image at a time."""
         self._embeddings: dict[Hashable, Any] = {}
         self._kept: dict[SampleRequest, set[Hashable]] = {}
         self._used: dict[Hashable, None] = {}
-        self.truncated: set[str] = set()
-        """Prompts that some text encoder did not read to their end."""
         self.prompt_embeds: Any = None
         """The prompts' embeddings of the first call since `begin`: [B, ...], or a list of B."""
         if self.is_available:
@@ -495,13 +565,11 @@ class PromptEmbeddingCache:
         if key not in self._embeddings:
             alone = {name: [text] for name, text in texts.items()}
             bound = inspect.BoundArguments(self._signature, {**given, **alone})  # type: ignore[arg-type]
-            before = _TRUNCATIONS.count
-            result = self._encode(*bound.args, **bound.kwargs)
+            with self._tokens.counting((texts["prompt"], *texts.values()), given.get("max_sequence_length")):
+                result = self._encode(*bound.args, **bound.kwargs)
             self._embeddings[key] = tree_map_only(
                 Tensor, lambda value: _Stored(copy_to_host(value), value.device), result
             )
-            if _TRUNCATIONS.count > before:
-                self.truncated.add(texts["prompt"])
         self._used[key] = None
         return self._embeddings[key]
 

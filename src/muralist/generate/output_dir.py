@@ -39,6 +39,8 @@ from muralist.settings.generate import scheduler_name
 _FORMAT = {"format": "muralist ledger", "version": 1}
 PROMPT_TRUNCATED = "prompt_cut"
 """In an image's line: a text encoder did not read its prompt to the end."""
+PROMPT_TOKENS = "prompt_tokens"
+"""Beside it, by text encoder: its class, the prompt's tokens, and the limit to which they were truncated."""
 PSNR = "psnr_to_exact"
 """In an image's line, in fast mode: the PSNR to the same image in exact mode, in dB."""
 _FAILURES = "failed_prompts_gpu"
@@ -158,6 +160,8 @@ class OutputDir:
         changes = [
             f"{name} {line.get(name)!r:.80} -> {now[name]!r:.80}" for name in names if line.get(name) != now[name]
         ]
+        if str(line.get("prompt")).startswith("#") and not sample.prompt.startswith("#"):
+            changes.append(r"lines of .txt tables that begin with # are comments unless they begin with \#")
         raise UserError(
             f"Row {sample.row + 1} of the table is not the one from which {self.root} was made.",
             f"Changed: {'; '.join(changes)}.",

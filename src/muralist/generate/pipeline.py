@@ -116,6 +116,10 @@ class PendingBatch:
         return list(self._pixels.numpy())
 
 
+Truncation = dict[str, dict[str, Any]]
+"""By text encoder: `class`, the `tokens` of a prompt, and the `limit` to which they were truncated."""
+
+
 class SampleRequest(NamedTuple):
     """One image to generate."""
 
@@ -148,9 +152,9 @@ class Pipeline(ABC):
     def prepare(self, requests: Requests) -> None:
         """Encode prompts or draw noise for upcoming requests, and drop the results of all others."""
 
-    def is_truncated(self, prompt: str) -> bool:
-        """Whether a prepared prompt is longer than some text encoder reads."""
-        return False
+    def truncation(self, prompt: str) -> Truncation:
+        """The text encoders that did not read a generated prompt to its end; empty for none."""
+        return {}
 
     @abstractmethod
     def generate_async(

@@ -29,7 +29,7 @@ from muralist.core.run_dir import atomic_write
 from muralist.core.worker_pool import Inbox
 from muralist.generate import output_dir, workers
 from muralist.generate.optimizations import is_out_of_memory
-from muralist.generate.output_dir import PROMPT_TRUNCATED, PSNR, OutputDir, Shard, explain_write_errors
+from muralist.generate.output_dir import PROMPT_TOKENS, PROMPT_TRUNCATED, PSNR, OutputDir, Shard, explain_write_errors
 from muralist.generate.pipeline import (
     GenerationMode,
     PendingBatch,
@@ -277,8 +277,8 @@ class Worker:
             fields["batch_size"] = call.batch_size
         if call.pending.gpu_busy is not None:
             fields["gpu_busy"] = round(call.pending.gpu_busy, 4)
-        if self.pipeline.is_truncated(sample.prompt):
-            fields[PROMPT_TRUNCATED] = True
+        if truncation := self.pipeline.truncation(sample.prompt):
+            fields |= {PROMPT_TRUNCATED: True, PROMPT_TOKENS: truncation}
         return fields
 
     def _calls(self, samples: tuple[Sample, ...], batch_size: int, mode: GenerationMode) -> list[_Call]:

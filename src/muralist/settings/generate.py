@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from muralist.settings.section import Fraction, Section
+from muralist.core.errors import UserError
+from muralist.settings.section import Fraction, Repeatable, Section
 
 
 def scheduler_name(text: str) -> str:
@@ -17,10 +18,18 @@ def scheduler_name(text: str) -> str:
 class GenerateSettings(Section):
     """muralist generate: one or several images for every row of a prompt table, on all GPUs."""
 
-    prompts_csv: str
+    prompts_csv: str | None = None
     """CSV, TSV, JSONL or Parquet table with a column prompt or caption (optional: image_id, seed, negative_prompt,
-    width, height), a .txt file with one prompt per line, MS-COCO captions (.json), or muralist: 100 built-in
-    prompts."""
+    width, height), a .txt file with one prompt per line (# begins a comment), MS-COCO captions (.json), - for standard
+    input (lines, JSONL or CSV), or muralist: 100 built-in prompts."""
+    prompt: Annotated[list[str], Repeatable] = []
+    """One or several prompts instead of a table; the flag can be repeated."""
+    prompt_column: str | None = None
+    """Column of the prompts; default: prompt or caption."""
+    seed_column: str | None = None
+    """Column of the seeds; default: seed, if there is one."""
+    id_column: str | None = None
+    """Column of the ids, which begin the file names; default: image_id or id, if there is one."""
     output_dir: str
     """Folder for the images, ledger.jsonl and failed_prompts_gpuN.txt; the same command resumes there."""
     model_path: str
@@ -81,3 +90,23 @@ class GenerateSettings(Section):
     """Seconds without a denoising step after which a worker is stopped and the others take its rows."""
     overwrite: bool = False
     """Start over in a folder that holds images made with other settings."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_prompts(cls, given: Any) -> Any:
+        """Refuse settings without prompts, and with two sources of them."""
+        has_table, has_prompts = given.get("prompts_csv") is not None, bool(given.get("prompt"))
+        if has_table and has_prompts:
+            raise UserError(
+                "--prompt and --prompts_csv cannot both be given.",
+                "The prompts of a command come from one place.",
+                "Leave one of them out.",
+            )
+        if not has_table and not has_prompts:
+            table = " ".join((cls.model_fields["prompts_csv"].description or "").split())
+            raise UserError(
+                "--prompts_csv is missing.",
+                f"It takes a {table}",
+                'Give it, or prompts themselves: --prompt "a red car" --prompt "a blue bus".',
+            )
+        return given

@@ -34,6 +34,7 @@ from muralist.settings import (
     ESTIMATE_FLAT_NAMES,
     TRAIN_FLAT_NAMES,
     NonIdentity,
+    Repeatable,
     Section,
     TrainSettings,
 )
@@ -150,6 +151,9 @@ def _read_flags(
             continue
         path = names.resolve(written, f"--{written}")
         value = inline if equals else _take_values(names.fields[path], queue, token)
+        if Repeatable in names.fields[path].metadata:
+            before = given[path].value if path in given else []
+            value = [*before, *(value if isinstance(value, list) else [value])]
         given[path] = SettingValue(value, f"--{written}")
     if waiting and waiting[0] not in given:
         raise UserError(f"Missing argument {waiting[0].upper()}.", "`--help` shows how the command is used.")

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 NonIdentity = "does not affect the result of a run"
 """Marks a field, as an annotation."""
+Repeatable = "collects the values of all its flags"
+"""Marks a list, as an annotation; of other flags that are given twice, the last one counts."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from muralist.core.errors import UserError
-from muralist.data.prompts import open_prompt_table
+from muralist.data.prompts import open_prompts
 from muralist.generate.model_info import ModelInfo, inspect_model
 from muralist.settings import GenerateSettings, TrainSettings
 
@@ -99,8 +99,7 @@ class CheckContext:
     def images(self) -> int:
         """Number of images that a generation will write."""
         assert self.generate
-        rows = len(open_prompt_table(self.generate.prompts_csv, self.generate.num_samples))
-        return rows * self.generate.images_per_prompt
+        return len(open_prompts(self.generate)) * self.generate.images_per_prompt
 
 
 @dataclass(frozen=True)

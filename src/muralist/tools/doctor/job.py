@@ -19,7 +19,7 @@ from muralist.core.formatting import format_list
 from muralist.core.hardware import available_cpus, select_devices
 from muralist.core.run_dir import RunDir
 from muralist.core.slurm import expand_hosts, expand_tasks_per_node
-from muralist.data.prompts import open_prompt_table
+from muralist.data.prompts import open_prompts
 from muralist.generate.model_info import settings_identity
 from muralist.generate.output_dir import Header, OutputDir
 from muralist.models.spec import find_family
@@ -181,7 +181,7 @@ def check_prompts(context: CheckContext) -> Finding:
     Fix: Correct the table; the message names file and line.
     """
     assert context.generate
-    table = open_prompt_table(context.generate.prompts_csv, context.generate.num_samples)
+    table = open_prompts(context.generate)
     rows = table.rows(_subset(len(table)))
     message = f"{len(table):,} rows, {len(rows)} of them read, such as {rows[0].prompt[:60]!r}"
     if table.notes:
