@@ -213,6 +213,9 @@ class _Pipeline:
     def is_truncated(self, prompt: str) -> bool:
         return False
 
+    def ignores_negative_prompts(self) -> str:
+        return ""
+
     def generate_async(
         self,
         requests: Sequence[SampleRequest],

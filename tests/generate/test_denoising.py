@@ -98,9 +98,9 @@ def test_truncation_without_guidance_is_refused(tiny_pipeline: Build) -> None:
 def test_missing_guidance_is_detected_at_the_first_step(tiny_pipeline: Build) -> None:
     """For pipelines whose config files do not reveal it."""
     pipeline: Any = load(tiny_pipeline("flux"))
-    DenoisingLoop(pipeline._pipe, STEPS, 2, False, CPU, CudaGraphs(False), NonBlockingCopies(CPU))
+    loop = DenoisingLoop(pipeline._pipe, STEPS, 2, False, CPU, CudaGraphs(False), NonBlockingCopies(CPU))
     calls: list[int] = []
-    with pytest.raises(PipelineError, match="no effect"):
+    with pytest.raises(PipelineError, match="no effect"), loop.running(1, no_callback, lambda: None):
         pipeline.generate([CAR], SIZE, lambda: calls.append(1))
     assert calls == []
 

@@ -7,6 +7,7 @@ import string
 from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
     BertModel,
@@ -115,7 +116,10 @@ def qwen3(layers: int = 2) -> tuple[Any, Any]:
 
 
 def glm() -> tuple[Any, Any]:
+    """With a first token in every text, as GLM's: an empty text would have none."""
     tokenizer = _qwen_tokenizer()
+    first = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
     config = GlmConfig(
         vocab_size=len(tokenizer), hidden_size=WIDTH, num_key_value_heads=1, head_dim=8, pad_token_id=0, **_LAYERS,
         **_STRONG,

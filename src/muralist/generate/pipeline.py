@@ -152,6 +152,10 @@ class Pipeline(ABC):
         """Whether a prepared prompt is longer than some text encoder reads."""
         return False
 
+    def ignores_negative_prompts(self) -> str:
+        """Why negative prompts have no effect, as far as the last batch shows; empty if they have."""
+        return "this model takes none"
+
     @abstractmethod
     def generate_async(
         self, requests: Requests, size: Size, on_step: StepCallback, mode: GenerationMode = GenerationMode.DEFAULT
