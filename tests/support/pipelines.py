@@ -260,8 +260,9 @@ def auraflow() -> Any:
         attention_head_dim=16, num_attention_heads=2, joint_attention_dim=WIDTH, caption_projection_dim=32,
         pos_embed_max_size=64,
     )  # fmt: skip
-    with torch.no_grad():  # the embeddings of a short text are lost among those of its padding
-        transformer.context_embedder.weight.mul_(30)
+    with torch.no_grad():  # or a short text would be lost among its padding
+        transformer.joint_transformer_blocks[0].attn.add_v_proj.weight.mul_(30)
+        transformer.joint_transformer_blocks[0].attn.to_out[0].weight.mul_(30)
     return diffusers.AuraFlowPipeline(
         tokenizer=tokenizer, text_encoder=text_encoder, vae=_vae(), transformer=transformer,
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
