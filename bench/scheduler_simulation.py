@@ -213,6 +213,9 @@ class _Pipeline:
     def truncation(self, prompt: str) -> dict[str, Any]:
         return {}
 
+    def ignores_negative_prompts(self) -> str:
+        return ""
+
     def generate_async(
         self,
         requests: Sequence[SampleRequest],

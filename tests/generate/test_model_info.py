@@ -53,14 +53,6 @@ def test_half_of_one_frame_has_no_effect(tiny_pipeline: Build, monkeypatch: pyte
     assert messages == ["--enable_half_frame has no effect on one frame."]
 
 
-def test_a_negative_prompt_without_effect_is_reported(tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages: list[str] = []
-    monkeypatch.setattr(logging.getLogger("muralist"), "info", lambda text, *args: messages.append(text % args))
-    inspect_model(given(tiny_pipeline("flux"), negative_prompt="rain"))
-    inspect_model(given(tiny_pipeline("sd"), negative_prompt="rain"))
-    assert messages == ["--negative_prompt has no effect: FluxPipeline runs without classifier-free guidance."]
-
-
 def test_the_fingerprint_depends_on_the_files_and_not_on_their_path(tiny_pipeline: Build, tmp_path: Path) -> None:
     first = tiny_pipeline("pixart")
     copy = tmp_path / "elsewhere"

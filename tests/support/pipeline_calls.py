@@ -64,13 +64,11 @@ def generate_with_diffusers(
         "height": SIZE[0],
         "width": SIZE[1],
         "num_inference_steps": STEPS,
-        "guidance_scale": 7.5,
-        "num_frames": 1,
-        "use_resolution_binning": False,
-        "clean_caption": False,
         "generator": [torch.Generator().manual_seed(request.seed) for request in requests],
         **given,
     }
-    output = pipe(**{name: value for name, value in arguments.items() if name in parameters}, output_type="pil")
+    if "negative_prompt" not in parameters:
+        del arguments["negative_prompt"]
+    output = pipe(**arguments, output_type="pil")
     images = [frames[0] for frames in output.frames] if hasattr(output, "frames") else output.images
     return [np.asarray(image) for image in images]

@@ -69,6 +69,7 @@ class WatchedPipeline:
         self.pipeline, self.label, self.before = pipeline or tiny_jit_pipeline(), label, before
         self.ended = threading.Event()
         self.truncation, self.execution_info = self.pipeline.truncation, self.pipeline.execution_info
+        self.ignores_negative_prompts = self.pipeline.ignores_negative_prompts
 
     def supports_batching(self) -> bool:
         with _one_at_a_time:

@@ -19,7 +19,7 @@ from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -55,6 +55,9 @@ from muralist.settings.generate import scheduler_name
 
 _MAX_SHARE_OF_GPU = 0.6  # a larger model leaves too little memory for its activations
 _SHORT_PROMPT, _LONG_PROMPT = "a", "one of many words " * 12
+_TRUNCATED_PROMPT = "one of many words " * 300  # fills every token that a text encoder reads
+_TRACED_SIZE = (128, 128)  # small, and valid for every pipeline known
+_INTERMEDIATE_TIMESTEP_STEPS = 2  # the only number of steps for which Sana Sprint accepts its own default
 _EMPTY_NEGATIVE_PROMPT = " "  # pipelines with true_cfg_scale guide only where a negative prompt is given
 _TEXT_ARGUMENTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3, ...
 _TEXT_ENCODER = re.compile(r"text_encoder(_\d+)?")
@@ -184,7 +187,7 @@ class DiffusersPipeline(Pipeline):
         return {"num_frames": frames}
 
     def supports_batching(self) -> bool:
-        """Whether prompts of any length have embeddings of one shape."""
+        """Whether prompts of any length have embeddings of one shape, and the denoiser computes them in one shape."""
         return self._supports_batching
 
     @cached_property
@@ -192,9 +195,34 @@ class DiffusersPipeline(Pipeline):
         short, long = (self._encode(SampleRequest(text, text, 0)) for text in (_SHORT_PROMPT, _LONG_PROMPT))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the embeddings are still being copied to the host
+        supported = bool(short) and _can_batch(short, long)
+        # Only a mask can tell a denoiser how long a text in a tensor of fixed shape is.
+        if supported and _has_other_mask(short, long):
+            supported = self._runs_the_same_operators()
         self._embeddings.evict()
         self._reset_text_cache()  # these were encoded before it was known whether masks are forced
-        return bool(short) and _can_batch(short, long)
+        return supported
+
+    def _runs_the_same_operators(self) -> bool:
+        """Whether the denoiser runs the same operators on the same shapes, however long the prompts of a batch are.
+
+        Some shorten a batch to its longest text, or use no mask where all texts are equally long (Lumina2). The last
+        bits of an image would then depend on its neighbors.
+        """
+        short, long = (SampleRequest(text, text, 0) for text in (_SHORT_PROMPT, _TRUNCATED_PROMPT))
+        batches = ((short, short), (short, long), (long, long))
+        try:
+            traces = [self._trace(batch, _TRACED_SIZE) for batch in batches]
+        except UserError:  # this pipeline needs another size
+            traces = [self._trace(batch, self._size) for batch in batches]
+        return traces[0] == traces[1] == traces[2]
+
+    def _trace(self, requests: Requests, size: Size) -> list[tuple[Any, ...]]:
+        """Return the operators of the denoiser's first step."""
+        eagerly = self._optimizations.active(self._device, True)
+        with eagerly, self._graphs.enabled(False), self._loop.tracing(len(requests)) as trace:
+            self._call(requests, size, MEMORY_PROBE_STEPS, num_frames=1)
+        return trace.operators
 
     @property
     def _compiled(self) -> bool:
@@ -230,6 +258,12 @@ class DiffusersPipeline(Pipeline):
         """What the tokenizers cut off when they encoded the prompt."""
         return self._tokens.truncated.get(prompt, {})
 
+    def ignores_negative_prompts(self) -> str:
+        """Why they have no effect: the pipeline takes none, or runs its denoiser once per step."""
+        if "negative_prompt" not in self._parameters:
+            return f"{self._name} takes none"
+        return "" if self._loop.is_guided else f"{self._name} runs without classifier-free guidance here"
+
     def _encode(self, request: SampleRequest) -> list[Any]:
         """Return a request's embeddings, by a call of the pipeline that ends before its first step."""
         self._embeddings.begin()
@@ -257,7 +291,7 @@ class DiffusersPipeline(Pipeline):
         self._embeddings.evict()
         return images
 
-    def _call(self, requests: Requests, size: Size, steps: int) -> Any:
+    def _call(self, requests: Requests, size: Size, steps: int, **changes: Any) -> Any:
         generators = [torch.Generator("cpu").manual_seed(request.seed) for request in requests]
         # New lists in every call: some pipelines write into them.
         arguments: dict[str, Any] = {
@@ -271,7 +305,10 @@ class DiffusersPipeline(Pipeline):
             "clean_caption": False,  # it would depend on which packages are installed
             **self._guidance,
             **self._frames,
+            **changes,
         }
+        if steps != _INTERMEDIATE_TIMESTEP_STEPS:
+            arguments["intermediate_timesteps"] = None
         if self._guidance.get("true_cfg_scale") != 1.0:
             empty = _EMPTY_NEGATIVE_PROMPT if "true_cfg_scale" in self._guidance else ""
             arguments["negative_prompt"] = [request.negative_prompt or empty for request in requests]
@@ -603,6 +640,17 @@ def _can_batch(one: Any, other: Any) -> bool:
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(_can_batch, one, other))
     return bool(one == other)
+
+
+def _has_other_mask(one: Any, other: Any) -> bool:
+    """Whether the stored embeddings of two prompts contain masks that differ."""
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+    return any(
+        isinstance(mine, _Stored)
+        and bool(((mine.value == 0) | (mine.value == 1)).all())
+        and not torch.equal(mine.value, theirs.value)
+        for mine, theirs in pairs
+    )
 
 
 def text_encoders(pipe: Any) -> list[nn.Module]:

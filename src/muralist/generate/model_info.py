@@ -101,8 +101,6 @@ def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
     guidance = default if settings.guidance_scale == "auto" else settings.guidance_scale
     least = 0.0 if name.startswith("ZImage") else 1.0
     _check_truncation(settings, name, guided=not distilled and guidance > least)
-    if settings.negative_prompt and (distilled or guidance <= 1):
-        log.info("--negative_prompt has no effect: %s runs without classifier-free guidance.", name)
     height, width = settings.height or _PIPELINE_SIZE[0], settings.width or _PIPELINE_SIZE[1]
     resolved = _resolved(height, width, guidance, _possible_frames(folder, settings))
     fingerprints = {part: fingerprint(folder / part) for part in components}

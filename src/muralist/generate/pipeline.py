@@ -156,6 +156,10 @@ class Pipeline(ABC):
         """The text encoders that did not read a generated prompt to its end; empty for none."""
         return {}
 
+    def ignores_negative_prompts(self) -> str:
+        """Why negative prompts have no effect, as far as the last batch shows; empty if they have."""
+        return "this model takes none"
+
     @abstractmethod
     def generate_async(
         self, requests: Requests, size: Size, on_step: StepCallback, mode: GenerationMode = GenerationMode.DEFAULT

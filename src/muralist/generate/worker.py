@@ -266,6 +266,8 @@ class Worker:
                 extra |= {sample: self._extra_fields(sample, call, running) for sample in images}
         except Exception as error:
             return [], self._explain(error)
+        if any(sample.negative_prompt for sample in pixels) and (why := self.pipeline.ignores_negative_prompts()):
+            self.send(workers.WorkerNote(f"Negative prompts have no effect: {why}."))
         # A batch that waited for the one before it was not being generated yet.
         seconds = (time.monotonic() - max(running.started, self.last_end)) / len(pixels)
         self.last_end = time.monotonic()
