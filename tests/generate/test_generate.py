@@ -384,3 +384,21 @@ def test_an_official_checkpoint_is_read_once_by_each_worker_and_only_looked_at_b
     table(tmp_path, "prompt\n0\n1\n0\n")
     generate(tmp_path, tmp_path / "official.pth", "--gpu_ids", 0, 1)
     assert loads == [True] * 3 and len(verified) == 2 * len(set(verified))  # the command and two workers
+
+
+@pytest.mark.parametrize("name", ["zimage", "qwenimage"])
+def test_prompts_of_varying_length_are_batched_by_length(name: str, tmp_path: Path) -> None:
+    """Their embeddings are as long as the prompt: rows of one length share batches, with the same bytes on any worker."""
+    model = build_pipeline(name, tmp_path)
+    texts = ["a red car", "snow", "night in the rain with many lights and a long way to go home", "a long road " * 9]
+    prompts = "prompt\n" + "".join(f"{texts[row % 4]} {row}\n" for row in range(11))
+    one, three = tmp_path / "one", tmp_path / "three"
+    for folder, gpus in ((three, (0, 1, 2)), (one, (0,))):
+        table(folder, prompts)
+        generate(folder, model, *SMALL, "--batch_size", 3, "--gpu_ids", *gpus)
+    sizes = [len(message.samples) for _, message in ModelThreadPool.last.sent if isinstance(message, GenerateBatch)]
+    assert sum(sizes) == 11 and max(sizes) == 3
+    made = files(one / "images")
+    assert len(set(made.values())) == 11 and files(three / "images") == made
+    header = Header.read(one / "images" / "ledger.jsonl")
+    assert header is not None and header.batch_size == 3 and not header.one_at_a_time

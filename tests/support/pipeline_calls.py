@@ -38,9 +38,17 @@ def no_callback() -> None:
 
 
 def generate(pipeline: Pipeline, *requests: SampleRequest, **more: Any) -> list[np.ndarray]:
-    """Generate a batch, or one image at a time where the pipeline does not support batching, as workers do."""
-    batches = [requests] if pipeline.supports_batching() else [[request] for request in requests]
-    return [image for batch in batches for image in pipeline.generate(batch, SIZE, no_callback, **more)]
+    """Generate a batch as workers do: one call per text group, in which each image keeps its slot, or image by image."""
+    if not pipeline.supports_batching():
+        return [pipeline.generate([request], SIZE, no_callback, **more)[0] for request in requests]
+    groups = pipeline.text_groups(requests)
+    images: dict[int, np.ndarray] = {}
+    for group in dict.fromkeys(groups):
+        slots = [slot for slot, own in enumerate(groups) if own == group]
+        batch = [requests[slot] if slot in slots else requests[slots[0]] for slot in range(len(requests))]
+        made = pipeline.generate(batch, SIZE, no_callback, **more)
+        images |= {slot: made[slot] for slot in slots}
+    return [images[slot] for slot in range(len(requests))]
 
 
 def max_difference(one: np.ndarray, other: np.ndarray) -> int:

@@ -8,8 +8,9 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -58,6 +60,7 @@ _SHORT_PROMPT, _LONG_PROMPT = "a", "one of many words " * 12
 _TRUNCATED_PROMPT = "one of many words " * 300  # fills every token that a text encoder reads
 _TRACED_SIZE = (128, 128)  # small, and valid for every pipeline known
 _INTERMEDIATE_TIMESTEP_STEPS = 2  # the only number of steps for which Sana Sprint accepts its own default
+_TOKENS_PADDED_TO = 32  # a multiple of it, where a mask hides the padding: few lengths, so that batches fill
 _EMPTY_NEGATIVE_PROMPT = " "  # pipelines with true_cfg_scale guide only where a negative prompt is given
 _TEXT_ARGUMENTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3, ...
 _TEXT_ENCODER = re.compile(r"text_encoder(_\d+)?")
@@ -90,7 +93,9 @@ class DiffusersPipeline(Pipeline):
         self._graphs = CudaGraphs(optimizations.cuda_graphs and device.type == "cuda")
         self._copies = NonBlockingCopies(device)
         self._tokens = TokenCounter(pipe)
-        self._embeddings = PromptEmbeddingCache(pipe, self._tokens)
+        length_step = diffusers_patches.text_length_step(networks[0])
+        self._embeddings = PromptEmbeddingCache(pipe, self._tokens, length_step)
+        self._encoder_shapes = _EncoderShapes(text_encoders(pipe))
         self._loop = DenoisingLoop(
             pipe, self._steps, settings.cfg_truncation_step, self._fast, device, self._graphs, self._copies
         )
@@ -187,29 +192,49 @@ class DiffusersPipeline(Pipeline):
         return {"num_frames": frames}
 
     def supports_batching(self) -> bool:
-        """Whether prompts of any length have embeddings of one shape, and the denoiser computes them in one shape."""
-        return self._supports_batching
+        """Whether embeddings of one shape can be joined."""
+        return self._text_batching is not _TextBatching.NEVER
+
+    def groups_by_text(self) -> bool:
+        """Whether embeddings are as long as the prompt."""
+        return self._text_batching is _TextBatching.SAME_LENGTH
 
     @cached_property
-    def _supports_batching(self) -> bool:
-        short, long = (self._encode(SampleRequest(text, text, 0)) for text in (_SHORT_PROMPT, _LONG_PROMPT))
+    def _text_batching(self) -> _TextBatching:
+        with self._encoder_shapes.recorded():
+            short, long = (self._encode(SampleRequest(text, text, 0)) for text in (_SHORT_PROMPT, _LONG_PROMPT))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the embeddings are still being copied to the host
-        supported = bool(short) and _can_batch(short, long)
-        # Only a mask can tell a denoiser how long a text in a tensor of fixed shape is.
-        if supported and _has_other_mask(short, long):
-            supported = self._runs_the_same_operators()
         self._embeddings.evict()
         self._reset_text_cache()  # these were encoded before it was known whether masks are forced
-        return supported
+        batching = _TextBatching.NEVER
+        if short and _can_batch(short, long):
+            # Only a mask can tell a denoiser how long a text in a tensor of fixed shape is.
+            masked = _has_other_mask(short, long)
+            if not masked or self._runs_the_same_operators(_SHORT_PROMPT, _TRUNCATED_PROMPT):
+                batching = _TextBatching.ANY_LENGTH
+        elif short and _can_batch(short, short):
+            self._embeddings.varies = True
+            other = self._other_prompt_of_group(_SHORT_PROMPT)
+            if self._runs_the_same_operators(_SHORT_PROMPT, other):
+                batching = _TextBatching.SAME_LENGTH
+        self._embeddings.evict()
+        self._reset_text_cache()
+        return batching
 
-    def _runs_the_same_operators(self) -> bool:
-        """Whether the denoiser runs the same operators on the same shapes, however long the prompts of a batch are.
+    def _other_prompt_of_group(self, prompt: str) -> str:
+        """Return a longer prompt of the same text group where there is one, else one of the same length."""
+        others = (f"{prompt} {prompt}", f"{prompt}{prompt}", "b")
+        groups = [self._text_shapes([SampleRequest(text, text, 0)]) for text in (prompt, *others)]
+        return next((other for other, group in zip(others, groups[1:], strict=True) if group == groups[0]), prompt)
+
+    def _runs_the_same_operators(self, prompt: str, other: str) -> bool:
+        """Whether the denoiser runs the same operators on the same shapes, whichever of two prompts are in a batch.
 
         Some shorten a batch to its longest text, or use no mask where all texts are equally long (Lumina2). The last
         bits of an image would then depend on its neighbors.
         """
-        short, long = (SampleRequest(text, text, 0) for text in (_SHORT_PROMPT, _TRUNCATED_PROMPT))
+        short, long = (SampleRequest(text, text, 0) for text in (prompt, other))
         batches = ((short, short), (short, long), (long, long))
         try:
             traces = [self._trace(batch, _TRACED_SIZE) for batch in batches]
@@ -224,10 +249,21 @@ class DiffusersPipeline(Pipeline):
             self._call(requests, size, MEMORY_PROBE_STEPS, num_frames=1)
         return trace.operators
 
+    def text_groups(self, requests: Requests) -> list[str]:
+        """The shapes of each request's embeddings, with the padding that they get in a batch."""
+        return self._text_shapes(requests) if self.groups_by_text() else super().text_groups(requests)
+
+    def _text_shapes(self, requests: Requests) -> list[str]:
+        self._reset_text_cache()
+        with self._encoder_shapes.predicted(), self._embeddings.shapes_only() as calls, self._loop.text_only():
+            self._call(requests, self._size, self._steps)
+        self._reset_text_cache()  # it holds the predicted zeros
+        return [repr(shapes) for shapes in zip(*calls, strict=True)]
+
     @property
     def _compiled(self) -> bool:
         """Where embeddings are as long as the prompt, every length would compile its own graph."""
-        return self._optimizations.compiled and self.supports_batching()
+        return self._optimizations.compiled and self._text_batching is _TextBatching.ANY_LENGTH
 
     def execution_info(self) -> dict[str, str]:
         """Whether the pipeline is compiled, and which fused or FP8 kernels it uses."""
@@ -448,6 +484,79 @@ def _mismatch(adapter: LoraAdapter, pipe: Any, error: Exception) -> UserError:
 _SILENT = logging.NullHandler()
 
 
+class _TextBatching(Enum):
+    """Which requests can share a call of the pipeline."""
+
+    ANY_LENGTH = "all: embeddings have one shape"
+    SAME_LENGTH = "those whose embeddings have the same shape"
+    NEVER = "none"
+
+
+class _EncoderShapes:
+    """Predicts the shapes of text encoders' outputs, which take a second pass over a table no time to compute."""
+
+    def __init__(self, encoders: Sequence[Any]) -> None:
+        self._encoders = list(encoders)
+        self._outputs: list[tuple[torch.Size, Any]] = []  # the shape of the token ids, and a meta output
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Note the outputs of all encoders that run meanwhile."""
+        found: dict[int, tuple[torch.Size, Any]] = {}
+
+        def note(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                output = forward(*args, **kwargs)
+                found[place] = _token_ids(args, kwargs).shape, tree_map_only(Tensor, _to_meta, output)
+                return output
+
+            return run
+
+        with self._replaced(note):
+            yield
+        self._outputs = [found[place] for place in sorted(found)] if len(found) == len(self._encoders) else []
+
+    @contextmanager
+    def predicted(self) -> Iterator[None]:
+        """Replace the encoders, if all of them ran while `recorded`: they return zeros, stored once per tensor."""
+
+        def predict(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                (before, output), ids = self._outputs[place], _token_ids(args, kwargs)
+
+                def zeros(value: Tensor) -> Tensor:
+                    same = sum(1 for mine, theirs in zip(value.shape[:2], before, strict=False) if mine == theirs)
+                    zero = torch.zeros((), dtype=value.dtype, device=ids.device)
+                    return zero.expand(*ids.shape[:same], *value.shape[same:])
+
+                return tree_map_only(Tensor, zeros, output)
+
+            return run
+
+        with self._replaced(predict) if self._outputs else nullcontext():
+            yield
+
+    @contextmanager
+    def _replaced(self, wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        originals = [encoder.forward for encoder in self._encoders]
+        for place, (encoder, forward) in enumerate(zip(self._encoders, originals, strict=True)):
+            encoder.forward = wrap(place, forward)
+        try:
+            yield
+        finally:
+            for encoder, forward in zip(self._encoders, originals, strict=True):
+                encoder.forward = forward
+
+
+def _token_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    ids: Tensor = args[0] if args else kwargs["input_ids"]
+    return ids
+
+
+def _to_meta(value: Tensor) -> Tensor:
+    return value.to("meta")
+
+
 class TokenCounter:
     """Counts the tokens of prompts that a pipeline's tokenizers truncate.
 
@@ -539,8 +648,9 @@ class PromptEmbeddingCache:
     `encode_prompt`.
     """
 
-    def __init__(self, pipe: Any, tokens: TokenCounter) -> None:
+    def __init__(self, pipe: Any, tokens: TokenCounter, length_step: int = 1) -> None:
         self._tokens = tokens
+        self._length_step = length_step  # the network itself pads texts to multiples of so many tokens
         self.is_available = hasattr(pipe, "encode_prompt")
         """Some old pipelines encode text elsewhere; they generate one image at a time."""
         self._embeddings: dict[Hashable, Any] = {}
@@ -548,6 +658,9 @@ class PromptEmbeddingCache:
         self._used: dict[Hashable, None] = {}
         self.prompt_embeds: Any = None
         """The prompts' embeddings of the first call since `begin`: [B, ...], or a list of B."""
+        self.varies = False
+        """Whether embeddings are as long as the prompt: in a batch they are padded, if a mask can say so."""
+        self._shapes: list[list[Any]] | None = None
         if self.is_available:
             self._encode: Callable[..., Any] = pipe.encode_prompt
             self._signature = inspect.signature(self._encode)
@@ -571,6 +684,18 @@ class PromptEmbeddingCache:
                 self._kept[request] = set(self._used)
         self.evict()
 
+    @contextmanager
+    def shapes_only(self) -> Iterator[list[list[Any]]]:
+        """For a call of the pipeline that neither reads nor stores embeddings.
+
+        Yields a list that gets, for each call of `encode_prompt`, the shapes of every prompt's embeddings.
+        """
+        self._shapes = []
+        try:
+            yield self._shapes
+        finally:
+            self._shapes = None
+
     def evict(self) -> None:
         """Delete embeddings that are kept for no request."""
         kept = set().union(*self._kept.values())
@@ -590,25 +715,62 @@ class PromptEmbeddingCache:
             for name, value in given.items()
             if name.startswith(_TEXT_ARGUMENTS) and _is_texts(value) and len(value) == len(prompts)
         ]
-        rows = [self._encode_one(given, {name: given[name][index] for name in texts}) for index in range(len(prompts))]
-        joined = _join(rows)
+        each = [{name: given[name][index] for name in texts} for index in range(len(prompts))]
+        if self._shapes is not None:
+            results = [self._encode_alone(given, alone) for alone in each]
+            self._shapes.append([self._batch_shapes(result) for result in results])
+            return _join([tree_map_only(Tensor, _to_host, results[0])] * len(prompts))  # rows of one shape
+        rows = [self._encode_one(given, alone) for alone in each]
+        if self.varies and self._has_mask(rows[0]) and len(rows) > 1:
+            joined: Any = tuple(map(torch.cat, zip(*(_padded(*_join([row])) for row in rows), strict=True)))
+        else:
+            joined = _join(rows)
         if self.prompt_embeds is None:
             self.prompt_embeds = joined[0] if isinstance(joined, tuple) else joined
         return joined
+
+    def _batch_shapes(self, result: Any) -> Any:
+        """The shapes of a prompt's embeddings as they are in a batch; a list has [tokens, width] of each prompt."""
+        if self._has_mask(result):
+            result = _padded(*result)
+
+        def shape(value: Tensor) -> tuple[int, ...]:
+            first = -(-len(value) // self._length_step) * self._length_step if value.ndim == 2 else len(value)
+            return first, *value.shape[1:]
+
+        return tree_map_only(Tensor, shape, result)
 
     def _encode_one(self, given: dict[str, Any], texts: dict[str, str]) -> Any:
         others = {name: value for name, value in given.items() if name not in texts}
         key = (tuple(texts.items()), repr(others))
         if key not in self._embeddings:
-            alone = {name: [text] for name, text in texts.items()}
-            bound = inspect.BoundArguments(self._signature, {**given, **alone})  # type: ignore[arg-type]
             with self._tokens.counting((texts["prompt"], *texts.values()), given.get("max_sequence_length")):
-                result = self._encode(*bound.args, **bound.kwargs)
-            self._embeddings[key] = tree_map_only(
-                Tensor, lambda value: _Stored(copy_to_host(value), value.device), result
-            )
+                self._embeddings[key] = tree_map_only(Tensor, _to_host, self._encode_alone(given, texts))
         self._used[key] = None
         return self._embeddings[key]
+
+    def _has_mask(self, result: Any) -> bool:
+        """Whether a result is embeddings and their mask, as of Qwen-Image; None is a mask that hides nothing."""
+        return "prompt_embeds_mask" in self._signature.parameters and isinstance(result, tuple) and len(result) == 2
+
+    def _encode_alone(self, given: dict[str, Any], texts: dict[str, str]) -> Any:
+        alone = {name: [text] for name, text in texts.items()}
+        bound = inspect.BoundArguments(self._signature, {**given, **alone})  # type: ignore[arg-type]
+        return self._encode(*bound.args, **bound.kwargs)
+
+
+def _to_host(value: Tensor) -> _Stored:
+    return _Stored(copy_to_host(value), value.device)
+
+
+def _padded(embeds: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Pad a prompt's embeddings [1, tokens, width] to a multiple of tokens, as the pipeline does for the longest.
+
+    A mask is given even where nothing is padded: attention without one uses other kernels.
+    """
+    missing = -embeds.shape[1] % _TOKENS_PADDED_TO
+    mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device) if mask is None else mask
+    return functional.pad(embeds, (0, 0, 0, missing)), functional.pad(mask, (0, missing))
 
 
 def _is_texts(value: Any) -> bool:

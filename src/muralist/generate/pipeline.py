@@ -144,6 +144,14 @@ class Pipeline(ABC):
     def supports_batching(self) -> bool:
         """Whether that holds for several images in one call; if not, workers generate one image at a time."""
 
+    def groups_by_text(self) -> bool:
+        """Whether only requests of one text group can share a call."""
+        return False
+
+    def text_groups(self, requests: Requests) -> list[str]:
+        """The text group of each request, found without running a text encoder."""
+        return [""] * len(requests)
+
     @abstractmethod
     def execution_info(self) -> dict[str, str]:
         """Everything that an image's last bits depend on besides the settings, the device and the library versions."""

@@ -41,7 +41,7 @@ from muralist.generate.pipeline import (
     make_deterministic,
 )
 from muralist.generate.plan import Sample, batch_slot, split_by_slot
-from muralist.generate.workers import GenerateBatch, GenerationJob, MeasureBatchSize, StopWorker
+from muralist.generate.workers import GenerateBatch, GenerationJob, GroupByText, MeasureBatchSize, StopWorker
 
 log = logging.getLogger("muralist")
 
@@ -51,6 +51,7 @@ _MEMORY_TO_USE = 0.92  # of a GPU's; the rest is for fragmentation over hours
 _LARGEST_BATCH = 64
 _PIXELS_PER_BATCH = 4 * 2**20  # enough to fill a GPU: 4 images of 1024 x 1024, 8 of 832 x 480, 16 of 512 x 512
 _HEARTBEAT_INTERVAL = 1.0  # seconds
+_GROUPED_AT_ONCE = 32  # samples of one call of the pipeline that finds text lengths
 _SAVE_THREADS = 4  # encoding a PNG of 1024 x 1024 takes a quarter of a second; no model makes sixteen of them in one
 _COMPARED_ROWS = 8  # of a table, generated in fast mode and in exact mode
 _PSNR_EQUAL = 99.0  # dB for equal images, whose PSNR is infinite
@@ -78,7 +79,7 @@ def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, sen
         cache = compile_cache.use_compile_cache()
         pipeline = load_pipeline(job.settings, device, job.model)
         environment = environment_info(device) | pipeline.execution_info()
-        send(workers.WorkerReady(pipeline.supports_batching(), environment))
+        send(workers.WorkerReady(pipeline.supports_batching(), environment, pipeline.groups_by_text()))
         Worker(job, label, device, pipeline, send, cache.summary).serve(inbox)
     except UserError as error:
         send(workers.WorkerFailed(error, all_workers=True))
@@ -166,6 +167,8 @@ class Worker:
                 return None
             if isinstance(message, MeasureBatchSize):
                 self.send(workers.BatchSizeMeasured(self._largest_batch(message)))
+            elif isinstance(message, GroupByText):
+                self.send(workers.TextGroups(self._text_groups(message.samples)))
             else:
                 self.waiting.append(message)
         return self.waiting.popleft()
@@ -225,6 +228,19 @@ class Worker:
             if is_out_of_memory(error):
                 _free_memory()
         self.prepared = set(requests)
+
+    def _text_groups(self, samples: Sequence[Sample]) -> dict[int, str]:
+        groups: dict[int, str] = {}
+        for first in range(0, len(samples), _GROUPED_AT_ONCE):
+            some = samples[first : first + _GROUPED_AT_ONCE]
+            try:
+                found = self.pipeline.text_groups([_request(sample) for sample in some])
+                groups |= {sample.sample_index: group for sample, group in zip(some, found, strict=True)}
+            except Exception as error:  # one of these prompts; alone in its batch, it fails and says so
+                log.debug("The text lengths of %d samples are unknown: %s", len(some), error)
+                groups |= {sample.sample_index: f"sample {sample.sample_index}" for sample in some}
+            self._heartbeat()
+        return groups
 
     # From a batch to images.
 

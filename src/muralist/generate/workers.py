@@ -45,6 +45,12 @@ class MeasureBatchSize(NamedTuple):
     sample: Sample
 
 
+class GroupByText(NamedTuple):
+    """Find out which of these samples can share a batch."""
+
+    samples: tuple[Sample, ...]
+
+
 class GenerateBatch(NamedTuple):
     """Generate samples of one size in one call of `batch_size` images; missing ones are padded."""
 
@@ -68,12 +74,19 @@ class WorkerReady(NamedTuple):
 
     supports_batching: bool
     environment: dict[str, str]  # versions and device, on which the last bits of an image depend
+    groups_by_text: bool = False  # only samples of one text group can share a batch
 
 
 class BatchSizeMeasured(NamedTuple):
     """The largest batch that fits."""
 
     batch_size: int
+
+
+class TextGroups(NamedTuple):
+    """The text group of each sample that was asked for, by sample index."""
+
+    groups: dict[int, str]
 
 
 class Heartbeat:
@@ -106,9 +119,9 @@ class WorkerFailed(NamedTuple):
     all_workers: bool
 
 
-Request = MeasureBatchSize | GenerateBatch | StopWorker
+Request = MeasureBatchSize | GroupByText | GenerateBatch | StopWorker
 _Progress = Heartbeat | BatchStarted | SampleFinished
-Report = WorkerReady | BatchSizeMeasured | _Progress | WorkerNote | WorkerFailed | WorkerExited
+Report = WorkerReady | BatchSizeMeasured | TextGroups | _Progress | WorkerNote | WorkerFailed | WorkerExited
 
 
 def open_pool(job: GenerationJob, devices: dict[str, str]) -> WorkerPool:
