@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from muralist.generate.pipeline import GpuClock, PipelineError, StepCallback, no
 
 _DENOISERS = ("transformer", "transformer_2", "unet")
 _TIMESTEPS_WITH_END = ("SCMScheduler",)  # whose last timestep is the image: no step starts there
+_SUMS = re.compile(r"mm|matmul|linear|conv|attention|softmax|norm|mean|sum|var|einsum|fft|pool")
 _NOT_BATCHED = ("rotary", "rope", "freqs", "img_ids", "txt_ids")  # positions, shared by all images
 
 
@@ -36,7 +38,7 @@ class _Ended(Exception):
 
 
 class OperatorTrace(TorchDispatchMode):
-    """Records the operators that run, with the shapes of their tensors."""
+    """Records the operators that sum, whose rounding depends on their shapes, with the shapes of their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,8 +49,9 @@ class OperatorTrace(TorchDispatchMode):
     ) -> Any:
         """Record an operator and run it."""
         kwargs = kwargs or {}
-        shapes = [value.shape for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        self.operators.append((str(func), *shapes))
+        if _SUMS.search(str(func)):
+            shapes = [value.shape for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            self.operators.append((str(func), *shapes))
         return func(*args, **kwargs)
 
 

@@ -599,6 +599,8 @@ class TokenCounter:
                 rows = ids if isinstance(text, list) or isinstance(ids, Tensor) else [ids]
                 options = {name: value for name, value in kwargs.items() if name in _COUNTING_OPTIONS}
                 for each, row in zip(texts, rows, strict=False):
+                    if not len(row):
+                        continue  # an empty text of a tokenizer without special tokens
                     # A padding token at either end means that the text was shorter than the window.
                     padded = this.pad_token_id is not None and this.pad_token_id != this.eos_token_id
                     if padded and this.pad_token_id in (int(row[0]), int(row[-1])):
