@@ -273,9 +273,7 @@ class Worker:
 
     def _calls(self, samples: tuple[Sample, ...], batch_size: int, mode: GenerationMode) -> list[_Call]:
         """Start as many pipeline calls as needed: tried twice when memory is short, then in halves where allowed."""
-        requests = [_request(samples[0])] * batch_size
-        for sample in samples:
-            requests[batch_slot(sample.row, sample.copy, batch_size)] = _request(sample)
+        requests = padded_requests(samples, batch_size)
         size = (samples[0].height, samples[0].width)
         for _ in range(2):
             try:
@@ -362,6 +360,14 @@ class Worker:
 
 def _request(sample: Sample) -> SampleRequest:
     return SampleRequest(sample.prompt, sample.negative_prompt, sample.seed)
+
+
+def padded_requests(samples: Sequence[Sample], batch_size: int) -> list[SampleRequest]:
+    """Return the requests of a batch, each in its sample's slot; the first sample fills slots that nobody has."""
+    requests = [_request(samples[0])] * batch_size
+    for sample in samples:
+        requests[batch_slot(sample.row, sample.copy, batch_size)] = _request(sample)
+    return requests
 
 
 def _free_memory() -> None:
