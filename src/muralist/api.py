@@ -98,11 +98,14 @@ def train(config: StrPath | None = None, **settings: Any) -> TrainingResult:
     with _call("train"):
         file = None if config is None else os.fspath(config)
         checked = load_values(TrainSettings, settings, TRAIN_FLAT_NAMES, file)
+        from torch.random import fork_rng
+
         from muralist.models.weights import latest_checkpoint
         from muralist.tools.doctor.command import check_training
         from muralist.train.trainer import train as run_training
 
-        run, finished = run_training(checked, run_name(checked, file), preflight=check_training)
+        with fork_rng(devices=()):  # data loaders draw from the global generator; results do not depend on it
+            run, finished = run_training(checked, run_name(checked, file), preflight=check_training)
         if not finished:
             raise KeyboardInterrupt
         folder = run.root.absolute()
