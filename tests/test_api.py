@@ -214,6 +214,36 @@ def test_a_pipeline_has_the_pixels_of_the_command_at_every_batch_size(tmp_path: 
     assert pixels(truncated) != expected[1][:1]
 
 
+def test_clips_are_lists_of_frames(tmp_path: Path, tiny_pipeline: Any) -> None:
+    model, prompts = tiny_pipeline("wan21"), PROMPTS[:2]
+    clips = {"num_frames": 5, "video_format": "webp"}
+    records = muralist.generate(model, prompts, tmp_path / "clips", **SMALL, **clips, batch_size=2)
+    with muralist.load_pipeline(model, **SMALL) as pipeline:
+        found: Any = pipeline(prompts, num_frames=5, batch_size=2)
+        assert [image.size for image in pipeline(prompts)] == [(32, 32)] * 2
+    for frames, record in zip(found, records, strict=True):
+        assert len(frames) == 5 and record.path is not None
+        stored = Image.open(record.path)  # lossless
+        for index, frame in enumerate(frames):
+            stored.seek(index)
+            assert stored.convert("RGB").tobytes() == frame.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("name", ["sd", "wan21"])
+def test_a_pipeline_on_a_gpu_has_the_pixels_of_the_command(name: str, tmp_path: Path, tiny_pipeline: Any) -> None:
+    """Compiled and with CUDA graphs, though this process may have used the GPU with other settings before."""
+    torch.ones(2, device="cuda")
+    size = {"height": 32, "width": 32, "num_inference_steps": 3}
+    records = muralist.generate(tiny_pipeline(name), PROMPTS, tmp_path / "out", **size, batch_size=2)
+    with muralist.load_pipeline(tiny_pipeline(name), **size) as pipeline:
+        assert pipeline.device == "cuda:0"
+        pipeline(PROMPTS[:1], num_inference_steps=5, guidance_scale=2.0)
+        expected = [Image.open(record.path).tobytes() for record in records if record.path]
+        assert pixels(pipeline(PROMPTS, batch_size=2)) == expected
+
+
 def test_a_pipeline_of_a_run_here(tmp_path: Path, pets: Path) -> None:
     records = muralist.generate(pets, ["cat", "dog"], tmp_path, num_inference_steps=4, batch_size=1)
     pipeline = muralist.load_pipeline(pets)

@@ -216,8 +216,8 @@ class LoadedPipeline:
 
     def __call__(
         self, prompts: Prompts, seeds: int | Sequence[int] | None = None, batch_size: int = 1, **settings: Any
-    ) -> list[Image.Image] | list[list[Image.Image]]:
-        """Generate an image for every prompt, or with `num_frames` above 1 a list of frames.
+    ) -> list[Image.Image]:
+        """Generate an image for every prompt; with `num_frames` above 1, a list of frames for each.
 
         `seeds` has one seed per prompt; default: 42, 43, ..., or the seeds of the rows. `settings` of this call replace
         those of `load_pipeline`. Image i has the pixels that `muralist generate` gives row i with the same seed,
@@ -247,7 +247,8 @@ class LoadedPipeline:
             plain = checked.model_copy(update={"prompts_csv": self._values["prompts_csv"]})
             arrays = self._process.generate(plain, samples, batch_size)
         if arrays[0].ndim == 4:
-            return [[Image.fromarray(frame) for frame in clip] for clip in arrays]
+            clips: list[Any] = [[Image.fromarray(frame) for frame in clip] for clip in arrays]
+            return clips
         return [Image.fromarray(array) for array in arrays]
 
     def close(self) -> None:
