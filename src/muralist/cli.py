@@ -86,7 +86,8 @@ def _train(arguments: Sequence[str]) -> int:
     from muralist.tools.doctor.command import check_training
     from muralist.train.trainer import train
 
-    return train(settings, name, preflight=check_training)
+    train(settings, name, preflight=check_training)
+    return 0
 
 
 def _load_training(arguments: Sequence[str]) -> tuple[TrainSettings, str]:
@@ -128,7 +129,7 @@ def _generate(settings: GenerateSettings) -> int:
     from muralist.generate.command import generate
     from muralist.tools.doctor.command import check_generation
 
-    return generate(settings, preflight=check_generation)
+    return generate(settings, preflight=check_generation).status
 
 
 def _export(settings: ExportSettings) -> int:

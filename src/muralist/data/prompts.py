@@ -237,6 +237,11 @@ def _read_stdin(stream: TextIO | None) -> bytes:
     return content
 
 
+def is_table_name(text: str) -> bool:
+    """Whether a text is the name of a table rather than a prompt: it ends like one, or is that of the built-in table."""
+    return text == _BUILTIN or Path(text).suffix.lower() in _SUFFIXES
+
+
 def open_prompt_table(path: str, limit: int | None = None, columns: Mapping[str, str] | None = None) -> PromptTable:
     """Open the table at `path`, or the built-in one, and check its first `limit` rows, or all."""
     place = _BUILTIN_TABLE if path == _BUILTIN else Path(path).expanduser()

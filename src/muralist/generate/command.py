@@ -7,13 +7,14 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from muralist.generate.scheduler import BatchSize, Scheduler, Undecided
 from muralist.generate.workers import GenerationJob, WorkerReady, open_pool, ray_devices
 from muralist.settings import GenerateSettings
 
-__all__ = ["INTERRUPTED", "Preflight", "generate"]
+__all__ = ["INTERRUPTED", "GenerationResult", "Preflight", "generate", "read_plan"]
 
 log = logging.getLogger("muralist")
 _EXIT_SECONDS = 5.0  # for workers that have nothing left to do
@@ -41,8 +42,16 @@ Preflight = Callable[[GenerateSettings, ModelInfo, int], None]
 """Checks settings, the model and the number of images before anything is loaded; raises what cannot work."""
 
 
-def generate(settings: GenerateSettings, preflight: Preflight | None = None) -> int:
-    """Generate the missing images; returns 0 only if every row's image exists."""
+class GenerationResult(NamedTuple):
+    """What came of a command: its exit status, its samples, and the folder whose ledger tells about each of them."""
+
+    status: int
+    plan: Plan
+    output: OutputDir
+
+
+def generate(settings: GenerateSettings, preflight: Preflight | None = None) -> GenerationResult:
+    """Generate the missing images; the status is 0 only if every row's image exists."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     output = OutputDir(Path(settings.output_dir).absolute())
     set_rank_environment(os.environ)
@@ -50,9 +59,9 @@ def generate(settings: GenerateSettings, preflight: Preflight | None = None) -> 
     with _sigterm_interrupts(), ranks.reporting_refusal() if ranks else nullcontext():
         command = _Command.prepare(settings, output, ranks, preflight)
         try:
-            return command.run()
+            return GenerationResult(command.run(), command.plan, output)
         except RankRefused:
-            return 1  # the refused rank says why
+            return GenerationResult(1, command.plan, output)  # the refused rank says why
         except OSError as error:
             if error.filename is None and not is_disk_full(error):
                 raise
@@ -94,7 +103,7 @@ class _Command:
             log.setLevel(logging.ERROR)  # rank 0 logs for all
         model = inspect_model(settings)
         settings = settings.model_copy(update=model.resolved)
-        plan = _read_plan(settings)
+        plan = read_plan(settings)
         if model.is_jit:
             _check_class_names(plan, model)
         if preflight:  # before torch looks for GPUs: it would wait for a driver that does not answer
@@ -278,7 +287,8 @@ class _Command:
         return True
 
 
-def _read_plan(settings: GenerateSettings) -> Plan:
+def read_plan(settings: GenerateSettings) -> Plan:
+    """Read the table of resolved settings and refuse one whose rows would overwrite each other's files."""
     assert settings.height and settings.width
     table = open_prompts(settings)
     for note in table.notes:
@@ -311,7 +321,10 @@ def _check_class_names(plan: Plan, model: ModelInfo) -> None:
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """Treat SIGTERM, which a cluster's scheduler sends, like Ctrl+C."""
+    """Treat SIGTERM, which a cluster's scheduler sends, like Ctrl+C; only the main thread may have handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -74,14 +74,13 @@ class DenoisingLoop:
         copies: NonBlockingCopies,
     ) -> None:
         self._name = type(pipe).__name__
-        self._steps, self._truncation, self._step_caching = steps, truncation, step_caching
+        self._step_caching = step_caching
+        self.configure(steps, truncation)
         self._device, self._graphs, self.clock = device, graphs, GpuClock(device)
         self._on_step: StepCallback | None = None
         self._text_only = self._exact = False
         self._trace: OperatorTrace | None = None
         self._batch_size = 0
-        self._known_half: int | None = None
-        self._known_first = False
         self.is_guided = False
         """Whether the first step of the last call ran the denoiser for more than the prompts."""
         self._prompt_embeds: Callable[[], Any] = lambda: None
@@ -91,6 +90,12 @@ class DenoisingLoop:
         scheduler.step = self._wrap_step(scheduler.step)
         for network in denoisers(pipe):
             network.forward = self._wrap_forward(copies.suspended(self._graphs.wrap(network.forward)))
+
+    def configure(self, steps: int, truncation: int | None) -> None:
+        """Take another number of steps from the next call on, with guidance in the first `truncation`."""
+        self._steps, self._truncation = steps, truncation
+        self._known_half: int | None = None
+        self._known_first = False
 
     def _start(self, stages: int, timesteps: tuple[float, ...] = ()) -> None:
         self._step = self._calls = self._rows = 0

@@ -74,14 +74,10 @@ class DiffusersPipeline(Pipeline):
     def __init__(
         self, pipe: Any, settings: GenerateSettings, device: torch.device, optimizations: Optimizations
     ) -> None:
-        assert settings.height and settings.width and settings.guidance_scale != "auto", "resolved by inspect_model"
-        self._pipe, self._size = pipe, (settings.height, settings.width)
-        self._name = type(pipe).__name__
+        self._pipe, self._name = pipe, type(pipe).__name__
         self._parameters = inspect.signature(pipe.__call__).parameters
         self._check_pipeline()
-        self._steps = settings.num_inference_steps
-        self._guidance = self._guidance_arguments(settings.guidance_scale)
-        self._frames = self._frame_arguments(settings)
+        self._read_sampling(settings)
         self._dtype = settings.dtype
         self._device, self._optimizations = device, optimizations
         self._fast = settings.preset == "fast"
@@ -106,6 +102,18 @@ class DiffusersPipeline(Pipeline):
         if getattr(pipe, "vae", None) is not None:
             pipe.vae.decode = self._copies.suspended(pipe.vae.decode)
         self._reset_text_cache = diffusers_patches.cache_text_embeddings(pipe)
+
+    def _read_sampling(self, settings: GenerateSettings) -> None:
+        assert settings.height and settings.width and settings.guidance_scale != "auto", "resolved by inspect_model"
+        self._size, self._steps = (settings.height, settings.width), settings.num_inference_steps
+        self._guidance = self._guidance_arguments(settings.guidance_scale)
+        self._frames = self._frame_arguments(settings)
+
+    def configure(self, settings: GenerateSettings) -> None:
+        """Sample with other settings."""
+        self._read_sampling(settings)
+        self._loop.configure(self._steps, settings.cfg_truncation_step)
+        self.__dict__.pop("_supports_batching", None)  # without guidance there are no negative prompts
 
     @classmethod
     def load(

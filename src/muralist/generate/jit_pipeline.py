@@ -105,6 +105,10 @@ class JiTPipeline(Pipeline):
         network.to_empty(device=device).load_state_dict(weights)
         return cls(spec_from_description(description), network.eval().requires_grad_(False), settings)
 
+    def configure(self, settings: GenerateSettings) -> None:
+        """Sample with other settings."""
+        self._sampling = _sample_settings(settings)
+
     def supports_batching(self) -> bool:
         """Always: an image depends on its index in the batch alone."""
         return True

@@ -37,6 +37,8 @@ _IDENTITY = (
     "num_frames",
     "scheduler",
 )
+PIPELINE_SETTINGS = (*_IDENTITY, *_JIT_FLAGS, "enable_half_frame", "lora", "preset", "compile", "cpu_offload")
+"""Settings of a loaded model; the others concern the command: its table, its files and its workers."""
 _LIBRARIES = ("diffusers", "transformers")
 _WEIGHTS = (".pth", ".pt", ".safetensors")
 _GUIDED = 0.5  # fraction of the steps, from the first on, that step caching guides

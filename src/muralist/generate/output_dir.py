@@ -138,19 +138,23 @@ class OutputDir:
 
     def finished(self, plan: Plan) -> np.ndarray:
         """Return which samples have an intact image: bool, by sample index."""
+        done = np.zeros(len(plan), dtype=bool)
+        for sample, line in self.last_lines(plan):
+            if line["status"] == DONE:  # a row that failed may have been corrected
+                self._check_row(sample, line)
+                done[sample.sample_index] = is_intact(self.root / sample.file, line)
+        return done
+
+    def last_lines(self, plan: Plan) -> Iterator[tuple[Sample, dict[str, Any]]]:
+        """Yield the samples that the ledger knows, in order, each with the last line about it."""
         # The offset of the last line about each sample: the lines themselves would fill the memory.
         last = np.full(len(plan), -1, dtype=np.int64)
         for offset, line in lines_with_offsets(self.ledger):
             if 0 <= line["index"] < len(plan.table) and 0 <= line["copy"] < plan.copies:
                 last[line["index"] * plan.copies + line["copy"]] = offset
         known = np.flatnonzero(last >= 0)
-        done = np.zeros(len(plan), dtype=bool)
         lines = read_lines_at(self.ledger, last[known].tolist()) if len(known) else ()
-        for sample, line in zip(plan.samples(known), lines, strict=True):
-            if line["status"] == DONE:  # a row that failed may have been corrected
-                self._check_row(sample, line)
-                done[sample.sample_index] = is_intact(self.root / sample.file, line)
-        return done
+        yield from zip(plan.samples(known), lines, strict=True)
 
     def _check_row(self, sample: Sample, line: dict[str, Any]) -> None:
         if line["key"] == sample.key:

@@ -23,6 +23,20 @@ from muralist.settings import GenerateSettings
 StepCallback = Callable[[], None]
 """Called at every denoising step: the heartbeat that distinguishes a slow worker from a hanging one."""
 MEMORY_PROBE_STEPS = 2
+SAMPLING_SETTINGS = (
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance_interval",
+    "official_last_step",
+    "cfg_truncation_step",
+    "negative_prompt",
+    "height",
+    "width",
+    "num_frames",
+    "enable_half_frame",
+    "seed_start",
+)
+"""Settings that a loaded pipeline may change from call to call; the others are those of the loaded model."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -139,6 +153,10 @@ class Pipeline(ABC):
     An image depends on its request, its size, the number of requests of the call and its index among them, never on the
     other requests.
     """
+
+    @abstractmethod
+    def configure(self, settings: GenerateSettings) -> None:
+        """Sample with the `SAMPLING_SETTINGS` of these settings from now on; the model stays as it was loaded."""
 
     @abstractmethod
     def supports_batching(self) -> bool:
