@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-from muralist.settings.section import Fraction, Section
+from muralist.settings.section import Fraction, LocalPath, Section
 
 
 def scheduler_name(text: str) -> str:
@@ -17,13 +17,13 @@ def scheduler_name(text: str) -> str:
 class GenerateSettings(Section):
     """muralist generate: one or several images for every row of a prompt table, on all GPUs."""
 
-    prompts_csv: str
+    prompts_csv: Annotated[str, LocalPath]
     """CSV, TSV, JSONL or Parquet table with a column prompt or caption (optional: image_id, seed, negative_prompt,
     width, height), a .txt file with one prompt per line, MS-COCO captions (.json), or muralist: 100 built-in
     prompts."""
-    output_dir: str
+    output_dir: Annotated[str, LocalPath]
     """Folder for the images, ledger.jsonl and failed_prompts_gpuN.txt; the same command resumes there."""
-    model_path: str
+    model_path: Annotated[str, LocalPath]
     """A text-to-image or text-to-video pipeline in diffusers layout, or a run or checkpoint of muralist train."""
     num_samples: PositiveInt | None = None
     """Use only the first N rows; default: all."""
@@ -68,7 +68,7 @@ class GenerateSettings(Section):
     """Continue with smaller batches if memory runs out later; such rows are marked in the ledger."""
     scheduler: Annotated[str, AfterValidator(scheduler_name)] | None = None
     """A diffusers scheduler that is compatible with the model, such as EulerDiscrete or DPMSolverMultistep."""
-    lora: list[str] = []
+    lora: Annotated[list[str], LocalPath] = []
     """LoRA weights to load: PATH or PATH:WEIGHT, one or several."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile the network and the decoder, which takes about a minute at the start; auto: on GPUs."""

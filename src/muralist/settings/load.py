@@ -37,6 +37,7 @@ from muralist.settings import (
     Section,
     TrainSettings,
 )
+from muralist.settings.section import refuse_url
 
 S = TypeVar("S", bound=Section)
 _MAX_BITS = 1000  # of an integer; larger ones do not convert to float
@@ -87,7 +88,7 @@ def load(model: type[S], arguments: Sequence[str], flat_names: Mapping[str, str]
     """Parse a command line into settings; flags override `--config FILE`."""
     names = FlagTable(model, flat_names)
     flags, config = _read_flags(names, arguments, positional)
-    from_file = {} if config is None else _read_yaml(names, Path(config))
+    from_file = {} if config is None else _read_yaml(names, Path(refuse_url(config)))
     _refuse_two_learning_rates(names, flags, from_file)
     return _validate(model, names, from_file | flags)
 
