@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import pickle
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -56,6 +57,7 @@ _SHORT_PROMPT, _LONG_PROMPT = "a", "one of many words " * 12
 _EMPTY_NEGATIVE_PROMPT = " "  # pipelines with true_cfg_scale guide only where a negative prompt is given
 _TEXT_ARGUMENTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3, ...
 _TEXT_ENCODER = re.compile(r"text_encoder(_\d+)?")
+_LOAD_ERRORS = (OSError, ValueError, AttributeError, ImportError, RuntimeError, SafetensorError)
 _LORA_ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 
 
@@ -116,8 +118,9 @@ class DiffusersPipeline(Pipeline):
             pipe: Any = DiffusionPipeline.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(components or {})
             )
-        except (OSError, ValueError, AttributeError, ImportError, RuntimeError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:300]
+        except (*_LOAD_ERRORS, pickle.UnpicklingError) as error:
+            is_unsafe = isinstance(error, pickle.UnpicklingError)  # torch's message is a paragraph of advice
+            reason = "a .bin file asks to run code" if is_unsafe else " ".join(str(error).split())[:300]
             raise UserError(
                 f"The pipeline in {folder} cannot be loaded.",
                 f"The reason: {reason}",
@@ -153,12 +156,6 @@ class DiffusersPipeline(Pipeline):
             why = f"It needs {', '.join(required)}." if required else "It takes no prompt."
             raise UserError(
                 f"{self._name} does not generate images from text alone.", why, "Give another --model_path."
-            )
-        if getattr(self._pipe, "scheduler", None) is None:
-            raise UserError(
-                f"{self._name} is several pipelines in one.",
-                "generate supports pipelines with one scheduler.",
-                "Give another --model_path.",
             )
 
     def _guidance_arguments(self, scale: float) -> dict[str, Any]:
