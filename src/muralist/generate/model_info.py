@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import check_exists, exists
+from muralist.generate.lora_check import PEFT_CONFIG, check_lora
 from muralist.generate.pipeline_class import check_pipeline_class, diffusers_pipelines, read_pipeline_source
 from muralist.models.configs import JIT_GUIDANCE
 from muralist.models.integrity import check_base, check_integrity, fingerprint
@@ -22,7 +23,6 @@ from muralist.settings import GenerateSettings
 
 log = logging.getLogger("muralist")
 INDEX_FILE = "model_index.json"
-PEFT_CONFIG = "adapter_config.json"
 _PIPELINE_SIZE = (480, 832)
 _PIPELINE_GUIDANCE = 7.5
 _JIT_FLAGS = ("weights", "guidance_interval", "official_last_step")
@@ -112,6 +112,7 @@ def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
         log.info("--negative_prompt has no effect: %s runs without classifier-free guidance.", name)
     height, width = settings.height or _PIPELINE_SIZE[0], settings.width or _PIPELINE_SIZE[1]
     resolved = _resolved(height, width, guidance, _possible_frames(folder, settings))
+    _check_loras(settings, folder, components, name)
     fingerprints = {part: fingerprint(folder / part) for part in components}
     identity = _identity(name, fingerprints, settings)
     return ModelInfo(resolved, identity, folder=folder, components=components, pipeline_class=name)
@@ -169,6 +170,7 @@ def _fine_tuned(path: Path, family: ModelFamily, description: dict[str, Any], se
     guidance = _PIPELINE_GUIDANCE if settings.guidance_scale == "auto" else settings.guidance_scale
     _check_truncation(settings, family.name, guided=guidance > 1)
     resolved = _resolved(settings.height or own[0], settings.width or own[1], guidance, _requested_frames(settings))
+    _check_loras(settings, base, components, family.pipeline_class or "")
     fingerprints = {part: fingerprint(base / part) for part in components}
     fingerprints["trained"] = fingerprint(weights_file(path, "ema1"))
     identity = _identity(f"{family.name} trained here", fingerprints, settings)
@@ -331,6 +333,15 @@ def check_adapters(texts: Sequence[str]) -> list[LoraAdapter]:
 
         require_peft()
     return adapters
+
+
+def _check_loras(settings: GenerateSettings, folder: Path, components: Sequence[str], pipeline_class: str) -> None:
+    """Refuse adapters that do not fit the model, or hold NaN or Inf."""
+    for adapter in check_adapters(settings.lora):
+        from muralist.models.weights import check_finite_file  # imports torch
+
+        if file := check_lora(adapter.path, folder, components, pipeline_class):
+            check_finite_file(file, "Copy the LoRA again, or use one from before its weights diverged.")
 
 
 # Step caching of `--preset fast` guides the first steps only; after a beginning, the denoiser runs in some steps only and

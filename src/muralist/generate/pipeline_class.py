@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from muralist.core.errors import UserError
 
-_IMAGE_INPUT = re.compile(r"(?!num_|.*(embed|attention|latent))(.*_)?(images?|mask)(_.*)?")  # arguments that hold images
+_IMAGE_INPUT = re.compile(
+    r"(?!num_|.*(embed|attention|latent))(.*_)?(images?|mask)(_.*)?"
+)  # arguments that hold images
 
 
 class PipelineSource(NamedTuple):

@@ -81,7 +81,7 @@ def check_integrity(folder: Path, components: Mapping[str, str], chat_template: 
         for file in component.glob("*.json"):
             _check_json(file)
         for file in sorted(component.glob("*.safetensors")):
-            _shapes(file)
+            read_header(file)
         for file in _pickles(component):
             check_pickle(file)
 
@@ -176,7 +176,7 @@ def stored_parameters(folder: Path) -> int:
     for file in sorted(folder.glob("*.safetensors")):
         shard = _SHARD.fullmatch(file.name)
         name = f"{shard[1]}{shard[4]}" if shard else file.name
-        sets[name] = sets.get(name, 0) + sum(map(math.prod, _shapes(file)))
+        sets[name] = sets.get(name, 0) + sum(map(math.prod, read_header(file)[0].values()))
     return max(sets.values(), default=0)
 
 
@@ -214,11 +214,12 @@ def _missing_weights(folder: Path) -> list[str]:
     return ["its weights (a .safetensors file)"]
 
 
-def _shapes(file: Path) -> list[list[int]]:
-    """Return the shapes of the tensors in a safetensors file; opening it checks its header against its length."""
+def read_header(file: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Return the shapes by name, and the metadata, of a safetensors file; its header is checked against its length."""
     try:
         with safe_open(file, "numpy") as content:
-            return [content.get_slice(name).get_shape() for name in content.keys()]  # noqa: SIM118
+            shapes = {name: content.get_slice(name).get_shape() for name in content.keys()}  # noqa: SIM118
+            return shapes, content.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{file} is damaged or truncated: {str(error).rstrip('.')}.",
