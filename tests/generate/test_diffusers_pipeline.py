@@ -465,7 +465,7 @@ def test_two_halves_of_an_adapter_are_the_adapter(tiny_pipeline: Build, peft_lor
 
 
 def test_adapters_that_do_not_fit_are_refused(tiny_pipeline: Build, diffusers_lora: Path, peft_lora: Path) -> None:
-    with pytest.raises(UserError, match="HunyuanDiTPipeline takes LoRA only as a PEFT folder"):
+    with pytest.raises(UserError, match="does not fit HunyuanDiTPipeline: the model has no unet"):
         load(tiny_pipeline("hunyuan"), lora=[str(diffusers_lora)])
     with pytest.raises(UserError, match="does not fit StableDiffusionXLPipeline"):
         load(tiny_pipeline("sdxl"), lora=[str(peft_lora)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 import types
@@ -508,3 +509,52 @@ def test_every_setting_says_what_it_accepts() -> None:
     for path, field in FIELDS.items():
         assert "typing" not in describe(field), path
         assert "class" not in describe(field), path
+
+
+# Paths
+
+_PATH_NAME = re.compile(
+    r"(.*_)?(path|dir|csv|reference|source|destination|output|root|folders|plot|lora|encode|resume|init_from)"
+    r"|inception_weights|EvaluateSettings.images"
+)
+_ALL = {getattr(all_settings, command.settings) for command in COMMANDS.values()}
+PATHS = {
+    (model, path)
+    for model in _ALL
+    for path, _ in leaves(model)
+    if _PATH_NAME.fullmatch(path.rpartition(".")[2]) or _PATH_NAME.fullmatch(f"{model.__name__}.{path}")
+}
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/x", "gs://b/x", "hf://org/name", "HTTPS://host/x", "file:///x", "s3:/b/x"]
+)
+def test_urls_are_refused_wherever_a_path_is_expected(url: str) -> None:
+    assert len(PATHS) > 35
+    for model, path in PATHS:
+        with pytest.raises(
+            UserError, match=r"is a URL, and muralist reads and writes local or mounted folders only\."
+        ) as e:
+            load(model, [f"--{path}", url], {})
+        assert url in e.value.what and e.value.fix
+
+
+@pytest.mark.parametrize("path", ["C:/data", "c://data", "a/b://c", "/mnt/s3:/x", "driving_world", "./s3://x", "x:0.5"])
+def test_local_paths_are_not_urls(path: str) -> None:
+    assert settings("--data_path", path, "--init_from", path).data.path == path
+
+
+def test_prompts_may_hold_urls() -> None:
+    prompts = ["a poster of https://example.org", "s3://x"]
+    assert settings("--sample_prompts", *prompts).samples.prompts == prompts
+
+
+def test_a_command_with_a_url_writes_nothing(tmp_path: Path) -> None:
+    for output, model, url in (("s3://bucket/x", "m", "s3://bucket/x"), ("o", "gs://b/m", "gs://b/m")):
+        flags = ["--prompts_csv", "muralist", "--output_dir", output, "--model_path", model]
+        said = finish(start("muralist", "generate", *flags, cwd=tmp_path), expect=1)
+        assert said.startswith(f"muralist: {url} is a URL")
+        assert "Mount the storage" in said and "copy it" in said
+    said = finish(start("muralist", "train", "--config", "s3://bucket/c.yaml", cwd=tmp_path), expect=1)
+    assert said.startswith("muralist: s3://bucket/c.yaml is a URL")
+    assert not list(tmp_path.iterdir())

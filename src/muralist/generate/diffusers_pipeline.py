@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import pickle
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -29,7 +30,8 @@ from muralist.core.errors import UserError, closest_match
 from muralist.core.hardware import copy_to_device, copy_to_host
 from muralist.generate import diffusers_patches
 from muralist.generate.denoising import DenoisingLoop, denoisers
-from muralist.generate.model_info import FP8_PIPELINES, PEFT_CONFIG, LoraAdapter, check_adapters
+from muralist.generate.lora_check import PEFT_CONFIG
+from muralist.generate.model_info import FP8_PIPELINES, LoraAdapter, check_adapters
 from muralist.generate.optimizations import (
     CudaGraphs,
     Fp8Linear,
@@ -52,6 +54,7 @@ from muralist.generate.pipeline import (
     Truncation,
 )
 from muralist.kernels.fp8 import has_fp8
+from muralist.models.weights import check_finite_file, first_non_finite
 from muralist.settings import GenerateSettings
 from muralist.settings.generate import scheduler_name
 
@@ -65,6 +68,7 @@ _EMPTY_NEGATIVE_PROMPT = " "  # pipelines with true_cfg_scale guide only where a
 _TEXT_ARGUMENTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3, ...
 _TEXT_ENCODER = re.compile(r"text_encoder(_\d+)?")
 _COUNTING_OPTIONS = ("add_special_tokens", "is_split_into_words")  # of a tokenizer: those that change the number
+_LOAD_ERRORS = (OSError, ValueError, AttributeError, ImportError, RuntimeError, SafetensorError)
 _LORA_ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 
 
@@ -137,8 +141,9 @@ class DiffusersPipeline(Pipeline):
             pipe: Any = DiffusionPipeline.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(components or {})
             )
-        except (OSError, ValueError, AttributeError, ImportError, RuntimeError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:300]
+        except (*_LOAD_ERRORS, pickle.UnpicklingError) as error:
+            is_unsafe = isinstance(error, pickle.UnpicklingError)  # torch's message is a paragraph of advice
+            reason = "a .bin file asks to run code" if is_unsafe else " ".join(str(error).split())[:300]
             raise UserError(
                 f"The pipeline in {folder} cannot be loaded.",
                 f"The reason: {reason}",
@@ -147,6 +152,7 @@ class DiffusersPipeline(Pipeline):
         pipe.set_progress_bar_config(disable=True)
         for module in _modules(pipe):
             module.eval().requires_grad_(False)
+        _check_finite(pipe, folder, settings, components or {})
         if settings.scheduler is not None:
             pipe.scheduler = _replace_scheduler(pipe.scheduler, settings.scheduler)
         _add_adapters(pipe, check_adapters(settings.lora))
@@ -174,12 +180,6 @@ class DiffusersPipeline(Pipeline):
             why = f"It needs {', '.join(required)}." if required else "It takes no prompt."
             raise UserError(
                 f"{self._name} does not generate images from text alone.", why, "Give another --model_path."
-            )
-        if getattr(self._pipe, "scheduler", None) is None:
-            raise UserError(
-                f"{self._name} is several pipelines in one.",
-                "generate supports pipelines with one scheduler.",
-                "Give another --model_path.",
             )
 
     def _guidance_arguments(self, scale: float) -> dict[str, Any]:
@@ -411,6 +411,21 @@ def _modules(pipe: Any) -> list[nn.Module]:
     return [component for component in pipe.components.values() if isinstance(component, nn.Module)]
 
 
+def _check_finite(pipe: Any, folder: Path, settings: GenerateSettings, replaced: Collection[str]) -> None:
+    """Refuse a model with NaN or Inf in its weights while they are in the CPU's memory."""
+    for part, module in pipe.components.items():
+        if not isinstance(module, nn.Module) or not (name := first_non_finite(module.named_parameters())):
+            continue
+        place = Path(settings.model_path) if part in replaced else folder / part
+        for file in sorted(place.glob("*.safetensors")):
+            check_finite_file(file, "Copy the model again, or use a checkpoint from before its weights diverged.")
+        raise UserError(
+            f"The weights {name} of {place} hold NaN or Inf in {settings.dtype}.",
+            f"{part} has weights that {settings.dtype} cannot represent.",
+            "Try --dtype bf16 or fp32." if settings.dtype == "fp16" else "Copy the model again.",
+        )
+
+
 def _replace_scheduler(scheduler: Any, wanted: str) -> Any:
     """A scheduler of another class with the same noise schedule; the name may omit the suffix Scheduler."""
     compatible = {kind.__name__: kind for kind in scheduler.compatibles if "dummy" not in kind.__module__} | {
@@ -454,6 +469,8 @@ def _add_adapters(pipe: Any, adapters: Sequence[LoraAdapter]) -> None:
             pipe.load_lora_weights(str(adapter.path), adapter_name=name, local_files_only=True)
         except _LORA_ERRORS as error:
             raise _mismatch(adapter, pipe, error) from error
+        if not any(name in loaded for loaded in pipe.get_list_adapters().values()):  # diffusers only logs a warning
+            raise _mismatch(adapter, pipe, KeyError("none of its layers is in the model"))
     try:
         pipe.set_adapters(names, [adapter.weight for adapter in unmerged])
     except ValueError as error:

@@ -36,7 +36,7 @@ from muralist.models.jit_spec import (
     read_config,
     read_jit_folder,
 )
-from muralist.models.weights import WeightSet, read_weights
+from muralist.models.weights import WeightSet, first_non_finite, read_weights, weights_file
 from muralist.settings import GenerateSettings, ObjectiveSettings, SampleSettings
 
 
@@ -99,6 +99,12 @@ class JiTPipeline(Pipeline):
         else:
             weights = read_weights(path, settings.weights)
             config = infer_jit_config(weights)
+        if name := first_non_finite(weights.items()):
+            raise UserError(
+                f"{weights_file(path, settings.weights)} holds NaN or Inf in the tensor {name}.",
+                "Every image would be made of such values.",
+                "Use a checkpoint from before the weights diverged, or other --weights.",
+            )
         with torch.device("meta"):
             network = JiT(**jit_arguments(config))
         # Copied: a mapped file's tensors have any alignment, and on a CPU a matmul's last bits depend on it.

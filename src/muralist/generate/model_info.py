@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import logging
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import check_exists, exists
+from muralist.generate.lora_check import PEFT_CONFIG, check_lora
+from muralist.generate.pipeline_class import check_pipeline_class, diffusers_pipelines, read_pipeline_source
 from muralist.models.configs import JIT_GUIDANCE
 from muralist.models.integrity import check_base, check_integrity, fingerprint
 from muralist.models.spec import ModelFamily, find_family_by_key
@@ -21,7 +23,6 @@ from muralist.settings import GenerateSettings
 
 log = logging.getLogger("muralist")
 INDEX_FILE = "model_index.json"
-PEFT_CONFIG = "adapter_config.json"
 _PIPELINE_SIZE = (480, 832)
 _PIPELINE_GUIDANCE = 7.5
 _JIT_FLAGS = ("weights", "guidance_interval", "official_last_step")
@@ -40,6 +41,7 @@ _IDENTITY = (
 PIPELINE_SETTINGS = (*_IDENTITY, *_JIT_FLAGS, "enable_half_frame", "lora", "preset", "compile", "cpu_offload")
 """Settings of a loaded model; the others concern the command: its table, its files and its workers."""
 _LIBRARIES = ("diffusers", "transformers")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = (".pth", ".pt", ".safetensors")
 _GUIDED = 0.5  # fraction of the steps, from the first on, that step caching guides
 _BEGINNING = 0.2  # fraction of the steps, from the first on, in all of which the denoiser runs: they form the layout
@@ -70,7 +72,12 @@ class ModelInfo:
 def inspect_model(settings: GenerateSettings) -> ModelInfo:
     """Identify the model and resolve the defaults that depend on it; refuse a model that cannot do the job."""
     path = Path(settings.model_path)
-    check_exists(path, "model", "Give a folder or a file on this machine as --model_path: nothing is downloaded.")
+    fix = "Give a folder or a file on this machine as --model_path: nothing is downloaded."
+    if _HUB_ID.fullmatch(settings.model_path):
+        fix += (
+            f" From the Hugging Face Hub: `hf download {path} --local-dir {path.name}`, then --model_path {path.name}."
+        )
+    check_exists(path, "model", fix)
     if (path / INDEX_FILE).is_file():
         _refuse_jit_flags(settings, "a diffusers pipeline")
         return _pipeline(path, settings)
@@ -105,6 +112,7 @@ def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
     _check_truncation(settings, name, guided=not distilled and guidance > least)
     height, width = settings.height or _PIPELINE_SIZE[0], settings.width or _PIPELINE_SIZE[1]
     resolved = _resolved(height, width, guidance, _possible_frames(folder, settings))
+    _check_loras(settings, folder, components, name)
     fingerprints = {part: fingerprint(folder / part) for part in components}
     identity = _identity(name, fingerprints, settings)
     return ModelInfo(resolved, identity, folder=folder, components=components, pipeline_class=name)
@@ -116,9 +124,19 @@ def _read_index(folder: Path) -> tuple[str, tuple[str, ...]]:
     name = index.get("_class_name")
     if not isinstance(name, str):
         raise UserError(f"{folder / INDEX_FILE} is damaged: it names no pipeline.", fix="Copy the model again.")
-    components = [part for part, origin in index.items() if isinstance(origin, list) and origin[:1] not in ([], [None])]
+    origins = {part: origin for part, origin in index.items() if isinstance(origin, list)}
+    components = {part: str(origin[-1]) for part, origin in origins.items() if origin[:1] not in ([], [None])}
     for part in components:
         _check_library(folder, part, index[part][0])
+    source = read_pipeline_source(name)
+    if source:
+        check_pipeline_class(name, source.parameters)
+    if "scheduler" not in components:
+        raise UserError(
+            f"{name} is several pipelines in one.",
+            "generate supports pipelines with one scheduler.",
+            "Give another --model_path.",
+        )
     missing = [part for part in components if not (folder / part).is_dir()]
     if missing:
         raise UserError(
@@ -126,16 +144,13 @@ def _read_index(folder: Path) -> tuple[str, tuple[str, ...]]:
             f"{INDEX_FILE} names {', '.join(components)}.",
             "Copy the model again.",
         )
-    check_integrity(folder, components)
+    check_integrity(folder, components, chat_template=source is not None and source.needs_chat_template)
     return name, tuple(components)
 
 
 def _check_library(folder: Path, part: str, library: Any) -> None:
     """Refuse components of other libraries: to load one, diffusers imports whatever module is named there."""
-    diffusers = importlib.util.find_spec("diffusers")
-    assert diffusers and diffusers.origin  # a dependency
-    pipelines = Path(diffusers.origin).parent / "pipelines"
-    own = isinstance(library, str) and library.isidentifier() and (pipelines / library).is_dir()
+    own = isinstance(library, str) and library.isidentifier() and (diffusers_pipelines() / library).is_dir()
     if (library not in _LIBRARIES and not own) or Path(part).name != part:
         raise UserError(
             f"The pipeline in {folder} was not loaded, because its component {part!r:.60} asks to run {library!r:.60}.",
@@ -155,6 +170,7 @@ def _fine_tuned(path: Path, family: ModelFamily, description: dict[str, Any], se
     guidance = _PIPELINE_GUIDANCE if settings.guidance_scale == "auto" else settings.guidance_scale
     _check_truncation(settings, family.name, guided=guidance > 1)
     resolved = _resolved(settings.height or own[0], settings.width or own[1], guidance, _requested_frames(settings))
+    _check_loras(settings, base, components, family.pipeline_class or "")
     fingerprints = {part: fingerprint(base / part) for part in components}
     fingerprints["trained"] = fingerprint(weights_file(path, "ema1"))
     identity = _identity(f"{family.name} trained here", fingerprints, settings)
@@ -317,6 +333,15 @@ def check_adapters(texts: Sequence[str]) -> list[LoraAdapter]:
 
         require_peft()
     return adapters
+
+
+def _check_loras(settings: GenerateSettings, folder: Path, components: Sequence[str], pipeline_class: str) -> None:
+    """Refuse adapters that do not fit the model, or hold NaN or Inf."""
+    for adapter in check_adapters(settings.lora):
+        from muralist.models.weights import check_finite_file  # imports torch
+
+        if file := check_lora(adapter.path, folder, components, pipeline_class):
+            check_finite_file(file, "Copy the LoRA again, or use one from before its weights diverged.")
 
 
 # Step caching of `--preset fast` guides the first steps only; after a beginning, the denoiser runs in some steps only and

@@ -37,6 +37,11 @@ SAMPLING_SETTINGS = (
     "seed_start",
 )
 """Settings that a loaded pipeline may change from call to call; the others are those of the loaded model."""
+_OVERFLOW_FIXES = {
+    "fp16": "Try --dtype bf16 or fp32.",
+    "bf16": "Try --dtype fp32, or another --guidance_scale or --scheduler.",
+    "fp32": "Try another --guidance_scale, --num_inference_steps or --scheduler.",
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -124,8 +129,8 @@ class PendingBatch:
         if not bool(self._finite):
             raise UserError(
                 "The model produced NaN or Inf values instead of an image.",
-                f"Some values overflowed in {self._dtype}.",
-                "Try --dtype bf16 or fp32.",
+                f"Its weights are finite; some values overflowed in {self._dtype}.",
+                _OVERFLOW_FIXES[self._dtype],
             )
         return list(self._pixels.numpy())
 

@@ -175,14 +175,14 @@ def _serve(inbox: Inbox, send: Send, settings: GenerateSettings, model: ModelInf
 
 
 def _generate(pipeline: Pipeline, call: _Call, inbox: Inbox, send: Send) -> None:
-    from muralist.generate.worker import padded_requests, request
+    from muralist.generate.worker import padded_requests, sample_request
 
     def stop_if_cancelled() -> None:
         if not inbox.empty():
             raise _Cancelled
 
     batch_size = call.batch_size if pipeline.supports_batching() else 1
-    texts = pipeline.text_groups([request(sample) for sample in call.samples])
+    texts = pipeline.text_groups([sample_request(sample) for sample in call.samples])
     shapes = [(sample.height, sample.width, text) for sample, text in zip(call.samples, texts, strict=True)]
     for shape in dict.fromkeys(shapes):
         size = shape[:2]

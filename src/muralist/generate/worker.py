@@ -218,9 +218,9 @@ class Worker:
 
     def _encode_prompts(self, batches: Sequence[GenerateBatch]) -> None:
         """Encode the prompts of all waiting batches together, unless those of the next two are encoded already."""
-        if all(request(sample) in self.prepared for batch in batches[:2] for sample in batch.samples):
+        if all(sample_request(sample) in self.prepared for batch in batches[:2] for sample in batch.samples):
             return
-        requests = [request(sample) for batch in batches for sample in batch.samples]
+        requests = [sample_request(sample) for batch in batches for sample in batch.samples]
         try:
             self.pipeline.prepare(requests)
         except Exception as error:  # one of these prompts; generating finds out which
@@ -234,7 +234,7 @@ class Worker:
         for first in range(0, len(samples), _GROUPED_AT_ONCE):
             some = samples[first : first + _GROUPED_AT_ONCE]
             try:
-                found = self.pipeline.text_groups([request(sample) for sample in some])
+                found = self.pipeline.text_groups([sample_request(sample) for sample in some])
                 groups |= {sample.sample_index: group for sample, group in zip(some, found, strict=True)}
             except Exception as error:  # one of these prompts; alone in its batch, it fails and says so
                 log.debug("The text lengths of %d samples are unknown: %s", len(some), error)
@@ -363,7 +363,7 @@ class Worker:
         while batch_size <= most:
             torch.cuda.reset_peak_memory_stats(self.device)
             try:
-                requests, size = [request(sample)] * batch_size, (sample.height, sample.width)
+                requests, size = [sample_request(sample)] * batch_size, (sample.height, sample.width)
                 self.pipeline.generate(requests, size, self._heartbeat, GenerationMode.MEMORY_PROBE)
             except Exception as error:
                 if not is_out_of_memory(error) or batch_size == 1:
@@ -387,16 +387,16 @@ class Worker:
         return _describe(error)
 
 
-def request(sample: Sample) -> SampleRequest:
+def sample_request(sample: Sample) -> SampleRequest:
     """Return what a pipeline needs to know of a sample."""
     return SampleRequest(sample.prompt, sample.negative_prompt, sample.seed)
 
 
 def padded_requests(samples: Sequence[Sample], batch_size: int) -> list[SampleRequest]:
     """Return the requests of a batch, each in its sample's slot; the first sample fills slots that nobody has."""
-    requests = [request(samples[0])] * batch_size
+    requests = [sample_request(samples[0])] * batch_size
     for sample in samples:
-        requests[batch_slot(sample.row, sample.copy, batch_size)] = request(sample)
+        requests[batch_slot(sample.row, sample.copy, batch_size)] = sample_request(sample)
     return requests
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from muralist.core.errors import UserError
-from muralist.settings.section import Fraction, Repeatable, Section
+from muralist.settings.section import Fraction, LocalPath, Repeatable, Section
 
 
 def scheduler_name(text: str) -> str:
@@ -18,7 +18,7 @@ def scheduler_name(text: str) -> str:
 class GenerateSettings(Section):
     """muralist generate: one or several images for every row of a prompt table, on all GPUs."""
 
-    prompts_csv: str | None = None
+    prompts_csv: Annotated[str | None, LocalPath] = None
     """CSV, TSV, JSONL or Parquet table with a column prompt or caption (optional: image_id, seed, negative_prompt,
     width, height), a .txt file with one prompt per line (# begins a comment), MS-COCO captions (.json), - for standard
     input (lines, JSONL or CSV), or muralist: 100 built-in prompts."""
@@ -30,9 +30,9 @@ class GenerateSettings(Section):
     """Column of the seeds; default: seed, if there is one."""
     id_column: str | None = None
     """Column of the ids, which begin the file names; default: image_id or id, if there is one."""
-    output_dir: str
+    output_dir: Annotated[str, LocalPath]
     """Folder for the images, ledger.jsonl and failed_prompts_gpuN.txt; the same command resumes there."""
-    model_path: str
+    model_path: Annotated[str, LocalPath]
     """A text-to-image or text-to-video pipeline in diffusers layout, or a run or checkpoint of muralist train."""
     num_samples: PositiveInt | None = None
     """Use only the first N rows; default: all."""
@@ -78,7 +78,7 @@ class GenerateSettings(Section):
     """Continue with smaller batches if memory runs out later; such rows are marked in the ledger."""
     scheduler: Annotated[str, AfterValidator(scheduler_name)] | None = None
     """A diffusers scheduler that is compatible with the model, such as EulerDiscrete or DPMSolverMultistep."""
-    lora: list[str] = []
+    lora: Annotated[list[str], LocalPath] = []
     """LoRA weights to load: PATH or PATH:WEIGHT, one or several."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile the network and the decoder, which takes about a minute at the start; auto: on GPUs."""

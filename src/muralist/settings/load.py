@@ -38,6 +38,7 @@ from muralist.settings import (
     Section,
     TrainSettings,
 )
+from muralist.settings.section import refuse_url
 
 S = TypeVar("S", bound=Section)
 _MAX_BITS = 1000  # of an integer; larger ones do not convert to float
@@ -114,7 +115,7 @@ def _without_paths(value: Any) -> Any:
 
 def _combine(model: type[S], names: FlagTable, given: dict[str, SettingValue], config: str | None) -> S:
     """Validate settings, of which those of the file `config` have the lower priority."""
-    from_file = {} if config is None else _read_yaml(names, Path(config))
+    from_file = {} if config is None else _read_yaml(names, Path(refuse_url(config)))
     _refuse_two_learning_rates(names, given, from_file)
     return _validate(model, names, from_file | given)
 
