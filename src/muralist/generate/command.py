@@ -201,7 +201,8 @@ class _Command:
             if self._is_first:
                 all_labels = ranks.labels if ranks else labels
                 on_cpu = "cpu" in devices.values()
-                display.print(console.describe_job(self.settings, self.identity, self.plan, todo, all_labels, on_cpu))
+                job = self.settings, self.identity, self.plan, todo, all_labels, on_cpu, self.model.origins
+                display.print(console.describe_job(*job))
             scheduler.run(labels, ranks.own if ranks else todo)
             grace = _EXIT_SECONDS
         except KeyboardInterrupt:

@@ -119,6 +119,8 @@ class DenoisingLoop:
             if "device" in bound.arguments:
                 # Pipelines and schedulers read the timestep of every step: on a GPU each read would wait for its queue.
                 bound.arguments["device"] = torch.device("cpu")
+            if not scheduler.config.get("use_dynamic_shifting"):
+                bound.arguments.pop("mu", None)  # FlowMatchEulerDiscrete ignores it then, other schedulers raise
             set_timesteps(*bound.args, **bound.kwargs)
             timesteps = scheduler.timesteps
             self._start(len(timesteps), tuple(map(float, timesteps)) if self._step_caching else ())

@@ -43,6 +43,7 @@ PSNR = "psnr_to_exact"
 """In an image's line, in fast mode: the PSNR to the same image in exact mode, in dB."""
 _FAILURES = "failed_prompts_gpu"
 _OTHER_FOLDER = "choose another --output_dir, or give --overwrite to start anew in this one."
+_MODEL_DEFAULTS = ("num_inference_steps", "guidance_scale", "height", "width")  # when these flags are left out
 _FRAMES_PER_SECOND = 16  # Wan's own
 _EXIF_IMAGE_DESCRIPTION = 0x010E
 
@@ -117,10 +118,13 @@ class OutputDir:
             if settings.get(name) != header.settings.get(name)
         ]
         if changes:
+            before = {name: header.settings.get(name) for name in _MODEL_DEFAULTS}
+            flags = [f"--{name} {value}" for name, value in before.items() if value != settings.get(name)]
+            again = f"Continue with {' '.join(flags)}" if len(flags) == len(changes) else "Run the command as it was"
             raise UserError(
                 f"{self.root} holds images made with other settings.",
                 f"Changed: {'; '.join(changes)}.",
-                f"Run the command as it was, or {_OTHER_FOLDER}",
+                f"{again}, or {_OTHER_FOLDER}",
             )
 
     def check_unclaimed(self, plan: Plan) -> None:
@@ -401,7 +405,8 @@ def _mp4(frames: np.ndarray, metadata: dict[str, str]) -> bytes:
     height, width = frames.shape[1:3]
     if height % 2 or width % 2:
         raise UserError(
-            f"A clip of {height} x {width} cannot be an mp4, whose sides are even.", fix="Give --video_format webp."
+            f"A clip of {width} x {height} pixels cannot be an mp4, whose sides are even.",
+            fix="Give --video_format webp.",
         )
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
