@@ -77,16 +77,18 @@ class ClassSource:
         return (height, width) if type(height) is int and type(width) is int and min(height, width) > 0 else None
 
     def _default_side(self, name: str, configs: Configs) -> Any:
-        """Evaluate the last `height = height or ...` of `__call__`, or Stable Diffusion's form with an `if`."""
+        """Evaluate a `height = height or ...` of `__call__`, or Stable Diffusion's form with an `if`."""
         call = self._method("__call__")
         sides = [
             node.value
             for node in ast.walk(call or self._node)
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
         ]
-        for value in reversed(sides):
-            if isinstance(value, ast.BoolOp) and isinstance(value.op, ast.Or) and ast.unparse(value.values[0]) == name:
-                return self._evaluate(value.values[-1], configs)
+        for value in sides:
+            if isinstance(value, ast.BoolOp) and isinstance(value.op, ast.Or):
+                side = self._evaluate(value.values[-1], configs)
+                if side is not None:
+                    return side
         if any(isinstance(value, ast.IfExp) for value in sides):
             size, factor = _sample_side(name, configs), self._attribute("vae_scale_factor", configs)
             return size * factor if type(size) is int and type(factor) is int else None

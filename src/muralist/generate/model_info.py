@@ -213,7 +213,7 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
     resolved |= _resolved_frames(_requested_frames(settings))
     own = [] if asked_steps or script_steps else ["num_inference_steps"]
     own += ["guidance_scale"] if asked_guidance is None else []
-    origins = describe_origins({"the model's defaults": own} if own else {})
+    origins = describe_origins({"the model's {}": own} if own else {})
     identity = _identity(f"{spec.name} at {side} px", {"weights": fingerprint(file)}, settings)
     # Defaults are left out, so that older ledgers keep their identity.
     identity |= settings.model_dump(mode="json", include=set(_JIT_FLAGS), exclude_defaults=True)

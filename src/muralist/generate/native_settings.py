@@ -305,10 +305,10 @@ def resolve_settings(
     layers = (
         ("", {name: user_value(settings, name) for name in NAMES}),
         ("", {"num_inference_steps": len(timesteps) or None}),
-        (f"those of --distilled {settings.distilled}", preset.settings if preset else {}),
-        ("the model's", own),
-        ("the script's defaults", script),
-        (f"the defaults of {native.variant}" if native.variant else "the model's defaults", native.settings),
+        (f"the {{}} of --distilled {settings.distilled}", preset.settings if preset else {}),
+        ("the model's {}", own),
+        ("the script's {}", script),
+        (f"the {{}} of {native.variant}" if native.variant else "the model's {}", native.settings),
         ("", {} if native.takes_guidance else {"guidance_scale": 1.0}),
     )
     values: dict[str, Any] = {}
@@ -355,7 +355,7 @@ def _resolve_scheduler(
 
 
 def describe_origins(origins: Mapping[str, Sequence[str]]) -> str:
-    """Say which settings come from where: {origin: names}; those without an origin are the user's."""
+    """Say which settings are whose defaults: {"the model's {}": names}; those without an owner are the user's."""
     words = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
     parts = []
     for origin, names in origins.items():
@@ -365,5 +365,5 @@ def describe_origins(origins: Mapping[str, Sequence[str]]) -> str:
             shown += [words[name] for name in names if name in words]
             listed = f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]
             plural = len(shown) > 1 or shown[0] == "steps"
-            parts.append(f"{listed} {'are' if plural else 'is'} {origin}")
+            parts.append(f"{listed} {'are' if plural else 'is'} {origin.format('defaults' if plural else 'default')}")
     return "; ".join(parts)

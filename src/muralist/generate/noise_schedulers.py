@@ -263,10 +263,10 @@ def _trajectory(scheduler: Any, eta: float | None, steps: int, timesteps: Sequen
     arguments: dict[str, Any] = {"timesteps": list(timesteps)} if timesteps else {"num_inference_steps": steps}
     if scheduler.config.get("use_dynamic_shifting"):
         arguments["mu"] = 1.0
-    extra: dict[str, Any] = {} if eta is None else {_ETA: eta}
     generator = torch.Generator().manual_seed(0)
-    if "generator" in inspect.signature(scheduler.step).parameters:
-        extra["generator"] = [generator]
+    taken = inspect.signature(scheduler.step).parameters
+    # Without it, pipelines pass an eta of 0, whatever the scheduler's default.
+    extra = {name: value for name, value in ((_ETA, eta or 0.0), ("generator", [generator])) if name in taken}
     try:
         with per_sample_noise([generator]):
             scheduler.set_timesteps(**arguments)
