@@ -84,12 +84,12 @@ VARIANTS = (
     Variant(
         "FLUX.1-schnell", "FluxP", "`guidance_embeds` is false, no dynamic shifting",
         lambda files: files.network.get("guidance_embeds") is False and not files.scheduler.get("use_dynamic_shifting"),
-        {"num_inference_steps": 4}, "model card of black-forest-labs/FLUX.1-schnell; its guidance 0 is none, as is 1",
+        {"num_inference_steps": 4}, "README of black-forest-labs/FLUX.1-schnell; its guidance 0 is none, as is 1",
     ),
     Variant(
         "FLUX.2-klein", "Flux2Klein", "`is_distilled` in model_index.json",
         lambda files: files.configs[""].get("is_distilled") is True,
-        {"num_inference_steps": 4, "guidance_scale": 1.0}, "model card of black-forest-labs/FLUX.2-klein-4B",
+        {"num_inference_steps": 4, "guidance_scale": 1.0}, "README of black-forest-labs/FLUX.2-klein-4B",
     ),
     Variant(
         "Z-Image-Turbo", "ZImage", "the scheduler's `shift` is 3 (Z-Image: 6)",
@@ -104,27 +104,27 @@ VARIANTS = (
     Variant(
         "SD-Turbo", "StableDiffusionP", "EulerDiscrete with `trailing` time steps, epsilon",
         lambda files: _spaced(files, "EulerDiscreteScheduler") and files.scheduler.get("prediction_type") == "epsilon",
-        {"num_inference_steps": 4, "guidance_scale": 0.0}, "model card of stabilityai/sd-turbo: 1 to 4 steps",
+        {"num_inference_steps": 4, "guidance_scale": 0.0}, "README of stabilityai/sd-turbo: 1 to 4 steps",
     ),
     Variant(
         "SDXL-Lightning", "StableDiffusionXL", "`lightning` in the folder's name",
         _has_name("lightning"),
-        {"num_inference_steps": 4, "guidance_scale": 0.0}, "model card of ByteDance/SDXL-Lightning, 4-step model",
+        {"num_inference_steps": 4, "guidance_scale": 0.0}, "README of ByteDance/SDXL-Lightning, 4-step model",
     ),
     Variant(
         "SD 3.5 Large Turbo", "StableDiffusion3", "`turbo` in the folder's name",
         _has_name("turbo"),
-        {"num_inference_steps": 4, "guidance_scale": 0.0}, "model card of stabilityai/stable-diffusion-3.5-large-turbo",
+        {"num_inference_steps": 4, "guidance_scale": 0.0}, "README of stabilityai/stable-diffusion-3.5-large-turbo",
     ),
     Variant(
         "SD 3.5 Large", "StableDiffusion3", "38 layers",
         lambda files: files.network.get("num_layers") == 38,
-        {"guidance_scale": 3.5}, "model card of stabilityai/stable-diffusion-3.5-large",
+        {"guidance_scale": 3.5}, "README of stabilityai/stable-diffusion-3.5-large",
     ),
     Variant(
         "SD 3.5 Medium", "StableDiffusion3", "`dual_attention_layers`",
         lambda files: bool(files.network.get("dual_attention_layers")),
-        {"num_inference_steps": 40, "guidance_scale": 4.5}, "model card of stabilityai/stable-diffusion-3.5-medium",
+        {"num_inference_steps": 40, "guidance_scale": 4.5}, "README of stabilityai/stable-diffusion-3.5-medium",
     ),
     Variant(
         "HiDream-I1-Dev", "HiDreamImage", "`hidream-i1-dev` in the folder's name",
@@ -168,26 +168,26 @@ DISTILLED = (
     ),
     Preset(
         "turbo", "StableDiffusion3", {"num_inference_steps": 4, "guidance_scale": 0.0},
-        "model card of stabilityai/stable-diffusion-3.5-large-turbo",
+        "README of stabilityai/stable-diffusion-3.5-large-turbo",
     ),
     Preset(
         "turbo", "StableDiffusion",
         {"scheduler": "eulerdiscrete", "scheduler_options": _TRAILING, "num_inference_steps": 4, "guidance_scale": 0.0},
-        "model card of stabilityai/sd-turbo",
+        "README of stabilityai/sd-turbo",
     ),
     Preset(
         "lightning", "StableDiffusionXL",
         {"scheduler": "eulerdiscrete", "scheduler_options": _TRAILING, "num_inference_steps": 4, "guidance_scale": 0.0},
-        "model card of ByteDance/SDXL-Lightning", "2, 4 or 8 steps, as in the name of the file",
+        "README of ByteDance/SDXL-Lightning", "2, 4 or 8 steps, as in the name of the file",
     ),
     Preset(
         "hyper", "FluxP", {"num_inference_steps": 8, "guidance_scale": 3.5},
-        "model card of ByteDance/Hyper-SD", "LoRA weight 0.125; 8 or 16 steps, as in the name of the file",
+        "README of ByteDance/Hyper-SD", "LoRA weight 0.125; 8 or 16 steps, as in the name of the file",
     ),
     Preset(
         "hyper", "StableDiffusion",
         {"scheduler": "ddim", "scheduler_options": _TRAILING, "num_inference_steps": 4, "guidance_scale": 0.0},
-        "model card of ByteDance/Hyper-SD", "2, 4 or 8 steps, as in the name of the file",
+        "README of ByteDance/Hyper-SD", "2, 4 or 8 steps, as in the name of the file",
     ),
     Preset(
         "tcd", "StableDiffusion",
@@ -231,7 +231,7 @@ def native_settings(files: ModelFiles) -> Native:
     if files.pipeline in _SANA and type(side := files.network.get("sample_size")) is int:
         # SanaPipeline's signature has the size of one of the published models; the network knows its own.
         found["height"] = found["width"] = side * _sana_factor(files)
-    takes_guidance = not parameters or scale in parameters
+    takes_guidance = "prompt" not in parameters or scale in parameters  # without a prompt it is refused elsewhere
     for variant in VARIANTS:
         if files.pipeline.startswith(variant.pipelines) and variant.matches(files):
             return Native({**found, **variant.settings}, variant.model, takes_guidance)

@@ -111,15 +111,14 @@ def _class_name(wanted: str, config: Mapping[str, Any], own: str) -> str:
             "Leave --scheduler out.",
         )
     for names in SCHEDULERS:
-        classes = (names.diffusion, names.flow)
-        if written in names.short and classes[flow]:
-            return f"{classes[flow]}Scheduler"
-        if written in [scheduler_name(name) for name in classes if name] and scheduler_name(classes[flow]) == written:
-            return f"{classes[flow]}Scheduler"
+        kind = names.flow if flow else names.diffusion
+        if kind and written in (*names.short, scheduler_name(kind)):
+            return f"{kind}Scheduler"
     fitting = [names.short[0] for names in SCHEDULERS if (names.flow if flow else names.diffusion)]
     every = {name for names in SCHEDULERS for name in (*names.short, *map(scheduler_name, names[1:]))}
     why = f"It is for {_KINDS[not flow]}, and this is a model of {_KINDS[flow]}. " if written in every else ""
-    guess = closest_match(written, fitting)
+    classes = [names.flow if flow else names.diffusion for names in SCHEDULERS]
+    guess = closest_match(written, [*fitting, *filter(None, classes)])
     raise UserError(f"The scheduler {wanted} does not fit this model.", f"{why}These do: {', '.join(fitting)}.", guess)
 
 
