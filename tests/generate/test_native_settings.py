@@ -181,7 +181,7 @@ def test_the_script_keeps_its_own_defaults(tiny_pipeline: Build) -> None:
 
 
 def test_the_script_and_the_command_differ_only_in_their_defaults(tmp_path: Path, tiny_pipeline: Build) -> None:
-    """The script's folder goes on with the flags that the refusal names, and gives the same bytes."""
+    """A folder goes on with its own settings where the command leaves them out; other flags are refused."""
     model, table = tiny_pipeline("sd"), write_table(tmp_path, 2)
     words = ["--prompts_csv", table, "--model_path", model, "--dtype", "fp32", "--width", 64, "--height", 64]
     words += ["--batch_size", 1, "--gpu_ids", 0]
@@ -189,10 +189,11 @@ def test_the_script_and_the_command_differ_only_in_their_defaults(tmp_path: Path
     assert "64 x 64, from" in done and "20 steps, guidance 7.5; steps and guidance are the script's defaults)" in done
     write_table(tmp_path, 3)
     command = [sys.executable, "-m", "muralist", "generate", *words, "--output_dir", tmp_path / "script"]
-    refused = finish(start(*command), expect=1)
+    refused = finish(start(*command, "--num_inference_steps", 50), expect=1)
     assert "num_inference_steps 20 -> 50" in refused and "Continue with --num_inference_steps 20, or" in refused
     assert len(read_images(tmp_path / "script")) == 2
-    assert "exist already" in finish(start(*command, "--num_inference_steps", 20))
+    resumed = finish(start(*command))
+    assert "2 of 3 images exist" in resumed and "steps and guidance are as in the folder)" in resumed
     whole = [sys.executable, REPOSITORY / SCRIPT, *words, "--output_dir", tmp_path / "whole"]
     finish(start(*whole))
     assert read_images(tmp_path / "script") == read_images(tmp_path / "whole")

@@ -86,6 +86,7 @@ class _Command:
             )
         if ranks and ranks.rank:
             log.setLevel(logging.ERROR)  # rank 0 logs for all
+        settings = output_dir.keep_folder_settings(settings)
         model = inspect_model(settings)
         settings = settings.model_copy(update=model.resolved)
         plan = _read_plan(settings)

@@ -17,6 +17,7 @@ from muralist.core.run_dir import check_exists, exists
 from muralist.generate.native_settings import (
     ModelFiles,
     describe_origins,
+    folder_value,
     read_json,
     resolve_settings,
     script_value,
@@ -204,14 +205,17 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
             raise UserError(f"--{flag} is for diffusers pipelines, and this is a JiT model.", fix="Leave it out.")
     if settings.num_frames > 1:
         raise UserError("JiT generates images, not clips.", fix="Leave --num_frames out.")
-    asked_steps, asked_guidance = (user_value(settings, name) for name in ("num_inference_steps", "guidance_scale"))
-    script_steps = script_value(settings, "num_inference_steps")
+    asked_steps, asked_guidance = (
+        folder_value(settings, name) if (asked := user_value(settings, name)) is None else asked
+        for name in ("num_inference_steps", "guidance_scale")
+    )
+    asked_steps = asked_steps or script_value(settings, "num_inference_steps")
     guidance = JIT_GUIDANCE if asked_guidance is None else asked_guidance
     _check_truncation(settings, "JiT", guided=bool(spec.label_names) and guidance != 1)
-    steps = asked_steps or script_steps or _JIT_STEPS
+    steps = asked_steps or _JIT_STEPS
     resolved = {"height": side, "width": side, "num_inference_steps": steps, "guidance_scale": guidance}
     resolved |= _resolved_frames(_requested_frames(settings))
-    own = [] if asked_steps or script_steps else ["num_inference_steps"]
+    own = [] if asked_steps else ["num_inference_steps"]
     own += ["guidance_scale"] if asked_guidance is None else []
     origins = describe_origins({"the model's {}": own} if own else {})
     identity = _identity(f"{spec.name} at {side} px", {"weights": fingerprint(file)}, settings)

@@ -282,15 +282,21 @@ def user_value(settings: GenerateSettings, name: str) -> Any:
 
 
 def script_value(settings: GenerateSettings, name: str) -> Any:
-    """Return a default that the command itself has for all models, such as a script's; None if it has none."""
-    value = getattr(settings, name)
-    return value if name not in settings.model_fields_set and value != "auto" else None
+    """Return a default that the script has for all models; None if the command has none."""
+    default = type(settings).model_fields[name].default
+    return default if name not in settings.model_fields_set and getattr(settings, name) == default != "auto" else None
+
+
+def folder_value(settings: GenerateSettings, name: str) -> Any:
+    """Return a default that `output_dir.keep_folder_settings` took from the images in the folder; else None."""
+    value, default = getattr(settings, name), type(settings).model_fields[name].default
+    return value if name not in settings.model_fields_set and value != default else None
 
 
 def resolve_settings(
     files: ModelFiles, settings: GenerateSettings, own_size: tuple[int, int] | None = None
 ) -> Resolution:
-    """Apply the defaults: of the user's flags, of --distilled, of a model trained here, of the script, of the model."""
+    """Apply the user's flags, else the defaults of --distilled, a model trained here, the command, or the model."""
     native = native_settings(files)
     preset = find_preset(settings.distilled, files.pipeline) if settings.distilled else None
     if not native.takes_guidance and user_value(settings, "guidance_scale") is not None:
@@ -307,6 +313,7 @@ def resolve_settings(
         ("", {"num_inference_steps": len(timesteps) or None}),
         (f"the {{}} of --distilled {settings.distilled}", preset.settings if preset else {}),
         ("the model's {}", own),
+        ("as in the folder", {name: folder_value(settings, name) for name in NAMES}),
         ("the script's {}", script),
         (f"the {{}} of {native.variant}" if native.variant else "the model's {}", native.settings),
         ("", {} if native.takes_guidance else {"guidance_scale": 1.0}),

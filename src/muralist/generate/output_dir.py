@@ -33,7 +33,9 @@ from muralist.core.images import encode_png
 from muralist.core.run_dir import FileLock, atomic_write, disk_write_error, hold_lock, is_disk_full, open_no_follow
 from muralist.data import ledger_reader
 from muralist.data.ledger_reader import DONE, FAILED, PLANNED, lines_with_offsets, read_lines, read_lines_at
+from muralist.generate.native_settings import user_value
 from muralist.generate.plan import Plan, Sample
+from muralist.settings import GenerateSettings
 from muralist.settings.generate import scheduler_name
 
 _FORMAT = {"format": "muralist ledger", "version": 1}
@@ -242,6 +244,22 @@ class Header:
                 "Its first line is damaged, or another version wrote it.",
                 "Choose another --output_dir, or give --overwrite to start anew in this one.",
             ) from None
+
+
+def keep_folder_settings(settings: GenerateSettings) -> GenerateSettings:
+    """Let settings that the user left out default to those of the folder's images, so that the same command resumes.
+
+    The model's defaults may change: they depend on the versions of muralist and diffusers.
+    """
+    output = OutputDir(Path(settings.output_dir).absolute())
+    header = None if settings.overwrite else Header.read(output.ledger)
+    if header is None or not output.has_images():
+        return settings
+    kept = {name: header.settings[name] for name in _MODEL_DEFAULTS if name in header.settings}
+    kept = {name: value for name, value in kept.items() if user_value(settings, name) is None}
+    changed = settings.model_copy(update=kept)
+    changed.model_fields_set.difference_update(kept)  # still defaults
+    return changed
 
 
 class Shard:
