@@ -270,3 +270,9 @@ def _dispatch(words: list[str]) -> int:
 def script(command: str) -> None:
     """Run a command as the scripts in the project's root do: `python train.py ...` is `muralist train ...`."""
     sys.exit(main([command, *sys.argv[1:]]))
+
+
+def batch_generate_script() -> None:
+    """Run batch_generate_t2i_multigpu.py: `muralist generate` with the defaults of `BatchScriptSettings`."""
+    COMMANDS["generate"] = _command("BatchScriptSettings", _generate)
+    script("generate")

@@ -241,7 +241,7 @@ def test_rows_with_their_own_size_and_an_impossible_one(wan: Path, tmp_path: Pat
     assert sizes == {"000001": (32, 32), "000002": (32, 48), "000004": (32, 48), "000005": (32, 32)}
     assert "5 images, of 3 sizes, from" in capsys.readouterr().err
     reason = (images / "failed_prompts_gpu0.txt").read_text()
-    assert reason.startswith("000003\t44\thouse\tWanPipeline cannot generate images of 33 x 32 pixels")
+    assert reason.startswith("000003\t44\thouse\tWanPipeline cannot generate images of 32 x 33 pixels")
     before = files(images)
     table(tmp_path, "prompt,height,width\ncar,,\ntree,48,32\nhouse,32,32\nbike,48,32\nboat,,\n")
     generate(tmp_path, wan, *SMALL, "--batch_size", 2)  # a failed row may be put right

@@ -248,7 +248,7 @@ def test_impossible_settings_are_refused(pets: Pets, tmp_path: Path) -> None:
     checked = inspect_model(given(run))
     assert checked.resolved["guidance_scale"] == 2.9
     assert (checked.resolved["height"], checked.resolved["width"]) == (SIDE, SIDE)
-    with pytest.raises(UserError, match="16 x 16 pixels, not 32 x 16"):
+    with pytest.raises(UserError, match="16 x 16 pixels, not 16 x 32"):
         inspect_model(given(run, height=32))
     with pytest.raises(UserError, match="16 x 16 pixels, not 32 x 32"):
         load(run).generate([DOG], (32, 32), no_callback)

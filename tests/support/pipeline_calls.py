@@ -16,6 +16,7 @@ from muralist.settings import GenerateSettings
 CPU = torch.device("cpu")
 SIZE = (64, 64)
 STEPS = 4
+GUIDANCE = 7.5
 CAR = SampleRequest("a red car", "", 5)
 NIGHT = SampleRequest("night in the rain, many lights and a long way to go home from the city", "dark", 6)
 SNOW = SampleRequest("snow", "a blurry and ugly image, with noise", 7)
@@ -26,6 +27,8 @@ LONG = SampleRequest("many " * 120, "few " * 130, 10)  # more tokens than any te
 
 def settings(folder: Path, **changes: Any) -> GenerateSettings:
     given = {"num_inference_steps": STEPS, "dtype": "fp32", "height": SIZE[0], "width": SIZE[1], **changes}
+    if not folder.name.startswith("schnell"):  # which is not guided
+        given.setdefault("guidance_scale", GUIDANCE)
     return GenerateSettings(prompts_csv="", output_dir="", model_path=str(folder), **given)
 
 

@@ -101,6 +101,7 @@ class _Command:
             )
         if ranks and ranks.rank:
             log.setLevel(logging.ERROR)  # rank 0 logs for all
+        settings = output_dir.keep_folder_settings(settings)
         model = inspect_model(settings)
         settings = settings.model_copy(update=model.resolved)
         plan = read_plan(settings)
@@ -216,7 +217,8 @@ class _Command:
             if self._is_first:
                 all_labels = ranks.labels if ranks else labels
                 on_cpu = "cpu" in devices.values()
-                display.print(console.describe_job(self.settings, self.identity, self.plan, todo, all_labels, on_cpu))
+                job = self.settings, self.identity, self.plan, todo, all_labels, on_cpu, self.model.origins
+                display.print(console.describe_job(*job))
             scheduler.run(labels, ranks.own if ranks else todo)
             grace = _EXIT_SECONDS
         except KeyboardInterrupt:

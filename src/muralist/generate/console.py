@@ -157,10 +157,11 @@ def describe_job(
     todo: np.ndarray,
     labels: list[str],
     on_cpu: bool,
+    origins: str = "",
 ) -> str:
-    """Describe what is about to happen."""
+    """Describe what is about to happen; `origins` says which settings are the model's."""
     sizes = {plan.size_of(index) for index in todo.tolist()}
-    size = "{} x {}".format(*sizes.pop()) if len(sizes) == 1 else f"of {len(sizes)} sizes"
+    size = "{1} x {0}".format(*sizes.pop()) if len(sizes) == 1 else f"of {len(sizes)} sizes"
     kind = ("CPU process", "CPU processes") if on_cpu else ("GPU", "GPUs")
     guidance = f"guidance {settings.guidance_scale:g}"
     if "guidance_interval" in identity:
@@ -172,9 +173,11 @@ def describe_job(
     last = ", the official last step" if settings.official_last_step else ""
     frames = f" of {settings.num_frames} frames" if settings.num_frames > 1 else ""
     weights = f", {settings.weights}" if "weights" in identity else ""
+    scheduler = "".join(f", {word}" for word in (settings.scheduler, *settings.scheduler_options) if word)
     return (
         f"{len(todo):,} {noun(settings, len(todo))}{frames}, {size}, from {plan.table.name} with "
-        f"{identity['model']} ({settings.dtype}{weights}, {settings.num_inference_steps} steps, {guidance}{last}) "
+        f"{identity['model']} ({settings.dtype}{weights}, {settings.num_inference_steps} steps, {guidance}{last}{scheduler}"
+        f"{f'; {origins}' if origins else ''}) "
         f"on {len(labels)} {kind[len(labels) > 1]}: {' '.join(labels)}. Loading the model."
     )
 

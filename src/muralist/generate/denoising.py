@@ -160,6 +160,8 @@ class DenoisingLoop:
             if "device" in bound.arguments:
                 # Pipelines and schedulers read the timestep of every step: on a GPU each read would wait for its queue.
                 bound.arguments["device"] = torch.device("cpu")
+            if not scheduler.config.get("use_dynamic_shifting"):
+                bound.arguments.pop("mu", None)  # FlowMatchEulerDiscrete ignores it then, other schedulers raise
             set_timesteps(*bound.args, **bound.kwargs)
             timesteps = scheduler.timesteps
             if type(scheduler).__name__ in _TIMESTEPS_WITH_END:

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
@@ -26,12 +27,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from muralist.core.errors import UserError, closest_match
+from muralist.core.errors import UserError
 from muralist.core.hardware import copy_to_device, copy_to_host
 from muralist.generate import diffusers_patches
 from muralist.generate.denoising import DenoisingLoop, denoisers
 from muralist.generate.lora_check import PEFT_CONFIG
 from muralist.generate.model_info import FP8_PIPELINES, LoraAdapter, check_adapters
+from muralist.generate.native_settings import read_json
+from muralist.generate.noise_schedulers import (
+    SchedulerChoice,
+    build_scheduler,
+    check_effect,
+    choose_scheduler,
+    eta_argument,
+)
 from muralist.generate.optimizations import (
     CudaGraphs,
     Fp8Linear,
@@ -56,7 +65,6 @@ from muralist.generate.pipeline import (
 from muralist.kernels.fp8 import has_fp8
 from muralist.models.weights import check_finite_file, first_non_finite
 from muralist.settings import GenerateSettings
-from muralist.settings.generate import scheduler_name
 
 _MAX_SHARE_OF_GPU = 0.6  # a larger model leaves too little memory for its activations
 _SHORT_PROMPT, _LONG_PROMPT = "a", "one of many words " * 12
@@ -108,8 +116,11 @@ class DiffusersPipeline(Pipeline):
         self._reset_text_cache = diffusers_patches.cache_text_embeddings(pipe)
 
     def _read_sampling(self, settings: GenerateSettings) -> None:
-        assert settings.height and settings.width and settings.guidance_scale != "auto", "resolved by inspect_model"
+        assert settings.height and settings.width, "resolved by inspect_model"
+        assert settings.guidance_scale != "auto" and settings.num_inference_steps != "auto", "resolved by inspect_model"
         self._size, self._steps = (settings.height, settings.width), settings.num_inference_steps
+        self._timesteps = list(settings.timesteps)
+        self._eta = eta_argument(settings.scheduler_options)
         self._guidance = self._guidance_arguments(settings.guidance_scale)
         self._frames = self._frame_arguments(settings)
 
@@ -117,7 +128,7 @@ class DiffusersPipeline(Pipeline):
         """Sample with other settings."""
         self._read_sampling(settings)
         self._loop.configure(self._steps, settings.cfg_truncation_step)
-        self.__dict__.pop("_supports_batching", None)  # without guidance there are no negative prompts
+        self.__dict__.pop("_text_batching", None)  # without guidance there are no negative prompts
 
     @classmethod
     def load(
@@ -137,6 +148,9 @@ class DiffusersPipeline(Pipeline):
         # Instead of one warning for each long prompt of ten thousand, TokenCounter counts them.
         diffusers_logging.disable_default_handler()
         diffusers_logging.add_handler(_SILENT)  # a logger keeps a handler once
+        replaces_scheduler = settings.scheduler is not None or bool(settings.scheduler_options)
+        if replaces_scheduler:  # before the weights are read
+            _check_scheduler(folder / "scheduler", settings)
         try:
             pipe: Any = DiffusionPipeline.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(components or {})
@@ -153,8 +167,8 @@ class DiffusersPipeline(Pipeline):
         for module in _modules(pipe):
             module.eval().requires_grad_(False)
         _check_finite(pipe, folder, settings, components or {})
-        if settings.scheduler is not None:
-            pipe.scheduler = _replace_scheduler(pipe.scheduler, settings.scheduler)
+        if replaces_scheduler:
+            pipe.scheduler = build_scheduler(pipe.scheduler, _choose_scheduler(pipe.scheduler, settings))
         _add_adapters(pipe, check_adapters(settings.lora))
         offloaded = device.type == "cuda" and _wants_offload(pipe, settings, device)
         optimizations = optimizations or Optimizations.choose(settings.compile, device)
@@ -349,10 +363,13 @@ class DiffusersPipeline(Pipeline):
             "clean_caption": False,  # it would depend on which packages are installed
             **self._guidance,
             **self._frames,
+            **self._eta,
             **changes,
         }
         if steps != _INTERMEDIATE_TIMESTEP_STEPS:
             arguments["intermediate_timesteps"] = None
+        if self._timesteps and steps == self._steps:  # not in a memory probe
+            arguments["timesteps"] = list(self._timesteps)
         if self._guidance.get("true_cfg_scale") != 1.0:
             empty = _EMPTY_NEGATIVE_PROMPT if "true_cfg_scale" in self._guidance else ""
             arguments["negative_prompt"] = [request.negative_prompt or empty for request in requests]
@@ -365,6 +382,13 @@ class DiffusersPipeline(Pipeline):
         except ValueError as error:
             if "height" in str(error) and "width" in str(error):
                 raise self._size_error(size, " ".join(str(error).split())) from None
+            if "set_timesteps" in str(error):  # custom sigmas or time steps
+                scheduler = type(self._pipe.scheduler).__name__
+                raise PipelineError(
+                    f"{self._name} cannot use {scheduler}.",
+                    "The pipeline computes its own sigmas, which this scheduler does not take.",
+                    "Choose another --scheduler, such as euler or unipc.",
+                ) from None
             raise
 
     def _fetch(self, output: Any, size: Size) -> PendingBatch:
@@ -377,7 +401,7 @@ class DiffusersPipeline(Pipeline):
         values = (values if isinstance(values, Tensor) else torch.stack(list(values))).float()
         actual = tuple(values.shape[-2:])
         if actual != size:
-            raise self._size_error(size, f"It generates {actual[0]} x {actual[1]} instead.")
+            raise self._size_error(size, f"It generates {actual[1]} x {actual[0]} instead.")
         if values.ndim == 5 and values.shape[1] == 1:
             values = values[:, 0]
         pixels = (values * 255).round().to(torch.uint8).movedim(-3, -1).contiguous()
@@ -391,9 +415,9 @@ class DiffusersPipeline(Pipeline):
         # A wrong size in one row of the table concerns that row alone.
         kind = PipelineError if size == self._size else UserError
         return kind(
-            f"{self._name} cannot generate images of {size[0]} x {size[1]} pixels.",
+            f"{self._name} cannot generate images of {size[1]} x {size[0]} pixels.",
             why,
-            f"Both sides must be multiples of {step}: try {sides[0]} x {sides[1]}.",
+            f"Both sides must be multiples of {step}: try {sides[1]} x {sides[0]}.",
         )
 
     @property
@@ -426,20 +450,17 @@ def _check_finite(pipe: Any, folder: Path, settings: GenerateSettings, replaced:
         )
 
 
-def _replace_scheduler(scheduler: Any, wanted: str) -> Any:
-    """A scheduler of another class with the same noise schedule; the name may omit the suffix Scheduler."""
-    compatible = {kind.__name__: kind for kind in scheduler.compatibles if "dummy" not in kind.__module__} | {
-        type(scheduler).__name__: type(scheduler)
-    }
-    for name, kind in compatible.items():
-        if scheduler_name(name) == scheduler_name(wanted):
-            return kind.from_config(scheduler.config)
-    names = sorted(name.removesuffix("Scheduler") for name in compatible)
-    raise UserError(
-        f"The scheduler {wanted} does not fit this model.",
-        f"These do: {', '.join(names)}.",
-        closest_match(wanted, names),
-    )
+def _choose_scheduler(scheduler: Any, settings: GenerateSettings) -> SchedulerChoice:
+    config = {**scheduler.config, "_class_name": type(scheduler).__name__}
+    return choose_scheduler(config, settings.scheduler, settings.scheduler_options)
+
+
+def _check_scheduler(folder: Path, settings: GenerateSettings) -> None:
+    """Refuse options that fail or have no effect; the pipeline's own scheduler is in the folder."""
+    kind = getattr(diffusers, str(read_json(folder / "scheduler_config.json").get("_class_name")), None)
+    if kind is not None:
+        own = kind.from_pretrained(folder, local_files_only=True)
+        check_effect(own, _choose_scheduler(own, settings), int(settings.num_inference_steps), settings.timesteps)
 
 
 def _wants_offload(pipe: Any, settings: GenerateSettings, device: torch.device) -> bool:

@@ -138,7 +138,7 @@ class JiTPipeline(Pipeline):
         side = self._spec.img_size
         if size != (side, side):
             raise UserError(  # of a row of the table: the command's own size was checked before
-                f"This JiT model generates images of {side} x {side} pixels, not {size[0]} x {size[1]}.",
+                f"This JiT model generates images of {side} x {side} pixels, not {size[1]} x {size[0]}.",
                 fix="Leave height and width out, also in the table.",
             )
         # A memory probe would compile a graph for every batch size.
@@ -186,6 +186,7 @@ class _NetworkWithCallback(nn.Module):
 
 def _sample_settings(settings: GenerateSettings) -> SampleSettings:
     """The sampler's settings; --cfg_truncation_step shortens the guidance interval."""
+    assert settings.num_inference_steps != "auto", "resolved by inspect_model"
     low, high = settings.guidance_interval
     sampling = SampleSettings(
         steps=settings.num_inference_steps,

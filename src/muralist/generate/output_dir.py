@@ -33,7 +33,9 @@ from muralist.core.images import encode_png
 from muralist.core.run_dir import FileLock, atomic_write, disk_write_error, hold_lock, is_disk_full, open_no_follow
 from muralist.data import ledger_reader
 from muralist.data.ledger_reader import DONE, FAILED, PLANNED, lines_with_offsets, read_lines, read_lines_at
+from muralist.generate.native_settings import user_value
 from muralist.generate.plan import Plan, Sample
+from muralist.settings import GenerateSettings
 from muralist.settings.generate import scheduler_name
 
 _FORMAT = {"format": "muralist ledger", "version": 1}
@@ -45,6 +47,7 @@ PSNR = "psnr_to_exact"
 """In an image's line, in fast mode: the PSNR to the same image in exact mode, in dB."""
 _FAILURES = "failed_prompts_gpu"
 _OTHER_FOLDER = "choose another --output_dir, or give --overwrite to start anew in this one."
+_MODEL_DEFAULTS = ("num_inference_steps", "guidance_scale", "height", "width")  # when these flags are left out
 _FRAMES_PER_SECOND = 16  # Wan's own
 _EXIF_IMAGE_DESCRIPTION = 0x010E
 
@@ -119,10 +122,13 @@ class OutputDir:
             if settings.get(name) != header.settings.get(name)
         ]
         if changes:
+            before = {name: header.settings.get(name) for name in _MODEL_DEFAULTS}
+            flags = [f"--{name} {value}" for name, value in before.items() if value != settings.get(name)]
+            again = f"Continue with {' '.join(flags)}" if len(flags) == len(changes) else "Run the command as it was"
             raise UserError(
                 f"{self.root} holds images made with other settings.",
                 f"Changed: {'; '.join(changes)}.",
-                f"Run the command as it was, or {_OTHER_FOLDER}",
+                f"{again}, or {_OTHER_FOLDER}",
             )
 
     def check_unclaimed(self, plan: Plan) -> None:
@@ -246,6 +252,22 @@ class Header:
                 "Its first line is damaged, or another version wrote it.",
                 "Choose another --output_dir, or give --overwrite to start anew in this one.",
             ) from None
+
+
+def keep_folder_settings(settings: GenerateSettings) -> GenerateSettings:
+    """Let settings that the user left out default to those of the folder's images, so that the same command resumes.
+
+    The model's defaults may change: they depend on the versions of muralist and diffusers.
+    """
+    output = OutputDir(Path(settings.output_dir).absolute())
+    header = None if settings.overwrite else Header.read(output.ledger)
+    if header is None or not output.has_images():
+        return settings
+    kept = {name: header.settings[name] for name in _MODEL_DEFAULTS if name in header.settings}
+    kept = {name: value for name, value in kept.items() if user_value(settings, name) is None}
+    changed = settings.model_copy(update=kept)
+    changed.model_fields_set.difference_update(kept)  # still defaults
+    return changed
 
 
 class Shard:
@@ -409,7 +431,8 @@ def _mp4(frames: np.ndarray, metadata: dict[str, str]) -> bytes:
     height, width = frames.shape[1:3]
     if height % 2 or width % 2:
         raise UserError(
-            f"A clip of {height} x {width} cannot be an mp4, whose sides are even.", fix="Give --video_format webp."
+            f"A clip of {width} x {height} pixels cannot be an mp4, whose sides are even.",
+            fix="Give --video_format webp.",
         )
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:

@@ -409,7 +409,7 @@ def _free_memory() -> None:
 def _out_of_memory_error(label: str, sample: Sample, batch_size: int) -> PipelineError:
     if batch_size == 1:
         return PipelineError(
-            f"GPU {label} ran out of memory with one image, {sample.file}: {sample.height} x {sample.width} pixels.",
+            f"GPU {label} ran out of memory with one image, {sample.file}: {sample.width} x {sample.height} pixels.",
             "It is too large, or another program uses memory; it was tried twice. All saved images are intact.",
             "Make it smaller or remove its row, or free memory and run the same command again to resume.",
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from muralist.core.errors import UserError
 from muralist.settings.section import Fraction, LocalPath, Repeatable, Section
@@ -13,6 +14,15 @@ from muralist.settings.section import Fraction, LocalPath, Repeatable, Section
 def scheduler_name(text: str) -> str:
     """One name for one scheduler, as different people write it: eulerdiscrete, EulerDiscrete, EulerDiscreteScheduler."""
     return text.casefold().removesuffix("scheduler")
+
+
+def _option_words(value: Any) -> Any:
+    """Accept name=value words, several of them joined by commas, or a mapping."""
+    if isinstance(value, Mapping):
+        return [f"{name}={str(item).lower() if isinstance(item, bool) else item}" for name, item in value.items()]
+    if isinstance(value, list):
+        return [word for text in value for word in str(text).split(",") if word]
+    return value
 
 
 class GenerateSettings(Section):
@@ -40,10 +50,10 @@ class GenerateSettings(Section):
     """GPUs to use; default: all visible ones. Without a GPU, one CPU process replaces each."""
     seed_start: Annotated[int, Field(ge=0, lt=2**62)] = 42
     """Row i has seed seed_start + i, unless the table has a seed column."""
-    num_inference_steps: PositiveInt = 20
-    """Denoising steps."""
+    num_inference_steps: PositiveInt | Literal["auto"] = "auto"
+    """Denoising steps; auto: the default of the model's pipeline, for JiT 50."""
     guidance_scale: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
-    """Classifier-free guidance scale; auto: 7.5, for JiT 2.9."""
+    """Classifier-free guidance scale; auto: the default of the model's pipeline, for JiT 2.9."""
     guidance_interval: tuple[Fraction, Fraction] = (0.1, 1.0)
     """JiT: interval of t, from 0 (noise) to 1 (image), in which guidance is on."""
     official_last_step: bool = False
@@ -53,9 +63,9 @@ class GenerateSettings(Section):
     negative_prompt: str = ""
     """Negative prompt of rows that have none."""
     height: PositiveInt | None = None
-    """Height in pixels of rows that have none; default: 480, for models trained here their own."""
+    """Height in pixels of rows that have none; default: the model's."""
     width: PositiveInt | None = None
-    """Width in pixels of rows that have none; default: 832, for models trained here their own."""
+    """Width in pixels of rows that have none; default: the model's."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision of the model."""
     preset: Literal["exact", "fast"] = "exact"
@@ -77,7 +87,13 @@ class GenerateSettings(Section):
     allow_batch_change: bool = False
     """Continue with smaller batches if memory runs out later; such rows are marked in the ledger."""
     scheduler: Annotated[str, AfterValidator(scheduler_name)] | None = None
-    """A diffusers scheduler that is compatible with the model, such as EulerDiscrete or DPMSolverMultistep."""
+    """Another scheduler: euler, heun, dpm++, unipc, ddim, lcm, tcd, ..., or the name of a diffusers class."""
+    scheduler_options: Annotated[list[str], BeforeValidator(_option_words)] = []
+    """Options of the scheduler: use_karras_sigmas=true,solver_order=3."""
+    timesteps: list[Annotated[int, Field(ge=0)]] = []
+    """Time steps of the denoising loop, from the first to the last, instead of a number of steps."""
+    distilled: Literal["lcm", "lightning", "hyper", "turbo", "tcd", "dmd2"] | None = None
+    """The model or the LoRA is distilled to few steps: take steps, guidance and scheduler from its authors."""
     lora: Annotated[list[str], LocalPath] = []
     """LoRA weights to load: PATH or PATH:WEIGHT, one or several."""
     compile: bool | Literal["auto"] = "auto"
@@ -110,3 +126,16 @@ class GenerateSettings(Section):
                 'Give it, or prompts themselves: --prompt "a red car" --prompt "a blue bus".',
             )
         return given
+
+
+class BatchScriptSettings(GenerateSettings):
+    """batch_generate_t2i_multigpu.py: `muralist generate` with the defaults that this script has always had."""
+
+    num_inference_steps: PositiveInt | Literal["auto"] = 20
+    """Denoising steps."""
+    guidance_scale: Annotated[float, Field(ge=0)] | Literal["auto"] = 7.5
+    """Classifier-free guidance scale; for JiT the default is 2.9."""
+    height: PositiveInt | None = 480
+    """Height in pixels of rows that have none; for models trained here, the default is their own."""
+    width: PositiveInt | None = 832
+    """Width in pixels of rows that have none; for models trained here, the default is their own."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from muralist.core.errors import UserError
 from muralist.data.prompts import open_prompts
 from muralist.generate.model_info import ModelInfo, inspect_model
+from muralist.generate.output_dir import keep_folder_settings
 from muralist.settings import GenerateSettings, TrainSettings
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class CheckContext:
     def model(self) -> ModelInfo:
         """Model of a generation, inspected once; a UserError if the model folder is unusable."""
         assert self.generate
-        return inspect_model(self.generate)
+        return inspect_model(keep_folder_settings(self.generate))
 
     @cached_property
     def images(self) -> int:
