@@ -169,9 +169,7 @@ def test_stochastic_schedulers_draw_noise_per_sample(tiny_pipeline: Build) -> No
     pipeline = load(folder, scheduler="eulerancestraldiscrete")
     first, last = generate(pipeline, CAR, NIGHT, SNOW), generate(pipeline, DOGS, CAT, CAR)
     assert np.array_equal(first[0], last[2])
-    plain = generate_with_diffusers(
-        folder, CAR, scheduler=EulerAncestralDiscreteScheduler, guidance_scale=7.5
-    )
+    plain = generate_with_diffusers(folder, CAR, scheduler=EulerAncestralDiscreteScheduler, guidance_scale=7.5)
     assert max_difference(first[0], plain[0]) <= 1
 
 

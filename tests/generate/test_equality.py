@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from tests.conftest import REPOSITORY
 from tests.support.equality import CASES, PAGE, equality_page, measure, read_rows
 from tests.support.pipelines import BUILDERS

@@ -396,8 +396,31 @@ def hunyuanvideo() -> Any:
 BUILDERS: dict[str, Callable[[], Any]] = {
     build.__name__: build
     for build in (
-        hunyuan, hunyuan11, sd, sdxl, sd3, flux, schnell, pixart, sana, wan21, wan22, zimage, qwenimage, pixart_alpha,
-        sana_sprint, lcm, auraflow, lumina2, cogview3, cogview4, chroma, klein, ltx, cogvideox, hunyuanvideo,
+        hunyuan,
+        hunyuan11,
+        sd,
+        sdxl,
+        sd3,
+        flux,
+        schnell,
+        pixart,
+        sana,
+        wan21,
+        wan22,
+        zimage,
+        qwenimage,
+        pixart_alpha,
+        sana_sprint,
+        lcm,
+        auraflow,
+        lumina2,
+        cogview3,
+        cogview4,
+        chroma,
+        klein,
+        ltx,
+        cogvideox,
+        hunyuanvideo,
     )  # fmt: skip
 }
 
