@@ -19,6 +19,7 @@ from tests.support.worker_pools import ModelThreadPool
 
 Build = Callable[[str], Path]
 ROWS = 7
+KILLED = [name for name in BUILDERS if name not in ("hunyuan11", "schnell", "wan22")]  # one of each class
 KILLED_ROWS = 9  # enough that some are left when the first image exists
 
 
@@ -69,7 +70,7 @@ def test_every_pipeline_resumes_after_kill_9_with_the_same_bytes(
     server = ForkServer(tmp_path / "server")
     interrupted = []
     try:
-        for name in BUILDERS:
+        for name in KILLED:
             model, killed, log = tiny_pipeline(name), tmp_path / name, tmp_path / f"{name}.log"
             one = words(name, table, model, killed, "--gpu_ids", 0)
             with log.open("wb") as output:
@@ -87,4 +88,4 @@ def test_every_pipeline_resumes_after_kill_9_with_the_same_bytes(
             assert read_images(killed) == images, name
     finally:
         server.close()
-    assert len(interrupted) >= len(BUILDERS) - 3, f"only these were killed in the middle: {interrupted}"
+    assert len(interrupted) >= len(KILLED) - 3, f"only these were killed in the middle: {interrupted}"
