@@ -121,17 +121,18 @@ def equality_page(rows: list[Row]) -> str:
     head = f"""# Equality with diffusers
 
 `muralist generate` makes the images that a plain call of diffusers makes with the same prompt, negative prompt, size, steps,
-guidance scale and `generator=torch.Generator("cpu").manual_seed(seed)`. The second column lists the arguments of diffusers
-that have to be given for it; a negative prompt there takes the place of an empty one. The differences are the maximum over all
-pixels of three images, in gray levels of 255. The table has {classes} pipeline classes.
+guidance scale and `generator=torch.Generator("cpu").manual_seed(seed)`. The second column lists the arguments of
+diffusers that have to be given for it; a negative prompt there takes the place of an empty one. The differences are the maximum
+over all pixels of three images, in gray levels of 255. The table has {classes} pipeline classes.
 
 | pipeline | arguments of diffusers | difference, one image at a time | difference, in batches of 3 |
 |---|---|---|---|
 """
+    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "diffusers", "transformers"))
     foot = f"""
-*Tiny models with random weights, {SIZE[1]} x {SIZE[0]} pixels, {STEPS} steps, fp32 on a CPU, torch {version("torch").partition("+")[0]}, diffusers
-{version("diffusers")}, transformers {version("transformers")}. In batches, one image of muralist's batch is compared with diffusers' image alone. "One at a time":
-the shapes inside the network depend on the lengths of all texts of a batch, so that an image would depend on its neighbors.*
+*Tiny models with random weights, {SIZE[1]} x {SIZE[0]} pixels, {STEPS} steps, fp32 on a CPU, {versions}.
+In batches, one image of muralist's batch is compared with diffusers' image alone. "One at a time": the shapes inside the
+network depend on the lengths of all texts of a batch, so that an image would depend on its neighbors.*
 
 Three rules make the difference to a call of diffusers with its defaults:
 

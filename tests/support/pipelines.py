@@ -393,36 +393,11 @@ def hunyuanvideo() -> Any:
     )  # fmt: skip
 
 
-BUILDERS: dict[str, Callable[[], Any]] = {
-    build.__name__: build
-    for build in (
-        hunyuan,
-        hunyuan11,
-        sd,
-        sdxl,
-        sd3,
-        flux,
-        schnell,
-        pixart,
-        sana,
-        wan21,
-        wan22,
-        zimage,
-        qwenimage,
-        pixart_alpha,
-        sana_sprint,
-        lcm,
-        auraflow,
-        lumina2,
-        cogview3,
-        cogview4,
-        chroma,
-        klein,
-        ltx,
-        cogvideox,
-        hunyuanvideo,
-    )  # fmt: skip
-}
+_ALL = (
+    hunyuan, hunyuan11, sd, sdxl, sd3, flux, schnell, pixart, sana, wan21, wan22, zimage, qwenimage, pixart_alpha,
+    sana_sprint, lcm, auraflow, lumina2, cogview3, cogview4, chroma, klein, ltx, cogvideox, hunyuanvideo,
+)  # fmt: skip
+BUILDERS: dict[str, Callable[[], Any]] = {build.__name__: build for build in _ALL}
 
 
 def build_pipeline(name: str, folder: Path) -> Path:
