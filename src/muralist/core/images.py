@@ -6,7 +6,7 @@ import io
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -44,10 +44,10 @@ def encode_png(image: np.ndarray, metadata: dict[str, str]) -> bytes:
     return buffer.getvalue()
 
 
-def thumbnail(path: Path, side: int) -> Image.Image | None:
+def thumbnail(file: Path | IO[bytes], side: int) -> Image.Image | None:
     """Read an image scaled into a square of this side, in RGB; None if it is not readable."""
     try:
-        with Image.open(path, formats=IMAGE_FORMATS) as image:
+        with Image.open(file, formats=IMAGE_FORMATS) as image:
             image.thumbnail((side, side))
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):

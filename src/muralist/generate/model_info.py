@@ -37,6 +37,8 @@ _IDENTITY = (
     "num_frames",
     "scheduler",
 )
+SHARD_SETTINGS = ("shards", "images_per_prompt")
+"""Settings that decide which samples a tar file of --shards holds."""
 _LIBRARIES = ("diffusers", "transformers")
 _WEIGHTS = (".pth", ".pt", ".safetensors")
 _GUIDED = 0.5  # fraction of the steps, from the first on, that step caching guides
@@ -275,6 +277,8 @@ def settings_identity(settings: GenerateSettings, model: ModelInfo) -> dict[str,
     settings = settings.model_copy(update=model.resolved)
     names = _IDENTITY + (("video_format",) if settings.num_frames > 1 else ())
     identity = model.identity | {name: getattr(settings, name) for name in names}
+    if settings.shards:
+        identity |= {name: getattr(settings, name) for name in SHARD_SETTINGS}
     if settings.preset == "fast":  # exact mode has no entry: folders from before there were presets stay valid
         steps, truncation = settings.num_inference_steps, settings.cfg_truncation_step
         identity["preset"] = describe_step_caching(model.pipeline_class, steps, truncation)

@@ -1,7 +1,8 @@
 """The output folder: its lock, its ledger, what it already holds, and the image and clip files in it.
 
     ledger.jsonl          first settings, versions and the batch size, then one line per finished or failed sample;
-                          a command that has something to do first notes how many samples it plans in all
+                          a command that has something to do first notes how many samples it plans in all;
+                          with --shards, one line per WebDataset tar file (tar_shards.py)
     .ledger/gpu0.jsonl    while a command runs: the shard of one worker; it goes to the end of ledger.jsonl at the end
 
 Lines are only ever appended, each by one write. A worker that is killed leaves at most one torn line, which is ignored:
@@ -32,7 +33,17 @@ from muralist.core.errors import UserError
 from muralist.core.images import encode_png
 from muralist.core.run_dir import FileLock, atomic_write, disk_write_error, hold_lock, is_disk_full, open_no_follow
 from muralist.data import ledger_reader
-from muralist.data.ledger_reader import DONE, FAILED, PLANNED, lines_with_offsets, read_lines, read_lines_at
+from muralist.data.ledger_reader import (
+    DONE,
+    FAILED,
+    PLANNED,
+    TarShard,
+    lines_with_offsets,
+    read_lines,
+    read_lines_at,
+    read_tar_shards,
+)
+from muralist.data.tar_members import TAR
 from muralist.generate.plan import Plan, Sample
 from muralist.settings.generate import scheduler_name
 
@@ -41,6 +52,8 @@ PROMPT_TRUNCATED = "prompt_cut"
 """In an image's line: a text encoder did not read its prompt to the end."""
 PSNR = "psnr_to_exact"
 """In an image's line, in fast mode: the PSNR to the same image in exact mode, in dB."""
+INDEX = "index.parquet"
+"""With --shards: one row per sample."""
 _FAILURES = "failed_prompts_gpu"
 _OTHER_FOLDER = "choose another --output_dir, or give --overwrite to start anew in this one."
 _FRAMES_PER_SECOND = 16  # Wan's own
@@ -56,6 +69,7 @@ class OutputDir:
         self.work = root / ledger_reader.WORK_DIR  # exists only while a command runs: shards and heartbeats
         self.progress = self.work / ledger_reader.PROGRESS  # how far each worker is, for the board
         self.exact = root / ".exact"  # fast mode: some images in exact mode; hidden, because they are not rows
+        self._tars_seen: dict[str, tuple[tuple[int, int], TarShard | None]] = {}  # size, time; what it matched
 
     def shard(self, label: str) -> Path:
         """The lines of a worker."""
@@ -100,7 +114,9 @@ class OutputDir:
                 # A name from a foreign ledger may leave the folder, or be no file name.
                 with suppress(OSError, ValueError):
                     (self.root / Path(line["file"]).name).unlink()
-        for path in (*self.root.glob(f"{_FAILURES}*.txt"), *ledgers):
+        tars = [self.root / shard.name for shard in read_tar_shards(self.root)]
+        index = [self.root / INDEX] if tars else []
+        for path in (*tars, *index, *self.root.glob(f"{_FAILURES}*.txt"), *ledgers):
             path.unlink(missing_ok=True)
 
     def has_images(self) -> bool:
@@ -127,7 +143,8 @@ class OutputDir:
         """Refuse images that are in no ledger, where they have the names of those to be made."""
         taken = {entry.name for entry in os.scandir(self.root) if entry.name.endswith(f".{plan.extension}")}
         samples = plan.samples(np.arange(len(plan))) if taken else iter(())
-        if file := next((sample.file for sample in samples if sample.file in taken), None):
+        tars = (path.name for path in self.root.glob(f"[0-9]*{TAR}") if plan.samples_per_tar)
+        if file := next((sample.file for sample in samples if sample.file in taken), next(tars, None)):
             raise UserError(
                 f"{self.root} holds {file}, but no ledger that says how it was made.",
                 "It may not belong to this command.",
@@ -143,12 +160,50 @@ class OutputDir:
                 last[line["index"] * plan.copies + line["copy"]] = offset
         known = np.flatnonzero(last >= 0)
         done = np.zeros(len(plan), dtype=bool)
+        in_tar = np.zeros(len(plan), dtype=bool)
+        for shard in self.intact_tar_shards().values() if plan.samples_per_tar else ():
+            in_tar[shard.first : shard.last + 1] = True
         lines = read_lines_at(self.ledger, last[known].tolist()) if len(known) else ()
         for sample, line in zip(plan.samples(known), lines, strict=True):
             if line["status"] == DONE:  # a row that failed may have been corrected
                 self._check_row(sample, line)
-                done[sample.sample_index] = is_intact(self.root / sample.file, line)
+                index = sample.sample_index
+                done[index] = in_tar[index] or is_intact(self.root / sample.file, line)
         return done
+
+    def intact_tar_shards(self) -> dict[str, TarShard]:
+        """Return the tar files that are what a line of the ledger says, by name."""
+        known: dict[str, list[TarShard]] = {}
+        for shard in read_tar_shards(self.root):
+            known.setdefault(shard.name, []).append(shard)
+        found = {name: self._matching_shard(name, shards[::-1]) for name, shards in known.items()}
+        return {name: shard for name, shard in found.items() if shard}
+
+    def _matching_shard(self, name: str, shards: list[TarShard]) -> TarShard | None:
+        """Return the first of some descriptions that a tar file matches; a copied file is hashed once."""
+        try:
+            status = (self.root / name).stat()
+        except OSError:
+            return None
+        version = (status.st_size, status.st_mtime_ns)
+        seen, match = self._tars_seen.get(name, (None, None))
+        if seen != version or match not in shards:
+            match = next((shard for shard in shards if is_intact(self.root / name, shard._asdict())), None)
+            self._tars_seen[name] = (version, match)
+        return match
+
+    def recover_tar_shards(self, plan: Plan) -> list[TarShard]:
+        """Remove images that an intact tar file holds, and damaged tar files; returns the lost tar files."""
+        intact = self.intact_tar_shards()
+        loose = {entry.name for entry in os.scandir(self.root) if entry.name.endswith(f".{plan.extension}")}
+        for shard in intact.values() if loose else ():
+            for sample in plan.samples(np.arange(shard.first, min(shard.last + 1, len(plan)))):
+                if sample.file in loose:  # a command was killed while it removed them
+                    (self.root / sample.file).unlink(missing_ok=True)
+        lost = {shard.name: shard for shard in read_tar_shards(self.root) if shard.name not in intact}
+        for name in lost:
+            (self.root / name).unlink(missing_ok=True)
+        return list(lost.values())
 
     def _check_row(self, sample: Sample, line: dict[str, Any]) -> None:
         if line["key"] == sample.key:
@@ -211,7 +266,7 @@ class Header:
 
     def line(self) -> str:
         """Format the line."""
-        return _encoded({**_FORMAT, **asdict(self)}).decode()
+        return encode_line({**_FORMAT, **asdict(self)}).decode()
 
     @classmethod
     def parse(cls, line: str) -> Header:
@@ -294,7 +349,7 @@ class Shard:
             "key": sample.key,
             **facts,
         }
-        data = _encoded(line)
+        data = encode_line(line)
         if os.write(self._file, data) < len(data):  # the rest would not fit either
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
@@ -303,7 +358,8 @@ class Shard:
         os.close(self._file)
 
 
-def _encoded(content: dict[str, Any]) -> bytes:
+def encode_line(content: dict[str, Any]) -> bytes:
+    """Encode a line of a ledger."""
     try:
         return (json.dumps(content, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:  # a lone surrogate, which JSON can only escape
@@ -317,8 +373,15 @@ def start_ledger(path: Path, header: Header) -> None:
 
 def note_plan(path: Path, samples: int) -> None:
     """Append how many samples are planned in all, for the board; a later command may plan more or fewer."""
+    append_line(path, {PLANNED: samples})
+
+
+def append_line(path: Path, content: dict[str, Any]) -> None:
+    """Append a line to a ledger, by one write, and flush it to disk."""
     with open_no_follow(path, "ab") as ledger:
-        ledger.write((b"" if _ends_with_newline(path) else b"\n") + _encoded({PLANNED: samples}))
+        ledger.write((b"" if _ends_with_newline(path) else b"\n") + encode_line(content))
+        ledger.flush()
+        os.fsync(ledger.fileno())
 
 
 def merge_shards(path: Path, shards: Path) -> None:
@@ -329,7 +392,7 @@ def merge_shards(path: Path, shards: Path) -> None:
             if not _ends_with_newline(path):  # an interrupted merge
                 ledger.write(b"\n")
             for file in files:
-                ledger.writelines(_encoded(line) for line in read_lines(file))
+                ledger.writelines(encode_line(line) for line in read_lines(file))
             ledger.flush()
             os.fsync(ledger.fileno())
     for file in files:

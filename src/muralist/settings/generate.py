@@ -60,6 +60,9 @@ class GenerateSettings(Section):
     """Halve the number of frames of a clip; has no effect on one frame."""
     video_format: Literal["mp4", "webp"] = "mp4"
     """File format of clips; webp is lossless."""
+    shards: PositiveInt | None = None
+    """Write WebDataset shards: tar files of N samples each, with image, prompt (.txt) and facts (.json), and
+    index.parquet; default: single image files."""
     images_per_prompt: PositiveInt = 1
     """Images per row; copy c of a row has its seed + 1,000,000 c."""
     batch_size: PositiveInt | Literal["auto"] = "auto"
