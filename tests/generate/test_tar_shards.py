@@ -16,17 +16,22 @@ from typing import Any
 
 import pytest
 import webdataset
+from fastapi.testclient import TestClient
 from PIL import Image
 from pyarrow import parquet
 
+from muralist.board.app import create
 from muralist.cli import main
-from muralist.data.decode import read_image_file
+from muralist.data.decode import decode_pixels, read_image_file
 from muralist.data.ledger_reader import DONE, ImageFinder, read_lines, read_tar_shards
+from muralist.data.sources import open_source
+from muralist.evaluate.inputs import read_ledger
 from muralist.generate import command, tar_shards
 from tests.support.disks import leave_free, small_disk
+from tests.support.evaluating import small_clip
 from tests.support.generating import generate_arguments, write_table
 from tests.support.pipelines import build_pipeline
-from tests.support.runs import finish, start
+from tests.support.runs import finish, start, train
 from tests.support.worker_pools import ModelThreadPool
 
 Capture = pytest.CaptureFixture[str]
@@ -291,6 +296,104 @@ def test_a_full_disk_while_a_tar_file_is_written_loses_nothing(
         (disk / "filler").unlink()
         generate(disk, sd)
         assert digests(images) == expected and generated(images) == ROWS
+
+
+def plain_images(folder: Path, model: Path, *more: object) -> Path:
+    words = generate_arguments(write_table(folder, ROWS), model, folder / "plain", *more, steps=2)
+    assert main(["generate", *words]) == 0
+    return folder / "plain"
+
+
+def test_evaluate_reads_tar_files_as_if_their_images_were_files(threads: None, sd: Path, tmp_path: Path) -> None:
+    images, plain, clip = generate(tmp_path, sd), plain_images(tmp_path, sd), small_clip(tmp_path / "clip")
+    reports = {}
+    for folder in (images, plain):
+        output = tmp_path / f"report-{folder.name}"
+        words = ["--images", folder, "--reference", images, "--clip_path", clip, "--output_dir", output]
+        assert main(["evaluate", *map(str, words)]) == 0
+        reports[folder.name] = json.loads((output / "report.json").read_text())
+        assert "data:image/webp;base64" in (output / "report" / "index.html").read_text()
+    assert reports["images"]["scores"] == reports["plain"]["scores"]
+    assert reports["images"]["scores"]["clip_score"]["value"] is not None
+    for name in ("prompt", "clip_score"):
+        assert reports["images"]["per_image"][name] == reports["plain"]["per_image"][name]
+    assert reports["images"]["per_image"]["file"][4] == "00001.tar/000005_seed46.png"
+    assert reports["images"]["images"]["count"] == ROWS
+
+
+def test_train_and_show_read_tar_files(
+    threads: None, sd: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, plain = generate(tmp_path, sd), plain_images(tmp_path, sd)
+    source = open_source(str(images), 32)
+    assert len(source) == ROWS
+    for row in range(ROWS):
+        sample = source.read(row)
+        assert sample.caption == f"a red cube on table {row}"
+        assert (sample.image == decode_pixels((plain / f"{row + 1:06d}_seed{42 + row}.png").read_bytes())).all()
+    train("--data_path", images, "--results_dir", tmp_path / "results", "--max_steps", 1, "--samples_per_gpu", 0)
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    assert main(["show", str(images)]) == 0 and f"{ROWS} of {ROWS} images in" in capsys.readouterr().out
+    assert main(["show", str(images / "00001.tar" / "000005_seed46.png")]) == 0
+    assert "prompt: a red cube on table 4" in capsys.readouterr().out
+
+
+def test_the_board_shows_images_in_tar_files(threads: None, sd: Path, tmp_path: Path) -> None:
+    images = generate(tmp_path, sd)
+    board = TestClient(create(tmp_path, cache=tmp_path / "cache"), base_url="http://localhost")
+    listed = board.get("/api/images", params={"folder": "images"}).json()["images"]
+    assert [line["file"] for line in listed][4:6] == ["00001.tar/000005_seed46.png", "00001.tar/000006_seed47.png"]
+    path = f"images/{listed[5]['file']}"
+    file = board.get(f"/files/{path}")
+    data = read_image_file(images / listed[5]["file"])
+    assert file.content == data and file.headers["content-type"] == "image/png"
+    assert board.get("/thumb", params={"path": path}).content == data
+    assert board.get("/api/facts", params={"path": path}).json()["prompt"] == "a red cube on table 5"
+    for missing in (
+        "images/00001.tar",
+        "images/00001.tar/none.png",
+        "images/00009.tar/a.png",
+        "images/00001.tar/a.txt",
+    ):
+        assert board.get(f"/files/{missing}").status_code == 404
+
+
+def test_fast_mode_and_other_formats_in_tar_files(threads: None, sd: Path, tmp_path: Path) -> None:
+    more = ("--image_format", "jpg", "--image_quality", 80, "--preset", "fast")
+    images, plain = generate(tmp_path, sd, *more), plain_images(tmp_path, sd, *more)
+    samples = list(webdataset.WebDataset([str(images / "00000.tar")], shardshuffle=False))
+    assert samples[1]["jpg"] == (plain / "000002_seed43.jpg").read_bytes()
+    assert len(list((images / ".exact").glob("*.jpg"))) == 8
+    pairs = read_ledger(images).exact_pairs
+    assert pairs is not None and len(pairs.fast) == 8 and pairs.psnr == read_ledger(plain).exact_pairs.psnr
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--image_quality", 90), "--image_quality 90 has no effect on PNG, which is lossless."),
+        (("--image_format", "jpg", "--image_quality", "lossless"), "--image_quality lossless is for WebP"),
+        (("--image_format", "jpg", "--num_frames", 5), "--image_format is for images, and --num_frames 5 makes clips."),
+    ],
+)
+def test_a_quality_without_effect_is_refused(
+    threads: None, sd: Path, tmp_path: Path, capsys: Capture, flags: tuple[object, ...], sentence: str
+) -> None:
+    words = generate_arguments(write_table(tmp_path, 2), sd, tmp_path / "images", *flags, steps=2)
+    assert main(["generate", *words]) == 1
+    assert sentence in capsys.readouterr().err and not (tmp_path / "images").exists()
+
+
+def test_the_format_belongs_to_the_settings_of_a_folder(
+    threads: None, sd: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    plain = plain_images(tmp_path, sd, "--image_format", "webp")
+    assert len(list(plain.glob("*.webp"))) == ROWS
+    words = generate_arguments(tmp_path / "prompts.csv", sd, plain, "--image_format", "webp", steps=2)
+    assert main(["generate", *words]) == 0 and "Nothing to do" in capsys.readouterr().err
+    assert main(["generate", *words, "--image_quality", "lossless"]) == 1
+    assert "image_quality 95 -> lossless" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ class TarShard(NamedTuple):
     offsets: list[int]  # of the images in the tar file
 
     @property
-    def count(self) -> int:
+    def samples(self) -> int:
         """The number of its samples."""
         return self.last - self.first + 1
 
@@ -152,7 +152,7 @@ def _parse_tar_shard(raw: bytes) -> TarShard | None:
     # A foreign ledger must not lead out of the folder.
     is_name = shard.name.endswith(TAR) and PurePath(shard.name).name == shard.name
     is_range = 0 <= shard.first <= shard.last and shard.copies > 0
-    is_complete = type(shard.offsets) is list and len(shard.offsets) == shard.count
+    is_complete = type(shard.offsets) is list and len(shard.offsets) == shard.samples
     return shard if is_name and is_range and is_complete else None
 
 

@@ -324,7 +324,7 @@ def _read_plan(settings: GenerateSettings) -> Plan:
     table = open_prompt_table(settings.prompts_csv, settings.num_samples)
     for note in table.notes:
         log.warning("%s", note)
-    extension = output_dir.file_extension(settings.num_frames, settings.video_format)
+    extension = output_dir.file_extension(settings)
     size = (settings.height, settings.width)
     copies, per_tar = settings.images_per_prompt, settings.shards or 0
     plan = Plan(table, copies, settings.seed_start, settings.negative_prompt, size, extension, per_tar)

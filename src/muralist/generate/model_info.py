@@ -69,6 +69,7 @@ class ModelInfo:
 
 def inspect_model(settings: GenerateSettings) -> ModelInfo:
     """Identify the model and resolve the defaults that depend on it; refuse a model that cannot do the job."""
+    _check_format(settings)
     path = Path(settings.model_path)
     check_exists(path, "model", "Give a folder or a file on this machine as --model_path: nothing is downloaded.")
     if (path / INDEX_FILE).is_file():
@@ -92,6 +93,25 @@ def inspect_model(settings: GenerateSettings) -> ModelInfo:
         f"A pipeline in diffusers layout has a {INDEX_FILE}; a run trained here has checkpoints.",
         f"Did you mean {nested[0]}?" if nested else "Give the folder that holds one of them.",
     )
+
+
+def _check_format(settings: GenerateSettings) -> None:
+    """Refuse an image format or quality that would have no effect."""
+    quality, image_format = settings.image_quality, settings.image_format
+    if settings.num_frames > 1:
+        for flag in ("image_format", "image_quality"):
+            if flag in settings.model_fields_set:
+                raise UserError(
+                    f"--{flag} is for images, and --num_frames {settings.num_frames} makes clips.",
+                    fix="Leave it out; --video_format is the format of clips.",
+                )
+    if quality is not None and image_format == "png":
+        raise UserError(
+            f"--image_quality {quality} has no effect on PNG, which is lossless.",
+            fix="Leave it out, or give --image_format jpg or webp.",
+        )
+    if quality == "lossless" and image_format == "jpg":
+        raise UserError("--image_quality lossless is for WebP: a JPEG is not lossless.", fix="Give a number, or webp.")
 
 
 def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
@@ -277,6 +297,8 @@ def settings_identity(settings: GenerateSettings, model: ModelInfo) -> dict[str,
     settings = settings.model_copy(update=model.resolved)
     names = _IDENTITY + (("video_format",) if settings.num_frames > 1 else ())
     identity = model.identity | {name: getattr(settings, name) for name in names}
+    if settings.num_frames == 1 and settings.image_format != "png":
+        identity |= {"image_format": settings.image_format, "image_quality": settings.resolved_quality}
     if settings.shards:
         identity |= {name: getattr(settings, name) for name in SHARD_SETTINGS}
     if settings.preset == "fast":  # exact mode has no entry: folders from before there were presets stay valid

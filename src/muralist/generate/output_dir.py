@@ -30,7 +30,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from muralist.core.errors import UserError
-from muralist.core.images import encode_png
+from muralist.core.images import encode_jpeg, encode_png, encode_webp, exif_metadata
 from muralist.core.run_dir import FileLock, atomic_write, disk_write_error, hold_lock, is_disk_full, open_no_follow
 from muralist.data import ledger_reader
 from muralist.data.ledger_reader import (
@@ -45,7 +45,7 @@ from muralist.data.ledger_reader import (
 )
 from muralist.data.tar_members import TAR
 from muralist.generate.plan import Plan, Sample
-from muralist.settings.generate import scheduler_name
+from muralist.settings.generate import GenerateSettings, scheduler_name
 
 _FORMAT = {"format": "muralist ledger", "version": 1}
 PROMPT_TRUNCATED = "prompt_cut"
@@ -57,7 +57,6 @@ INDEX = "index.parquet"
 _FAILURES = "failed_prompts_gpu"
 _OTHER_FOLDER = "choose another --output_dir, or give --overwrite to start anew in this one."
 _FRAMES_PER_SECOND = 16  # Wan's own
-_EXIF_IMAGE_DESCRIPTION = 0x010E
 
 
 class OutputDir:
@@ -419,31 +418,35 @@ def is_intact(path: Path, line: dict[str, Any]) -> bool:
         return False
 
 
-def file_extension(frames: int, video_format: str) -> str:
-    """The file extension: png for one frame, else the clip's format, whose encoder must be installed."""
-    if frames == 1:
-        return "png"
-    if video_format == "mp4" and importlib.util.find_spec("av") is None:
+def file_extension(settings: GenerateSettings) -> str:
+    """The file extension: the image format for one frame, else the clip's format, whose encoder must be installed."""
+    if settings.num_frames == 1:
+        return settings.image_format
+    if settings.video_format == "mp4" and importlib.util.find_spec("av") is None:
         raise UserError(
             "mp4 clips need PyAV, which is not installed.",
             fix="Install it with `pip install 'muralist[video]'`, or give --video_format webp.",
         )
-    return video_format
+    return settings.video_format
 
 
-def encode_image(pixels: np.ndarray, sample: Sample, facts: dict[str, Any], video_format: str) -> bytes:
+def encode_image(pixels: np.ndarray, sample: Sample, facts: dict[str, Any], settings: GenerateSettings) -> bytes:
     """Encode pixels [H, W, 3] or frames [F, H, W, 3] with prompt, seed, model and settings as metadata."""
     metadata = {"prompt": sample.prompt, "negative_prompt": sample.negative_prompt, "seed": str(sample.seed)}
     metadata |= {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
-    if pixels.ndim == 3:
+    if pixels.ndim == 4:
+        return _webp(pixels, metadata) if settings.video_format == "webp" else _mp4(pixels, metadata)
+    if settings.image_format == "png":
         return encode_png(pixels, metadata)
-    return _webp(pixels, metadata) if video_format == "webp" else _mp4(pixels, metadata)
+    quality = settings.resolved_quality
+    if settings.image_format == "webp":
+        return encode_webp(pixels, metadata, None if quality == "lossless" else quality)
+    assert isinstance(quality, int)
+    return encode_jpeg(pixels, metadata, quality)
 
 
 def _webp(frames: np.ndarray, metadata: dict[str, str]) -> bytes:
     images = [Image.fromarray(frame) for frame in frames]
-    exif = Image.Exif()
-    exif[_EXIF_IMAGE_DESCRIPTION] = json.dumps(metadata)
     buffer = io.BytesIO()
     images[0].save(
         buffer,
@@ -453,7 +456,7 @@ def _webp(frames: np.ndarray, metadata: dict[str, str]) -> bytes:
         duration=round(1000 / _FRAMES_PER_SECOND),
         loop=0,
         lossless=True,
-        exif=exif.tobytes(),
+        exif=exif_metadata(metadata),
     )
     return buffer.getvalue()
 

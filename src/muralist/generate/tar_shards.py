@@ -122,7 +122,7 @@ class TarShardWriter:
     def _needs_writing(self, number: int) -> bool:
         """Return whether samples of the plan are not in the tar file; an earlier command may have planned fewer."""
         shard = self._sealed.get(tar_name(number))
-        return shard is None or shard.count < len(self._range(number))
+        return shard is None or shard.samples < len(self._range(number))
 
     def _read_lines(self) -> bool:
         """Note which samples were generated since the last call; returns whether that completed a tar file."""

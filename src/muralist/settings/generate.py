@@ -14,6 +14,9 @@ def scheduler_name(text: str) -> str:
     return text.casefold().removesuffix("scheduler")
 
 
+_DEFAULT_QUALITY = 95  # of JPEG and WebP
+
+
 class GenerateSettings(Section):
     """muralist generate: one or several images for every row of a prompt table, on all GPUs."""
 
@@ -58,6 +61,10 @@ class GenerateSettings(Section):
     """Frames of text-to-video models; 1 makes an image, more make a clip."""
     enable_half_frame: bool = False
     """Halve the number of frames of a clip; has no effect on one frame."""
+    image_format: Literal["png", "jpg", "webp"] = "png"
+    """File format of images; prompt and settings are in the metadata of each."""
+    image_quality: Annotated[int, Field(ge=1, le=100)] | Literal["lossless"] | None = None
+    """Quality of jpg (1 to 100, without chroma subsampling) and webp (1 to 100, or lossless); default: 95."""
     video_format: Literal["mp4", "webp"] = "mp4"
     """File format of clips; webp is lossless."""
     shards: PositiveInt | None = None
@@ -83,3 +90,10 @@ class GenerateSettings(Section):
     """Seconds without a denoising step after which a worker is stopped and the others take its rows."""
     overwrite: bool = False
     """Start over in a folder that holds images made with other settings."""
+
+    @property
+    def resolved_quality(self) -> int | Literal["lossless"] | None:
+        """The quality of the images; None for PNG."""
+        if self.image_format == "png":
+            return None
+        return _DEFAULT_QUALITY if self.image_quality is None else self.image_quality
