@@ -399,11 +399,11 @@ def test_the_format_belongs_to_the_settings_of_a_folder(
 @pytest.mark.slow
 def test_killed_processes_leave_the_same_tar_files(threads: None, sd: Path, tmp_path: Path) -> None:
     rows, folder = 60, tmp_path / "killed"
-    words = ["python", "-m", "muralist", "generate", *arguments(folder, sd, "--gpu_ids", 0, 1, 2, rows=rows)]
-    process = start(*words)
+    words = ["muralist", "generate", *arguments(folder, sd, rows=rows)]
+    process = start("python", "-m", *words, "--gpu_ids", 0, 1, 2)
     while process.poll() is None and not any((folder / "images").glob("*.tar")):
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     finish(process, expect=None)
-    finish(start(*words))
+    finish(start("torchrun", "--standalone", "--nproc_per_node=2", "-m", *words))
     assert digests(folder / "images") == digests(generate(tmp_path, sd, rows=rows))

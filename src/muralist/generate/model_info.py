@@ -37,6 +37,16 @@ _IDENTITY = (
     "num_frames",
     "scheduler",
 )
+_ROUNDING_PIPELINES = ("Wan", "SkyReels", "Kandinsky", "ChronoEdit", "Lucy", "AnyFlow")  # the others round down
+_TEMPORAL_FACTORS = {
+    "AutoencoderKLCogVideoX": 4,
+    "AutoencoderKLCosmos": 8,
+    "AutoencoderKLHunyuanVideo": 4,
+    "AutoencoderKLHunyuanVideo15": 4,
+    "AutoencoderKLLTXVideo": 8,
+    "AutoencoderKLMochi": 6,
+    "AutoencoderKLWan": 4,
+}  # where a VAE's config does not say it
 SHARD_SETTINGS = ("shards", "images_per_prompt")
 """Settings that decide which samples a tar file of --shards holds."""
 _LIBRARIES = ("diffusers", "transformers")
@@ -126,7 +136,7 @@ def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
     if settings.negative_prompt and (distilled or guidance <= 1):
         log.info("--negative_prompt has no effect: %s runs without classifier-free guidance.", name)
     height, width = settings.height or _PIPELINE_SIZE[0], settings.width or _PIPELINE_SIZE[1]
-    resolved = _resolved(height, width, guidance, _possible_frames(folder, settings))
+    resolved = _resolved(height, width, guidance, _possible_frames(folder, name, settings))
     fingerprints = {part: fingerprint(folder / part) for part in components}
     identity = _identity(name, fingerprints, settings)
     return ModelInfo(resolved, identity, folder=folder, components=components, pipeline_class=name)
@@ -260,18 +270,32 @@ def _requested_frames(settings: GenerateSettings) -> int:
     return (settings.num_frames + 1) // 2
 
 
-def _possible_frames(folder: Path, settings: GenerateSettings) -> int:
-    """The number of frames that the VAE can decode."""
-    frames = _requested_frames(settings)
-    vae = _read_json(folder / "vae" / "config.json")
-    factor = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 1
-    if type(factor) is not int or factor < 1:
-        raise UserError(f"{folder / 'vae' / 'config.json'} is damaged: a temporal factor of {factor!r:.60}.")
-    if frames == 1 or factor == 1 or frames % factor == 1:
+def _possible_frames(folder: Path, pipeline_class: str, settings: GenerateSettings) -> int:
+    """The number of frames that the pipeline really makes, as diffusers rounds."""
+    frames, factor = _requested_frames(settings), _temporal_factor(folder)
+    # Allegro has a rule of its own, and its VAE no single first frame.
+    if frames == 1 or factor == 1 or frames % factor == 1 or pipeline_class.startswith("Allegro"):
         return frames
-    possible = frames // factor * factor + 1  # as diffusers rounds
+    rounds = pipeline_class.startswith(_ROUNDING_PIPELINES)
+    possible = (frames if rounds else frames - 1) // factor * factor + 1
     log.info("%d frames instead of %d: this model needs one more than a multiple of %d.", possible, frames, factor)
     return possible
+
+
+def _temporal_factor(folder: Path) -> int:
+    """The frames of a clip for each latent frame after the first; configs may leave it to the defaults of diffusers."""
+    file = folder / "vae" / "config.json"
+    vae = _read_json(file)
+    factor = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio")
+    halvings = vae.get("temperal_downsample") or vae.get("spatio_temporal_scaling")  # diffusers spells it so
+    if factor is None and isinstance(halvings, list):
+        patch = vae.get("patch_size_t", 1) if "spatio_temporal_scaling" in vae else 1
+        factor = patch * 2 ** sum(map(bool, halvings)) if isinstance(patch, int) else patch
+    if factor is None:
+        factor = _TEMPORAL_FACTORS.get(str(vae.get("_class_name")), 1)
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1 or factor != int(factor):
+        raise UserError(f"{file} is damaged: a temporal factor of {factor!r:.60}.")
+    return int(factor)
 
 
 def _is_jit_folder(path: Path) -> bool:

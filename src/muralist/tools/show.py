@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -65,7 +66,9 @@ def _read(path: Path) -> Image.Image:
     except ImageDecodeError as error:
         raise UserError(error.what, fix="Choose another image.") from None
     with Image.open(io.BytesIO(data)) as stored:
-        image.info = {**read_metadata(stored)}  # decoding drops the metadata of images that it rotates
+        image.info = {
+            name: value for name, value in read_metadata(stored).items()
+        }  # decoding drops the metadata of images that it rotates
     return image
 
 
