@@ -66,9 +66,7 @@ def _read(path: Path) -> Image.Image:
     except ImageDecodeError as error:
         raise UserError(error.what, fix="Choose another image.") from None
     with Image.open(io.BytesIO(data)) as stored:
-        image.info = {
-            name: value for name, value in read_metadata(stored).items()
-        }  # decoding drops the metadata of images that it rotates
+        image.info = dict[Any, Any](read_metadata(stored))  # decoding drops the metadata of images that it rotates
     return image
 
 
