@@ -158,7 +158,7 @@ def test_a_path_that_ends_like_a_weight_is_a_path_if_it_exists(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("pipeline", "vae", "asked", "made"),
     [
-        # Published configs of Wan 2.1 do not name the factor; Wan rounds to the nearest, the others round down.
+        # A config may leave the factor to the defaults of diffusers. Wan rounds as its pipeline does, others round down.
         ("WanPipeline", {"_class_name": "AutoencoderKLWan", "temperal_downsample": [False, True, True]}, 16, 17),
         ("WanPipeline", {"_class_name": "AutoencoderKLWan"}, 16, 17),
         ("WanPipeline", {"_class_name": "AutoencoderKLWan", "scale_factor_temporal": 4}, 15, 13),
