@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from PIL import Image
 
+    from muralist.data.ledger_reader import ImageFinder
     from muralist.generate.plan import Sample
     from muralist.settings import GenerateSettings
 
@@ -65,7 +66,7 @@ class GenerationRecord:
     width: int
     height: int
     path: Path | None
-    """The image or clip; None if it failed."""
+    """The image or clip; with `shards`, the tar file followed by the name in it; None if it failed."""
     error: str | None = None
     """Why it failed; None if it did not."""
 
@@ -150,17 +151,23 @@ def generate(
             raise KeyboardInterrupt
         lines = {sample.sample_index: line for sample, line in output.last_lines(plan)}
         samples = plan.samples(np.arange(len(plan)))
-        return [_record(sample, lines.get(sample.sample_index), output.root) for sample in samples]
+        from muralist.data.ledger_reader import ImageFinder
+
+        finder = ImageFinder(output.root)
+        return [_record(sample, lines.get(sample.sample_index), finder) for sample in samples]
 
 
-def _record(sample: Sample, line: dict[str, Any] | None, folder: Path) -> GenerationRecord:
+def _record(sample: Sample, line: dict[str, Any] | None, finder: ImageFinder) -> GenerationRecord:
     from muralist.data.ledger_reader import DONE
     from muralist.generate.output_dir import is_intact
 
-    path, error = folder / sample.file, _NO_IMAGE
-    if line is not None:
-        done = line["status"] == DONE
-        error = "" if done and is_intact(path, line) else line.get("error") or f"{path} is missing or damaged"
+    path, error = finder.folder / sample.file, _NO_IMAGE
+    if line is not None and line["status"] == DONE:
+        error = "" if is_intact(path, line) else f"{path} is missing or damaged"
+        if error and (member := finder.tar_path(line)):
+            path, error = member, ""
+    elif line is not None:
+        error = line["error"]
     fields = (sample.row, sample.copy, sample.id, sample.prompt, sample.seed, sample.width, sample.height)
     return GenerationRecord(*fields, path=None if error else path, error=error or None)
 

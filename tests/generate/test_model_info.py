@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import math
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import diffusers
 import pytest
 
 from muralist.core.errors import UserError
+from muralist.generate import model_info
 from muralist.generate.model_info import inspect_model, parse_adapter
 from muralist.settings import GenerateSettings
 
@@ -136,3 +141,40 @@ def test_paths_and_weights(text: str, path: str, weight: float) -> None:
 def test_a_path_that_ends_like_a_weight_is_a_path_if_it_exists(tmp_path: Path) -> None:
     (tmp_path / "style:2").mkdir()
     assert parse_adapter(f"{tmp_path}/style:2") == (tmp_path / "style:2", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "vae", "asked", "made"),
+    [
+        # A config may leave the factor to the defaults of diffusers. Wan rounds as its pipeline does, others round down.
+        ("WanPipeline", {"_class_name": "AutoencoderKLWan", "temperal_downsample": [False, True, True]}, 16, 17),
+        ("WanPipeline", {"_class_name": "AutoencoderKLWan"}, 16, 17),
+        ("WanPipeline", {"_class_name": "AutoencoderKLWan", "scale_factor_temporal": 4}, 15, 13),
+        ("HunyuanVideoPipeline", {"_class_name": "AutoencoderKLHunyuanVideo"}, 16, 13),
+        ("LTXPipeline", {"spatio_temporal_scaling": [True, True, True, False], "patch_size_t": 1}, 24, 17),
+        ("CogVideoXPipeline", {"_class_name": "AutoencoderKLCogVideoX", "temporal_compression_ratio": 4.0}, 49, 49),
+        ("MochiPipeline", {"_class_name": "AutoencoderKLMochi"}, 24, 19),
+        ("CosmosTextToWorldPipeline", {"_class_name": "AutoencoderKLCosmos"}, 121, 121),
+    ],
+)
+def test_the_number_of_frames_is_that_of_diffusers(
+    tmp_path: Path, pipeline: str, vae: dict[str, Any], asked: int, made: int
+) -> None:
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text(json.dumps(vae))
+    settings = given(tmp_path, num_frames=asked)
+    assert model_info._possible_frames(tmp_path, pipeline, settings) == made
+    doubled = given(tmp_path, num_frames=2 * asked, enable_half_frame=True)
+    assert model_info._possible_frames(tmp_path, pipeline, doubled) == made
+
+
+def test_the_temporal_factors_are_the_defaults_of_diffusers() -> None:
+    for name, factor in model_info._TEMPORAL_FACTORS.items():
+        defaults = inspect.signature(getattr(diffusers, name).__init__).parameters
+        names = ("scale_factor_temporal", "temporal_compression_ratio")
+        found = [defaults[key].default for key in names if key in defaults and defaults[key].default]
+        if "spatio_temporal_scaling" in defaults:
+            found = [2 ** sum(defaults["spatio_temporal_scaling"].default)]
+        if name == "AutoencoderKLMochi":
+            found = [math.prod(defaults["temporal_expansions"].default)]
+        assert found == [factor], name

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from muralist.core.errors import UserError
+from muralist.core.images import read_metadata
 from muralist.data import ledger_reader
 from muralist.generate.output_dir import (
     Header,
@@ -353,14 +355,18 @@ SAMPLE = Sample(0, 0, 0, "000001", 42, "ein schönes Auto\n🎨", "blurry", 16, 
 FACTS = {"model": "tiny", "settings": {"steps": 4}, "software": "muralist"}
 
 
+def asked(**more: Any) -> GenerateSettings:
+    return GenerateSettings(prompts_csv="p.csv", output_dir="o", model_path="m", **more)
+
+
 def clip(frames: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (frames, 16, 24, 3), dtype=np.uint8)
 
 
 def test_an_image_keeps_its_pixels_and_its_metadata() -> None:
     pixels = clip(1)[0]
-    data = encode_image(pixels, SAMPLE, FACTS, "mp4")
-    assert data == encode_image(pixels, SAMPLE, FACTS, "webp")
+    data = encode_image(pixels, SAMPLE, FACTS, asked())
+    assert data == encode_image(pixels, SAMPLE, FACTS, asked(video_format="webp"))
     with Image.open(io.BytesIO(data)) as image:
         assert np.array_equal(np.asarray(image), pixels)
         assert image.text["prompt"] == SAMPLE.prompt and image.text["negative_prompt"] == "blurry"
@@ -369,8 +375,8 @@ def test_an_image_keeps_its_pixels_and_its_metadata() -> None:
 
 def test_a_webp_clip_is_lossless() -> None:
     frames = clip(5)
-    data = encode_image(frames, SAMPLE, FACTS, "webp")
-    assert data == encode_image(frames, SAMPLE, FACTS, "webp")
+    data = encode_image(frames, SAMPLE, FACTS, asked(video_format="webp"))
+    assert data == encode_image(frames, SAMPLE, FACTS, asked(video_format="webp"))
     with Image.open(io.BytesIO(data)) as image:
         assert image.n_frames == 5
         metadata = json.loads(image.getexif()[0x010E])
@@ -383,8 +389,8 @@ def test_a_webp_clip_is_lossless() -> None:
 def test_an_mp4_clip_has_its_frames_and_metadata() -> None:
     av = pytest.importorskip("av", reason="PyAV is not installed")
     frames = np.repeat(np.linspace(0, 255, 5, dtype=np.uint8), 16 * 24 * 3).reshape(5, 16, 24, 3)
-    data = encode_image(frames, SAMPLE, FACTS, "mp4")
-    assert data == encode_image(frames, SAMPLE, FACTS, "mp4")
+    data = encode_image(frames, SAMPLE, FACTS, asked())
+    assert data == encode_image(frames, SAMPLE, FACTS, asked())
     with av.open(io.BytesIO(data)) as container:
         assert json.loads(container.metadata["comment"])["prompt"] == SAMPLE.prompt
         read = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
@@ -392,7 +398,35 @@ def test_an_mp4_clip_has_its_frames_and_metadata() -> None:
 
 
 def test_file_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert file_extension(1, "mp4") == "png" and file_extension(5, "webp") == "webp"
+    assert file_extension(asked()) == "png" and file_extension(asked(image_format="jpg")) == "jpg"
+    assert file_extension(asked(num_frames=5, video_format="webp")) == "webp"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="mp4 clips need PyAV.*--video_format webp"):
-        file_extension(5, "mp4")
+        file_extension(asked(num_frames=5))
+
+
+@pytest.mark.parametrize(("image_format", "quality"), [("jpg", 95), ("jpg", 20), ("webp", 95), ("webp", "lossless")])
+def test_jpeg_and_webp_keep_prompt_and_settings(image_format: str, quality: int | str) -> None:
+    rows, columns = np.mgrid[0:16, 0:24]
+    pixels = np.stack((rows * 12, columns * 9, 255 - rows * 9), -1).astype(np.uint8)
+    settings = asked(image_format=image_format, image_quality=quality)
+    data = encode_image(pixels, SAMPLE, FACTS, settings)
+    assert data == encode_image(pixels, SAMPLE, FACTS, settings)
+    if quality == 95:
+        assert data == encode_image(pixels, SAMPLE, FACTS, asked(image_format=image_format))  # the default
+    else:
+        assert data != encode_image(pixels, SAMPLE, FACTS, asked(image_format=image_format))
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.format == {"jpg": "JPEG", "webp": "WEBP"}[image_format]
+        metadata = read_metadata(image)
+        difference = np.abs(np.asarray(image.convert("RGB")).astype(int) - pixels).max()
+    assert difference == 0 if quality == "lossless" else difference < (24 if quality == 95 else 80)
+    assert metadata["prompt"] == SAMPLE.prompt and metadata["seed"] == "42"
+    assert json.loads(metadata["settings"]) == {"steps": 4}
+
+
+def test_a_prompt_too_long_for_the_metadata_of_a_jpeg_is_shortened_there() -> None:
+    sample = SAMPLE._replace(prompt="漢" * 100_000)
+    with Image.open(io.BytesIO(encode_image(clip(1)[0], sample, FACTS, asked(image_format="jpg")))) as image:
+        metadata = read_metadata(image)
+    assert metadata["prompt"].startswith("漢" * 1000) and metadata["seed"] == "42"

@@ -20,6 +20,8 @@ from scripts.write_troubleshooting import troubleshooting_page
 from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.core.slurm import expand_hosts, expand_tasks_per_node
+from muralist.data.ledger_reader import TarShard
+from muralist.generate.model_info import ModelInfo
 from muralist.models.integrity import check_integrity, stored_parameters
 from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, ModelSettings, TrainSettings
 from muralist.settings.load import load
@@ -266,6 +268,25 @@ def finding(name: str, context: CheckContext) -> Finding:
 
 def generation(**settings: object) -> GenerateSettings:
     return GenerateSettings.model_validate({"prompts_csv": "p", "output_dir": "o", "model_path": "m", **settings})
+
+
+def test_disk_space_of_formats_and_shards(tmp_path: Path) -> None:
+    resolved = {"height": 1000, "width": 1000, "num_frames": 1}
+
+    def needed(**settings: object) -> float:
+        asked = generation(output_dir=str(tmp_path), **settings)
+        context = CheckContext(generate=asked)
+        context.model, context.images = ModelInfo(resolved, {}), 100
+        found = finding("disk space", context)
+        return found.facts["needed"] / 1e6
+
+    assert needed() == needed(image_format="webp", image_quality="lossless") == pytest.approx(160)
+    assert needed(image_format="jpg") == pytest.approx(100) and needed(image_format="webp") == pytest.approx(60)
+    assert needed(shards=10) == pytest.approx(176)  # a tar file and its images at the same time
+    (tmp_path / "00000.tar").write_bytes(b"")
+    shard = TarShard("00000.tar", 1, 0, 9, 0, "", 0, [0] * 10)
+    (tmp_path / "ledger.jsonl").write_text(json.dumps(shard.line()) + "\n")
+    assert needed(shards=10) == pytest.approx(160)
 
 
 def test_nvidia_smi_lists_memory_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

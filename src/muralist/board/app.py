@@ -17,10 +17,11 @@ from urllib.parse import urlsplit
 from pydantic_core import to_json
 
 from muralist.board.curves import Axis, RecentSeries
-from muralist.board.files import IMAGES, PAGES, SIDES, BoardRoot, NotFound, Thumbnails, image_facts
+from muralist.board.files import PAGES, SIDES, BoardRoot, NotFound, Thumbnails, image_facts
 from muralist.board.generation import Generation, generation_summary
 from muralist.board.readers import evaluation_summary, find_entries, run_summary, sample_grid
 from muralist.core.errors import UserError
+from muralist.data.tar_members import TarImage
 from muralist.evaluate.report import METRICS
 from muralist.settings import BoardSettings
 
@@ -114,23 +115,26 @@ def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) 
     @app.get("/api/facts")
     def get_facts(path: str) -> Response:
         """Return the size and the text fields of an image."""
-        return _json(image_facts(root.file(path, IMAGES)[0]))
+        return _json(image_facts(root.image(path)[0]))
 
     @app.get("/thumb")
     def get_thumbnail(path: str, side: int = SIDES[1]) -> Response:
         """Return a thumbnail."""
         side = min(SIDES, key=lambda available: (available < side, available))
-        if (thumbnail := thumbnails.get(root.file(path, IMAGES)[0], side)) is None:
+        if (thumbnail := thumbnails.get(root.image(path)[0], side)) is None:
             raise NotFound
         return _tagged(*thumbnail, _CACHE_ONE_MINUTE)
 
     @app.get("/files/{path:path}")
     def get_file(path: str) -> Response:
         """Return an image or the page of an evaluation."""
-        found, media_type = root.file(path, IMAGES | PAGES)
-        is_image = media_type in IMAGES.values()
-        headers = _CACHE_ONE_MINUTE if is_image else {"Content-Security-Policy": _REPORT_POLICY}
-        return FileResponse(found, media_type=media_type, headers=headers)
+        if Path(path).suffix.lower() in PAGES:
+            page, media_type = root.file(path, PAGES)
+            return FileResponse(page, media_type=media_type, headers={"Content-Security-Policy": _REPORT_POLICY})
+        found, media_type = root.image(path)
+        if isinstance(found, TarImage):
+            return Response(found.read(), media_type=media_type, headers=_CACHE_ONE_MINUTE)
+        return FileResponse(found, media_type=media_type, headers=_CACHE_ONE_MINUTE)
 
     app.mount("/", StaticFiles(directory=_STATIC, packages=_STATIC_PACKAGES, html=True))
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=4)

@@ -16,9 +16,12 @@ from typing import IO, Any
 from PIL import Image
 from pydantic_core import from_json
 
+from muralist.core.errors import UserError
 from muralist.core.hardware import available_cpus, cache_dir
-from muralist.core.images import IMAGE_FORMATS, thumbnail
+from muralist.core.images import IMAGE_FORMATS, read_metadata, thumbnail
 from muralist.core.run_dir import atomic_write
+from muralist.data.decode import read_image_file
+from muralist.data.tar_members import TAR, TarImage, find_member
 
 IMAGES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
 PAGES = {".html": "text/html; charset=utf-8"}
@@ -62,6 +65,18 @@ class BoardRoot:
         if media_type is None or hidden or not path.is_file():
             raise NotFound
         return path, media_type
+
+    def image(self, relative: str) -> tuple[Path | TarImage, str]:
+        """Return an image under the root, in a tar file perhaps (`00000.tar/000001_seed42.png`), and its media type."""
+        tar, dot, member = relative.partition(f"{TAR}/")
+        if not dot:
+            return self.file(relative, IMAGES)
+        with suppress(UserError):  # a damaged tar file
+            path, _ = self.file(f"{tar}{TAR}", {TAR: ""})
+            media_type = IMAGES.get(Path(member).suffix.lower())
+            if media_type and (found := find_member(path / member)):
+                return found, media_type
+        raise NotFound
 
     def relative(self, path: Path) -> str:
         """Return the name by which the page requests a path."""
@@ -196,19 +211,20 @@ class Thumbnails:
         self._slots = threading.Semaphore(available_cpus())
         self.shrink()
 
-    def get(self, path: Path, side: int) -> tuple[bytes, str] | None:
+    def get(self, path: Path | TarImage, side: int) -> tuple[bytes, str] | None:
         """Return an image that fits into a square of this side, and its media type; None where it cannot be read."""
-        status = path.stat()
-        if status.st_size <= _SMALL_FILE:
+        status = (path if isinstance(path, Path) else path.tar).stat()
+        size = status.st_size if isinstance(path, Path) else path.size
+        if size <= _SMALL_FILE:
             facts = image_facts(path)
             if facts and max(facts["width"], facts["height"]) <= side:
-                return path.read_bytes(), IMAGES[path.suffix.lower()]
+                return read_image_file(path), IMAGES[Path(path.name).suffix.lower()]
         name = hashlib.sha256(f"{path}\n{status.st_mtime_ns}\n{status.st_size}\n{side}".encode()).hexdigest()
         cached = self.cache / name[:2] / f"{name[2:]}.webp"
         with suppress(OSError):
             return cached.read_bytes(), "image/webp"
         with self._slots:
-            image = thumbnail(path, side)
+            image = thumbnail(path if isinstance(path, Path) else io.BytesIO(path.read()), side)
         if image is None:
             return None
         buffer = io.BytesIO()
@@ -234,11 +250,12 @@ class Thumbnails:
                 total -= size
 
 
-def image_facts(path: Path) -> dict[str, Any]:
+def image_facts(path: Path | TarImage) -> dict[str, Any]:
     """Return the size of an image and its text fields, such as prompt, seed and step; reads the header only."""
     try:
-        with Image.open(path, formats=IMAGE_FORMATS) as image:
-            texts = [(str(key), value[:2000]) for key, value in image.info.items() if isinstance(value, str)]
+        file = path if isinstance(path, Path) else io.BytesIO(path.read())
+        with Image.open(file, formats=IMAGE_FORMATS) as image:
+            texts = [(name, value[:2000]) for name, value in read_metadata(image).items()]
             return {**dict(texts[:_MAX_FACTS]), "width": image.width, "height": image.height}
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return {}

@@ -18,7 +18,16 @@ import numpy as np
 from pydantic_core import from_json
 
 from muralist.board.files import GrowingFile, is_real_folder, open_regular, read_object
-from muralist.data.ledger_reader import DONE, LEDGER, PLANNED, PROGRESS, WORK_DIR, is_sample_record
+from muralist.data.ledger_reader import (
+    DONE,
+    LEDGER,
+    PLANNED,
+    PROGRESS,
+    TAR_SHARD,
+    WORK_DIR,
+    ImageFinder,
+    is_sample_record,
+)
 
 NEWEST = 48
 _ALIVE = 60.0  # seconds: a running command updates its lock every ten
@@ -50,6 +59,7 @@ class Generation:
         self._times: dict[str, deque[int]] = {}  # by GPU
         self._order: np.ndarray | None = None
         self._planned: int | None = None
+        self._finder: ImageFinder | None = None  # None: tar files were written since
 
     def progress(self) -> dict[str, Any]:
         """Return everything about the folder except the list of its images."""
@@ -111,6 +121,8 @@ class Generation:
                 line = from_json(raw)
                 if type(planned := line.get(PLANNED)) is int:
                     self._planned = planned
+                if TAR_SHARD in line:
+                    self._finder = None
             except (ValueError, AttributeError):
                 line = None  # truncated by a kill
             if is_sample_record(line) and 0 <= line["index"] < _MAX_ROW and 0 <= line["copy"] < _MAX_COPIES:
@@ -145,7 +157,11 @@ class Generation:
         try:
             with open_regular(self._files[position >> 48].path) as file:
                 file.seek(position & ((1 << 48) - 1))
-                return _visible(from_json(file.readline()))
+                line = from_json(file.readline())
+                self._finder = self._finder or ImageFinder(self.folder)
+                if path := self._finder.path(line):
+                    line["file"] = path.relative_to(self.folder).as_posix()
+                return _visible(line)
         except (OSError, ValueError):
             return {}  # the command just ended: the next request finds the line in the ledger
 

@@ -1,15 +1,17 @@
-"""Model output to image files: uint8 conversion, PNG with metadata, thumbnails, contact sheets."""
+"""Model output to image files: uint8 conversion, PNG, JPEG and WebP with metadata, thumbnails, contact sheets."""
 
 from __future__ import annotations
 
 import io
+import json
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import ExifTags, Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 # Pillow's decoders that are used: others, such as PostScript's, start programs on the content of a file.
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+_MAX_JPEG_EXIF = 60_000  # bytes; a segment of a JPEG has 65,533
 _PAPER, _EMPTY = (250, 248, 244), (225, 222, 215)
 _INK, _CAPTION_INK, _TITLE_INK = (32, 34, 40), (90, 92, 100), (128, 130, 138)
 _LABEL_WIDTH, _TITLE_HEIGHT, _CAPTION_HEIGHT = 190, 34, 18
@@ -44,10 +47,51 @@ def encode_png(image: np.ndarray, metadata: dict[str, str]) -> bytes:
     return buffer.getvalue()
 
 
-def thumbnail(path: Path, side: int) -> Image.Image | None:
+def encode_jpeg(image: np.ndarray, metadata: dict[str, str], quality: int) -> bytes:
+    """Encode a JPEG without chroma subsampling (4:4:4), with metadata in EXIF."""
+    buffer = io.BytesIO()
+    exif = exif_metadata(_shortened(metadata, _MAX_JPEG_EXIF))
+    Image.fromarray(image).save(buffer, "JPEG", quality=quality, subsampling=0, exif=exif)
+    return buffer.getvalue()
+
+
+def encode_webp(image: np.ndarray, metadata: dict[str, str], quality: int | None) -> bytes:
+    """Encode a WebP of a quality from 1 to 100, or lossless if None, with metadata in EXIF."""
+    buffer = io.BytesIO()
+    options = {"lossless": True} if quality is None else {"quality": quality}
+    Image.fromarray(image).save(buffer, "WEBP", exif=exif_metadata(metadata), **options)
+    return buffer.getvalue()
+
+
+def exif_metadata(metadata: dict[str, str]) -> bytes:
+    """Return EXIF whose image description is the metadata as a JSON object."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.ImageDescription] = json.dumps(metadata)
+    return exif.tobytes()
+
+
+def _shortened(metadata: dict[str, str], limit: int) -> dict[str, str]:
+    """Shorten the longest texts until the metadata fit; the ledger has the complete prompt."""
+    metadata = dict(metadata)
+    while len(json.dumps(metadata)) > limit:
+        name = max(metadata, key=lambda name: len(metadata[name]))
+        metadata[name] = f"{metadata[name][: len(metadata[name]) // 2]}..."
+    return metadata
+
+
+def read_metadata(image: Image.Image) -> dict[str, str]:
+    """Return the text metadata of an image: of a PNG, or the JSON object in EXIF that muralist writes."""
+    texts = {str(name): value for name, value in image.info.items() if isinstance(value, str)}
+    with suppress(Exception):  # damaged EXIF says nothing
+        content = json.loads(image.getexif().get(ExifTags.Base.ImageDescription, ""))
+        texts |= {str(name): value for name, value in content.items() if isinstance(value, str)}
+    return texts
+
+
+def thumbnail(file: Path | IO[bytes], side: int) -> Image.Image | None:
     """Read an image scaled into a square of this side, in RGB; None if it is not readable."""
     try:
-        with Image.open(path, formats=IMAGE_FORMATS) as image:
+        with Image.open(file, formats=IMAGE_FORMATS) as image:
             image.thumbnail((side, side))
             return image.convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):

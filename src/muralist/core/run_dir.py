@@ -164,14 +164,15 @@ def hold_lock(path: Path, in_use: InUse, shared: bool = False) -> Iterator[FileL
 _TORCH_WRITE_ERRORS = ("inline_container.cc", "PytorchStreamWriter")
 
 
-def atomic_write(path: Path, data: bytes | str) -> None:
-    """Write a file completely or not at all: aside, flushed to disk, then renamed."""
+@contextmanager
+def atomic_open(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that is written completely or not at all: aside, flushed to disk at the end, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.unlink(missing_ok=True)
         with aside.open("xb") as file:  # fails on an existing link instead of following it
-            file.write(data.encode() if isinstance(data, str) else data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
@@ -180,6 +181,12 @@ def atomic_write(path: Path, data: bytes | str) -> None:
         raise
     finally:
         aside.unlink(missing_ok=True)
+
+
+def atomic_write(path: Path, data: bytes | str) -> None:
+    """Write a file completely or not at all."""
+    with atomic_open(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
 
 def open_no_follow(path: Path, mode: str, encoding: str | None = None, buffering: int = -1) -> IO[Any]:

@@ -15,6 +15,7 @@ from PIL import ExifTags, Image, ImageFile, ImageOps
 
 from muralist.core.errors import UserError
 from muralist.core.images import IMAGE_FORMATS
+from muralist.data.tar_members import TarImage, find_member
 
 try:  # the extra `fast`
     import pyspng
@@ -101,15 +102,21 @@ def center_crop(image: Image.Image, size: Size) -> np.ndarray:
     return np.array(image.crop((left, top, left + width, top + height)))
 
 
-def read_image_file(path: Path, name: str = "") -> bytes:
-    """Return the bytes of an image file."""
+def read_image_file(path: Path | TarImage, name: str = "") -> bytes:
+    """Return the bytes of an image file; it may be in a tar file: `00000.tar/000001_seed42.png`."""
+    if isinstance(path, TarImage):
+        return path.read()
     try:
         return path.read_bytes()
+    except NotADirectoryError as error:
+        if member := find_member(path):
+            return member.read()
+        raise _unreadable(name or str(path), error) from error
     except OSError as error:
         raise _unreadable(name or str(path), error) from error
 
 
-def read_unchanged_image(path: Path, sha256: bytes) -> bytes:
+def read_unchanged_image(path: Path | TarImage, sha256: bytes) -> bytes:
     """Return the bytes of an image file that was hashed before; a file that changed since is an error."""
     data = read_image_file(path)
     if hashlib.sha256(data).digest() != sha256:

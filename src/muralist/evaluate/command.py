@@ -34,6 +34,7 @@ from muralist.evaluate.features import (
 )
 from muralist.evaluate.inputs import (
     ExactPairs,
+    ImageFile,
     Statistics,
     dataset_images,
     find_images,
@@ -93,7 +94,7 @@ class Evaluation:
         self.settings = settings
         folder, self.output = Path(settings.images), Path(settings.output_dir)
         self.images = find_images(folder, "--images", self.output)
-        self.reference: list[Path] | Statistics | None = None
+        self.reference: list[ImageFile] | Statistics | None = None
         if settings.reference is not None:
             path = Path(settings.reference)
             is_file = path.suffix == ".npz"

@@ -22,6 +22,7 @@ import numpy as np
 from muralist.core.errors import UserError
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited
 from muralist.data.decode import ImageDecodeError, decode_pixels, read_unchanged_image
+from muralist.data.tar_members import TarImage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,10 +36,10 @@ _POLL = 1.0  # seconds
 
 @dataclass(frozen=True)
 class FeatureItem:
-    """An image file, an image of a data set or a prompt, and the SHA-256 of its content."""
+    """An image file, perhaps in a tar file, an image of a data set or a prompt, and the SHA-256 of its content."""
 
     key: bytes
-    content: Path | DatasetImage | str
+    content: Path | TarImage | DatasetImage | str
     shape: tuple[int, int] | None = None
     """Height and width of an image file whose header can be read."""
 
@@ -51,7 +52,7 @@ class FeatureItem:
         """Return the prompt, or the bytes of the image file; a file that changed since it was hashed is an error."""
         if isinstance(self.content, str):
             return self.content
-        if isinstance(self.content, Path):
+        if isinstance(self.content, Path | TarImage):
             return read_unchanged_image(self.content, self.key)
         return self.content.file_bytes()
 

@@ -34,6 +34,7 @@ from muralist.core.hardware import available_cpus
 from muralist.core.run_dir import disk_write_error
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited
 from muralist.data.decode import ImageDecodeError, decode_pixels, read_image_file, read_image_shape
+from muralist.data.tar_members import TarImage
 from muralist.evaluate.decoders import DecoderPool, FeatureItem, PendingDecode
 from muralist.evaluate.encoders import GPU_BATCH, Encoder, LoadedEncoder
 
@@ -53,10 +54,10 @@ NextBatch = Callable[[bool], Batch | None]
 """Return the next batch. None: there is none yet, or, if the argument (wait) is true, there are no more."""
 
 
-def hash_files(paths: Sequence[Path]) -> list[FeatureItem]:
+def hash_files(paths: Sequence[Path | TarImage]) -> list[FeatureItem]:
     """Return an item for each image file."""
 
-    def item(path: Path) -> FeatureItem:
+    def item(path: Path | TarImage) -> FeatureItem:
         data = read_image_file(path)
         shape = None
         with suppress(ImageDecodeError):
@@ -182,7 +183,7 @@ def _preparing(loaded: LoadedEncoder, cores: int) -> Iterator[Callable[[Batch], 
 
         def prepare(batch: Batch) -> PendingDecode:
             nonlocal decoders
-            if loaded.takes_pixels and all(isinstance(item.content, Path) for item in batch):
+            if loaded.takes_pixels and all(isinstance(item.content, Path | TarImage) for item in batch):
                 decoders = decoders or stack.enter_context(DecoderPool(cores, DECODING_AHEAD))
                 return decoders.decode(batch)
             futures = [pool.submit(_prepare_item, loaded, item) for item in batch]

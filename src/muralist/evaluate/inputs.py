@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from muralist.data.decode import IMAGE_EXTENSIONS
 from muralist.data.prompts import open_prompt_table
 from muralist.data.source import Source
 from muralist.data.sources import open_source
+from muralist.data.tar_members import TAR, TarImage, tar_images
 from muralist.evaluate.inception import FEATURES
 from muralist.evaluate.metrics import Moments
 
@@ -30,27 +31,45 @@ _EXACT_DIR = ".exact"  # beside the images of `generate --preset fast`: some of 
 _SEED_SUFFIX = re.compile(r"(.*)_seed(\d+)")
 
 
-def find_images(folder: Path, flag: str, exclude: Path | None = None) -> list[Path]:
-    """Return every image below a folder, sorted by name, except hidden ones and those below `exclude`."""
+ImageFile = Path | TarImage
+"""An image file, or one in a tar file."""
+
+
+def find_images(folder: Path, flag: str, exclude: Path | None = None) -> list[ImageFile]:
+    """Return every image below a folder, sorted by name, except hidden ones and those below `exclude`.
+
+    Images in tar files, such as those of `generate --shards`, count as if they lay beside their tar file: metrics that
+    depend on the order of the images are the same for both.
+    """
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder}, which {flag} names, {problem}.", fix="Check the path.")
     excluded = exclude.absolute() if exclude and exclude.absolute() != folder.absolute() else None
-    found = [
+    files = [
         path
         for path in folder.rglob("*")
-        if path.suffix.lower() in IMAGE_EXTENSIONS
+        if path.suffix.lower() in (*IMAGE_EXTENSIONS, TAR)
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
         and not (excluded and path.absolute().is_relative_to(excluded))
         and path.is_file()
     ]
+    found: list[ImageFile] = [path for path in files if path.suffix.lower() != TAR]
+    for path in files:
+        if path.suffix.lower() == TAR:
+            found += tar_images(path, IMAGE_EXTENSIONS)
     if len(found) < 2:
         raise UserError(
             f"{'Only one' if found else 'No'} image was found in {folder}, which {flag} names.",
             f"Looked for {' '.join(IMAGE_EXTENSIONS)}.",
             "Statistics need at least two images.",
         )
-    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+    return sorted(found, key=lambda image: _sort_key(image, folder))
+
+
+def _sort_key(image: ImageFile, folder: Path) -> str:
+    if isinstance(image, Path):
+        return image.relative_to(folder).as_posix()
+    return (image.tar.parent / PurePath(image.member).parent / image.name).relative_to(folder).as_posix()
 
 
 _SOURCE_LOCK = threading.Lock()  # images are prepared in threads, and a source shares open files
@@ -162,7 +181,7 @@ class ExactPairs:
     psnr: list[float]
 
 
-_DONE_FIELDS = ("file", "prompt", "gpu", "seconds", "gpu_busy", "psnr_to_exact")
+_DONE_FIELDS = ("index", "copy", "file", "prompt", "gpu", "seconds", "gpu_busy", "psnr_to_exact")
 _FAILED_FIELDS = ("id", "seed", "prompt", "error", "gpu")
 
 
@@ -195,11 +214,12 @@ def _speed(done: Sequence[dict[str, Any]]) -> dict[str, float]:
 def _exact_pairs(folder: Path, done: Sequence[dict[str, Any]]) -> ExactPairs | None:
     if not (folder / _EXACT_DIR).is_dir():
         return None
+    finder = ledger_reader.ImageFinder(folder)
     by_file = {line["file"]: line for line in done if Path(line["file"]).name == line["file"]}
     pairs = [
-        (line, folder / file, folder / _EXACT_DIR / file)
+        (line, path, folder / _EXACT_DIR / file)
         for file, line in by_file.items()
-        if (folder / file).is_file() and (folder / _EXACT_DIR / file).is_file()
+        if (folder / _EXACT_DIR / file).is_file() and (path := finder.path(line))
     ]
     values = [line.get("psnr_to_exact") for line, _, _ in pairs]
     psnr = [float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)]
@@ -209,7 +229,7 @@ def _exact_pairs(folder: Path, done: Sequence[dict[str, Any]]) -> ExactPairs | N
     return ExactPairs(fast, exact, prompts, psnr)
 
 
-def match_prompts(table_path: str, files: Sequence[Path]) -> dict[str, str]:
+def match_prompts(table_path: str, files: Sequence[ImageFile]) -> dict[str, str]:
     """Return prompts by file name: a file called ID or ID_seedN has the prompt of the row with that id.
 
     Rows may share an id if their seeds differ; then only the file with the row's seed belongs to it.

@@ -26,6 +26,8 @@ from muralist.core.errors import UserError
 from muralist.core.formatting import format_duration
 from muralist.core.images import thumbnail
 from muralist.core.run_dir import atomic_write, exists
+from muralist.data.decode import read_image_file
+from muralist.data.tar_members import find_member
 
 REPORT = "report.json"
 _SEED = re.compile(r"_seed(\d+)$")  # generate names images ID_seedN
@@ -181,7 +183,7 @@ class EvaluationRun:
         """Return the path of an image; its folder is relative to where evaluate ran, or to the evaluation."""
         folder = Path(self.report.images.folder or ".")
         near = self.folder / folder / self.files[index]
-        return near if exists(near) else folder / self.files[index]
+        return near if exists(near) or find_member(near) else folder / self.files[index]
 
     def key(self, index: int) -> tuple[str, str]:
         """Return the prompt and seed, by which the same row is found in other runs."""
@@ -395,7 +397,11 @@ def encode_thumbnails(paths: Sequence[Path]) -> list[str | None]:
 
 
 def _encode_thumbnail(path: Path, bound: int) -> str | None:
-    if (image := thumbnail(path, _SIDES_AND_QUALITIES[0][0])) is None:
+    try:
+        file = io.BytesIO(read_image_file(path))
+    except UserError:
+        return None
+    if (image := thumbnail(file, _SIDES_AND_QUALITIES[0][0])) is None:
         return None
     for side, quality in _SIDES_AND_QUALITIES:
         image.thumbnail((side, side))

@@ -19,17 +19,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from muralist.core.errors import UserError
+from muralist.core.formatting import format_list
 from muralist.core.hardware import select_devices
 from muralist.core.run_dir import FileLock, is_disk_full
 from muralist.core.slurm import set_rank_environment
 from muralist.data.prompts import open_prompts, reads_stdin
 from muralist.generate import console, output_dir
 from muralist.generate.console import INTERRUPTED, ProgressLines, WorkerProgress
-from muralist.generate.model_info import ModelInfo, inspect_model, settings_identity
+from muralist.generate.model_info import SHARD_SETTINGS, ModelInfo, inspect_model, settings_identity
 from muralist.generate.output_dir import Header, OutputDir
 from muralist.generate.plan import Plan
 from muralist.generate.ranks import RankCoordinator, RankRefused
 from muralist.generate.scheduler import BatchSize, Scheduler, Undecided
+from muralist.generate.tar_shards import TarShardWriter, write_index
 from muralist.generate.workers import GenerationJob, WorkerReady, open_pool, ray_devices
 from muralist.settings import GenerateSettings
 
@@ -37,6 +39,8 @@ __all__ = ["INTERRUPTED", "GenerationResult", "Preflight", "generate", "read_pla
 
 log = logging.getLogger("muralist")
 _EXIT_SECONDS = 5.0  # for workers that have nothing left to do
+_NAMES_SHOWN = 5
+_TAR_INTERVAL = 1.0  # seconds
 
 Preflight = Callable[[GenerateSettings, ModelInfo, int], None]
 """Checks settings, the model and the number of images before anything is loaded; raises what cannot work."""
@@ -82,6 +86,8 @@ class _Command:
     header: Header | None = None
     display: ProgressLines | None = None
     lock: FileLock | None = None  # of the process that found the missing samples
+    tars: TarShardWriter | None = None  # of the process that assembles the tar files of --shards
+    next_tar: float = 0.0  # when to look for complete ones
 
     @classmethod
     def prepare(
@@ -126,7 +132,7 @@ class _Command:
             if len(todo):
                 interrupted, first_image_at, merged = self._generate(todo, devices)
             elif self._is_first:
-                merged = self._close_output(list(devices))
+                merged = self._close_output(list(devices), finished=True)
             missing = self.ranks.missing() if self.ranks and not merged else np.sum(~self.output.finished(self.plan))
         first = first_image_at - started if first_image_at else None
         counts = (len(self.plan), len(todo), int(missing))
@@ -170,7 +176,13 @@ class _Command:
             self.output.check_settings(self.identity, header)
             self._check_batch_size(header)
         self.output.recover()
+        lost = self.output.recover_tar_shards(self.plan) if self.plan.samples_per_tar else []
         done = self.output.finished(self.plan)
+        for shard in lost:
+            if again := np.sum(~done[shard.first : shard.last + 1]):
+                log.warning(
+                    "%s was damaged or removed: %s of its samples are generated again.", shard.name, f"{again:,}"
+                )
         if done.any():
             log.info(
                 "%s of %s %s exist already.", f"{done.sum():,}", f"{len(self.plan):,}", console.noun(self.settings)
@@ -196,7 +208,9 @@ class _Command:
         """Run the scheduler; returns whether it was interrupted, when the first image came, and if the ledger is merged."""
         ranks, labels = self.ranks, list(devices)
         digest = Header(self.identity, 1).digest
-        metadata = {"model": self.identity["model"], "settings": self.identity, "software": "muralist"}
+        # The bytes of an image do not depend on whether it goes into a tar file.
+        identity = {name: value for name, value in self.identity.items() if name not in SHARD_SETTINGS}
+        metadata = {"model": self.identity["model"], "settings": identity, "software": "muralist"}
         pool = open_pool(GenerationJob(self.settings, self.model, self.output.root, digest, metadata), devices)
         display = self.display = console.open_display(self.output) if self._is_first else ProgressLines()
         scheduler = Scheduler(
@@ -212,7 +226,7 @@ class _Command:
         )
         if ranks:
             scheduler.more_samples = ranks.take_lost_samples
-        interrupted, grace = False, 0.0
+        interrupted, finished, grace = False, False, 0.0
         try:
             if self._is_first:
                 all_labels = ranks.labels if ranks else labels
@@ -220,7 +234,7 @@ class _Command:
                 job = self.settings, self.identity, self.plan, todo, all_labels, on_cpu, self.model.origins
                 display.print(console.describe_job(*job))
             scheduler.run(labels, ranks.own if ranks else todo)
-            grace = _EXIT_SECONDS
+            finished, grace = True, _EXIT_SECONDS
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -228,13 +242,19 @@ class _Command:
                 pool.close(grace)
             finally:
                 display.close()  # whatever happens, the terminal gets its cursor back
-            merged = self._close_output(labels)
+            if self.tars and not finished:
+                self.tars.cancel()
+            merged = self._close_output(labels, finished)
         return interrupted, scheduler.first_image_at, merged
 
     def _on_progress(self, workers: Mapping[str, WorkerProgress], unassigned: int) -> None:
         assert self.display is not None
         if self.lock:
             self.lock.beat()
+        if self.plan.samples_per_tar and self.header and time.monotonic() > self.next_tar:
+            self.next_tar = time.monotonic() + _TAR_INTERVAL
+            if self.ranks is None or self.ranks.is_leader():
+                self._open_tars().poll()
         shown = self.ranks.exchange_progress(*workers.values()) if self.ranks else (workers, unassigned)
         if shown:
             self.display.update(*shown)
@@ -277,16 +297,45 @@ class _Command:
             changes = ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in names)
             self.display.print(f"The environment changed ({changes}): the last bits of images may differ.")
 
-    def _close_output(self, labels: list[str]) -> bool:
-        """Merge the workers' lines once nobody writes any more; False where another rank or command does that."""
+    def _close_output(self, labels: list[str], finished: bool) -> bool:
+        """Merge the workers' lines once nobody writes any more; False where another rank or command does that.
+
+        After a command that `finished`, the tar files of --shards are completed.
+        """
         if self.lock and not self.lock.is_current():
             return False  # deleted meanwhile; a second command may work in its place
+        if self.tars and self.ranks:
+            self.tars.cancel()  # the rank that merges the ledger completes them
+            self.tars = None
         if self.ranks and len(self.ranks.todo) and not self.ranks.should_merge_ledger():
             return False
         log.setLevel(logging.INFO)
-        self.output.close()
+        has_tars = self.plan.samples_per_tar and self.output.ledger.is_file()
+        try:
+            if has_tars and finished:
+                self._complete_tars()
+        finally:
+            self.output.close()
+        if has_tars and self.output.intact_tar_shards():
+            write_index(self.output)
         output_dir.write_failures(self.output, self.ranks.labels if self.ranks else labels)
         return True
+
+    def _open_tars(self) -> TarShardWriter:
+        if self.tars is None:
+            digest = Header(self.identity, 1).digest
+            self.tars = TarShardWriter(self.output, self.plan, digest, self.output.finished(self.plan))
+        return self.tars
+
+    def _complete_tars(self) -> None:
+        tars = self._open_tars()
+        tars.finish()
+        if incomplete := tars.incomplete:
+            log.warning(
+                "%s of the tar files are not written, because rows of them have no image: %s. The images of their "
+                "other rows are files of their own until the same command completes them.",
+                f"{len(incomplete):,}", format_list(incomplete, _NAMES_SHOWN),
+            )  # fmt: skip
 
 
 def read_plan(settings: GenerateSettings) -> Plan:
@@ -295,9 +344,10 @@ def read_plan(settings: GenerateSettings) -> Plan:
     table = open_prompts(settings)
     for note in table.notes:
         log.warning("%s", note)
-    extension = output_dir.file_extension(settings.num_frames, settings.video_format)
+    extension = output_dir.file_extension(settings)
     size = (settings.height, settings.width)
-    plan = Plan(table, settings.images_per_prompt, settings.seed_start, settings.negative_prompt, size, extension)
+    copies, per_tar = settings.images_per_prompt, settings.shards or 0
+    plan = Plan(table, copies, settings.seed_start, settings.negative_prompt, size, extension, per_tar)
     plan.check_file_names()
     return plan
 

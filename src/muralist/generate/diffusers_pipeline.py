@@ -166,7 +166,6 @@ class DiffusersPipeline(Pipeline):
         pipe.set_progress_bar_config(disable=True)
         for module in _modules(pipe):
             module.eval().requires_grad_(False)
-        _check_finite(pipe, folder, settings, components or {})
         if replaces_scheduler:
             pipe.scheduler = build_scheduler(pipe.scheduler, _choose_scheduler(pipe.scheduler, settings))
         _add_adapters(pipe, check_adapters(settings.lora))
@@ -174,6 +173,7 @@ class DiffusersPipeline(Pipeline):
         optimizations = optimizations or Optimizations.choose(settings.compile, device)
         if not offloaded:  # before the optimizations, which quantize and reorder weights faster on the GPU
             pipe.to(device)
+        _check_finite(pipe, folder, settings, components or {})  # on the GPU, which reads its memory in milliseconds
         pipeline = cls(pipe, settings, device, optimizations)
         if offloaded:
             # Last: offloading wraps the components' calls and unwraps them again, so it must be outermost.
@@ -436,7 +436,7 @@ def _modules(pipe: Any) -> list[nn.Module]:
 
 
 def _check_finite(pipe: Any, folder: Path, settings: GenerateSettings, replaced: Collection[str]) -> None:
-    """Refuse a model with NaN or Inf in its weights while they are in the CPU's memory."""
+    """Refuse a model with NaN or Inf in its weights: no image could be generated with it."""
     for part, module in pipe.components.items():
         if not isinstance(module, nn.Module) or not (name := first_non_finite(module.named_parameters())):
             continue

@@ -59,6 +59,18 @@ PIPELINE_SETTINGS = (
     "cpu_offload",
 )
 """Settings of a loaded model; the others concern the command: its table, its files and its workers."""
+_ROUNDING_PIPELINES = ("Wan", "SkyReels", "Kandinsky", "ChronoEdit", "Lucy", "AnyFlow")  # the others round down
+_TEMPORAL_FACTORS = {
+    "AutoencoderKLCogVideoX": 4,
+    "AutoencoderKLCosmos": 8,
+    "AutoencoderKLHunyuanVideo": 4,
+    "AutoencoderKLHunyuanVideo15": 4,
+    "AutoencoderKLLTXVideo": 8,
+    "AutoencoderKLMochi": 6,
+    "AutoencoderKLWan": 4,
+}  # where a VAE's config does not say it
+SHARD_SETTINGS = ("shards", "images_per_prompt")
+"""Settings that decide which samples a tar file of --shards holds."""
 _LIBRARIES = ("diffusers", "transformers")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = (".pth", ".pt", ".safetensors")
@@ -91,6 +103,7 @@ class ModelInfo:
 
 def inspect_model(settings: GenerateSettings) -> ModelInfo:
     """Identify the model and resolve the defaults that depend on it; refuse a model that cannot do the job."""
+    _check_format(settings)
     path = Path(settings.model_path)
     fix = "Give a folder or a file on this machine as --model_path: nothing is downloaded."
     if _HUB_ID.fullmatch(settings.model_path):
@@ -121,6 +134,25 @@ def inspect_model(settings: GenerateSettings) -> ModelInfo:
     )
 
 
+def _check_format(settings: GenerateSettings) -> None:
+    """Refuse an image format or quality that would have no effect."""
+    quality, image_format = settings.image_quality, settings.image_format
+    if settings.num_frames > 1:
+        for flag in ("image_format", "image_quality"):
+            if flag in settings.model_fields_set:
+                raise UserError(
+                    f"--{flag} is for images, and --num_frames {settings.num_frames} makes clips.",
+                    fix="Leave it out; --video_format is the format of clips.",
+                )
+    if quality is not None and image_format == "png":
+        raise UserError(
+            f"--image_quality {quality} has no effect on PNG, which is lossless.",
+            fix="Leave it out, or give --image_format jpg or webp.",
+        )
+    if quality == "lossless" and image_format == "jpg":
+        raise UserError("--image_quality lossless is for WebP: a JPEG is not lossless.", fix="Give a number, or webp.")
+
+
 def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
     name, components = _read_index(folder)
     files = ModelFiles.read(folder, name, components)
@@ -129,7 +161,7 @@ def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
     guidance = found["guidance_scale"]
     least = 0.0 if name.startswith("ZImage") else 1.0
     _check_truncation(settings, name, guided=not distilled and guidance > least)
-    resolved = found | _resolved_frames(_possible_frames(folder, settings))
+    resolved = found | _resolved_frames(_possible_frames(folder, name, settings))
     _check_loras(settings, folder, components, name)
     fingerprints = {part: fingerprint(folder / part) for part in components}
     identity = _identity(name, fingerprints, settings)
@@ -277,18 +309,32 @@ def _requested_frames(settings: GenerateSettings) -> int:
     return (settings.num_frames + 1) // 2
 
 
-def _possible_frames(folder: Path, settings: GenerateSettings) -> int:
-    """The number of frames that the VAE can decode."""
-    frames = _requested_frames(settings)
-    vae = read_json(folder / "vae" / "config.json")
-    factor = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 1
-    if type(factor) is not int or factor < 1:
-        raise UserError(f"{folder / 'vae' / 'config.json'} is damaged: a temporal factor of {factor!r:.60}.")
-    if frames == 1 or factor == 1 or frames % factor == 1:
+def _possible_frames(folder: Path, pipeline_class: str, settings: GenerateSettings) -> int:
+    """The number of frames that the pipeline really makes, as diffusers rounds."""
+    frames, factor = _requested_frames(settings), _temporal_factor(folder)
+    # Allegro has a rule of its own, and its VAE no single first frame.
+    if frames == 1 or factor == 1 or frames % factor == 1 or pipeline_class.startswith("Allegro"):
         return frames
-    possible = frames // factor * factor + 1  # as diffusers rounds
+    rounds = pipeline_class.startswith(_ROUNDING_PIPELINES)
+    possible = (frames if rounds else frames - 1) // factor * factor + 1
     log.info("%d frames instead of %d: this model needs one more than a multiple of %d.", possible, frames, factor)
     return possible
+
+
+def _temporal_factor(folder: Path) -> int:
+    """The frames of a clip for each latent frame after the first; configs may leave it to the defaults of diffusers."""
+    file = folder / "vae" / "config.json"
+    vae = read_json(file)
+    factor = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio")
+    halvings = vae.get("temperal_downsample") or vae.get("spatio_temporal_scaling")  # diffusers spells it so
+    if factor is None and isinstance(halvings, list):
+        patch = vae.get("patch_size_t", 1) if "spatio_temporal_scaling" in vae else 1
+        factor = patch * 2 ** sum(map(bool, halvings)) if isinstance(patch, int) else patch
+    if factor is None:
+        factor = _TEMPORAL_FACTORS.get(str(vae.get("_class_name")), 1)
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor < 1 or factor != int(factor):
+        raise UserError(f"{file} is damaged: a temporal factor of {factor!r:.60}.")
+    return int(factor)
 
 
 def _is_jit_folder(path: Path) -> bool:
@@ -304,6 +350,10 @@ def settings_identity(settings: GenerateSettings, model: ModelInfo) -> dict[str,
     names = _IDENTITY + (("video_format",) if settings.num_frames > 1 else ())
     identity = model.identity | {name: getattr(settings, name) for name in names}
     identity |= {name: value for name in _IDENTITY_IF_GIVEN if (value := getattr(settings, name))}
+    if settings.num_frames == 1 and settings.image_format != "png":
+        identity |= {"image_format": settings.image_format, "image_quality": settings.resolved_quality}
+    if settings.shards:
+        identity |= {name: getattr(settings, name) for name in SHARD_SETTINGS}
     if settings.preset == "fast":  # exact mode has no entry: folders from before there were presets stay valid
         assert settings.num_inference_steps != "auto", "resolved by inspect_model"
         steps, truncation = settings.num_inference_steps, settings.cfg_truncation_step

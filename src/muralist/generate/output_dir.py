@@ -1,7 +1,8 @@
 """The output folder: its lock, its ledger, what it already holds, and the image and clip files in it.
 
     ledger.jsonl          first settings, versions and the batch size, then one line per finished or failed sample;
-                          a command that has something to do first notes how many samples it plans in all
+                          a command that has something to do first notes how many samples it plans in all;
+                          with --shards, one line per WebDataset tar file (tar_shards.py)
     .ledger/gpu0.jsonl    while a command runs: the shard of one worker; it goes to the end of ledger.jsonl at the end
 
 Lines are only ever appended, each by one write. A worker that is killed leaves at most one torn line, which is ignored:
@@ -29,14 +30,23 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from muralist.core.errors import UserError
-from muralist.core.images import encode_png
+from muralist.core.images import encode_jpeg, encode_png, encode_webp, exif_metadata
 from muralist.core.run_dir import FileLock, atomic_write, disk_write_error, hold_lock, is_disk_full, open_no_follow
 from muralist.data import ledger_reader
-from muralist.data.ledger_reader import DONE, FAILED, PLANNED, lines_with_offsets, read_lines, read_lines_at
+from muralist.data.ledger_reader import (
+    DONE,
+    FAILED,
+    PLANNED,
+    TarShard,
+    lines_with_offsets,
+    read_lines,
+    read_lines_at,
+    read_tar_shards,
+)
+from muralist.data.tar_members import TAR
 from muralist.generate.native_settings import user_value
 from muralist.generate.plan import Plan, Sample
-from muralist.settings import GenerateSettings
-from muralist.settings.generate import scheduler_name
+from muralist.settings.generate import GenerateSettings, scheduler_name
 
 _FORMAT = {"format": "muralist ledger", "version": 1}
 PROMPT_TRUNCATED = "prompt_cut"
@@ -45,11 +55,12 @@ PROMPT_TOKENS = "prompt_tokens"
 """Beside it, by text encoder: its class, the prompt's tokens, and the limit to which they were truncated."""
 PSNR = "psnr_to_exact"
 """In an image's line, in fast mode: the PSNR to the same image in exact mode, in dB."""
+INDEX = "index.parquet"
+"""With --shards: one row per sample."""
 _FAILURES = "failed_prompts_gpu"
 _OTHER_FOLDER = "choose another --output_dir, or give --overwrite to start anew in this one."
 _MODEL_DEFAULTS = ("num_inference_steps", "guidance_scale", "height", "width")  # when these flags are left out
 _FRAMES_PER_SECOND = 16  # Wan's own
-_EXIF_IMAGE_DESCRIPTION = 0x010E
 
 
 class OutputDir:
@@ -61,6 +72,7 @@ class OutputDir:
         self.work = root / ledger_reader.WORK_DIR  # exists only while a command runs: shards and heartbeats
         self.progress = self.work / ledger_reader.PROGRESS  # how far each worker is, for the board
         self.exact = root / ".exact"  # fast mode: some images in exact mode; hidden, because they are not rows
+        self._tars_seen: dict[str, tuple[tuple[int, int], TarShard | None]] = {}  # size, time; what it matched
 
     def shard(self, label: str) -> Path:
         """The lines of a worker."""
@@ -105,7 +117,9 @@ class OutputDir:
                 # A name from a foreign ledger may leave the folder, or be no file name.
                 with suppress(OSError, ValueError):
                     (self.root / Path(line["file"]).name).unlink()
-        for path in (*self.root.glob(f"{_FAILURES}*.txt"), *ledgers):
+        tars = [self.root / shard.name for shard in read_tar_shards(self.root)]
+        index = [self.root / INDEX] if tars else []
+        for path in (*tars, *index, *self.root.glob(f"{_FAILURES}*.txt"), *ledgers):
             path.unlink(missing_ok=True)
 
     def has_images(self) -> bool:
@@ -135,7 +149,8 @@ class OutputDir:
         """Refuse images that are in no ledger, where they have the names of those to be made."""
         taken = {entry.name for entry in os.scandir(self.root) if entry.name.endswith(f".{plan.extension}")}
         samples = plan.samples(np.arange(len(plan))) if taken else iter(())
-        if file := next((sample.file for sample in samples if sample.file in taken), None):
+        tars = (path.name for path in self.root.glob(f"[0-9]*{TAR}") if plan.samples_per_tar)
+        if file := next((sample.file for sample in samples if sample.file in taken), next(tars, None)):
             raise UserError(
                 f"{self.root} holds {file}, but no ledger that says how it was made.",
                 "It may not belong to this command.",
@@ -145,10 +160,14 @@ class OutputDir:
     def finished(self, plan: Plan) -> np.ndarray:
         """Return which samples have an intact image: bool, by sample index."""
         done = np.zeros(len(plan), dtype=bool)
+        in_tar = np.zeros(len(plan), dtype=bool)
+        for shard in self.intact_tar_shards().values() if plan.samples_per_tar else ():
+            in_tar[shard.first : shard.last + 1] = True
         for sample, line in self.last_lines(plan):
             if line["status"] == DONE:  # a row that failed may have been corrected
                 self._check_row(sample, line)
-                done[sample.sample_index] = is_intact(self.root / sample.file, line)
+                index = sample.sample_index
+                done[index] = in_tar[index] or is_intact(self.root / sample.file, line)
         return done
 
     def last_lines(self, plan: Plan) -> Iterator[tuple[Sample, dict[str, Any]]]:
@@ -161,6 +180,40 @@ class OutputDir:
         known = np.flatnonzero(last >= 0)
         lines = read_lines_at(self.ledger, last[known].tolist()) if len(known) else ()
         yield from zip(plan.samples(known), lines, strict=True)
+
+    def intact_tar_shards(self) -> dict[str, TarShard]:
+        """Return the tar files that are what a line of the ledger says, by name."""
+        known: dict[str, list[TarShard]] = {}
+        for shard in read_tar_shards(self.root):
+            known.setdefault(shard.name, []).append(shard)
+        found = {name: self._matching_shard(name, shards[::-1]) for name, shards in known.items()}
+        return {name: shard for name, shard in found.items() if shard}
+
+    def _matching_shard(self, name: str, shards: list[TarShard]) -> TarShard | None:
+        """Return the first of some descriptions that a tar file matches; a copied file is hashed once."""
+        try:
+            status = (self.root / name).stat()
+        except OSError:
+            return None
+        version = (status.st_size, status.st_mtime_ns)
+        seen, match = self._tars_seen.get(name, (None, None))
+        if seen != version or match not in shards:
+            match = next((shard for shard in shards if is_intact(self.root / name, shard._asdict())), None)
+            self._tars_seen[name] = (version, match)
+        return match
+
+    def recover_tar_shards(self, plan: Plan) -> list[TarShard]:
+        """Remove images that an intact tar file holds, and damaged tar files; returns the lost tar files."""
+        intact = self.intact_tar_shards()
+        loose = {entry.name for entry in os.scandir(self.root) if entry.name.endswith(f".{plan.extension}")}
+        for shard in intact.values() if loose else ():
+            for sample in plan.samples(np.arange(shard.first, min(shard.last + 1, len(plan)))):
+                if sample.file in loose:  # a command was killed while it removed them
+                    (self.root / sample.file).unlink(missing_ok=True)
+        lost = {shard.name: shard for shard in read_tar_shards(self.root) if shard.name not in intact}
+        for name in lost:
+            (self.root / name).unlink(missing_ok=True)
+        return list(lost.values())
 
     def _check_row(self, sample: Sample, line: dict[str, Any]) -> None:
         if line["key"] == sample.key:
@@ -225,7 +278,7 @@ class Header:
 
     def line(self) -> str:
         """Format the line."""
-        return _encoded({**_FORMAT, **asdict(self)}).decode()
+        return encode_line({**_FORMAT, **asdict(self)}).decode()
 
     @classmethod
     def parse(cls, line: str) -> Header:
@@ -324,7 +377,7 @@ class Shard:
             "key": sample.key,
             **facts,
         }
-        data = _encoded(line)
+        data = encode_line(line)
         if os.write(self._file, data) < len(data):  # the rest would not fit either
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
@@ -333,7 +386,8 @@ class Shard:
         os.close(self._file)
 
 
-def _encoded(content: dict[str, Any]) -> bytes:
+def encode_line(content: dict[str, Any]) -> bytes:
+    """Encode a line of a ledger."""
     try:
         return (json.dumps(content, ensure_ascii=False) + "\n").encode()
     except UnicodeEncodeError:  # a lone surrogate, which JSON can only escape
@@ -347,8 +401,15 @@ def start_ledger(path: Path, header: Header) -> None:
 
 def note_plan(path: Path, samples: int) -> None:
     """Append how many samples are planned in all, for the board; a later command may plan more or fewer."""
+    append_line(path, {PLANNED: samples})
+
+
+def append_line(path: Path, content: dict[str, Any]) -> None:
+    """Append a line to a ledger, by one write, and flush it to disk."""
     with open_no_follow(path, "ab") as ledger:
-        ledger.write((b"" if _ends_with_newline(path) else b"\n") + _encoded({PLANNED: samples}))
+        ledger.write((b"" if _ends_with_newline(path) else b"\n") + encode_line(content))
+        ledger.flush()
+        os.fsync(ledger.fileno())
 
 
 def merge_shards(path: Path, shards: Path) -> None:
@@ -359,7 +420,7 @@ def merge_shards(path: Path, shards: Path) -> None:
             if not _ends_with_newline(path):  # an interrupted merge
                 ledger.write(b"\n")
             for file in files:
-                ledger.writelines(_encoded(line) for line in read_lines(file))
+                ledger.writelines(encode_line(line) for line in read_lines(file))
             ledger.flush()
             os.fsync(ledger.fileno())
     for file in files:
@@ -386,31 +447,35 @@ def is_intact(path: Path, line: dict[str, Any]) -> bool:
         return False
 
 
-def file_extension(frames: int, video_format: str) -> str:
-    """The file extension: png for one frame, else the clip's format, whose encoder must be installed."""
-    if frames == 1:
-        return "png"
-    if video_format == "mp4" and importlib.util.find_spec("av") is None:
+def file_extension(settings: GenerateSettings) -> str:
+    """The file extension: the image format for one frame, else the clip's format, whose encoder must be installed."""
+    if settings.num_frames == 1:
+        return settings.image_format
+    if settings.video_format == "mp4" and importlib.util.find_spec("av") is None:
         raise UserError(
             "mp4 clips need PyAV, which is not installed.",
             fix="Install it with `pip install 'muralist[video]'`, or give --video_format webp.",
         )
-    return video_format
+    return settings.video_format
 
 
-def encode_image(pixels: np.ndarray, sample: Sample, facts: dict[str, Any], video_format: str) -> bytes:
+def encode_image(pixels: np.ndarray, sample: Sample, facts: dict[str, Any], settings: GenerateSettings) -> bytes:
     """Encode pixels [H, W, 3] or frames [F, H, W, 3] with prompt, seed, model and settings as metadata."""
     metadata = {"prompt": sample.prompt, "negative_prompt": sample.negative_prompt, "seed": str(sample.seed)}
     metadata |= {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
-    if pixels.ndim == 3:
+    if pixels.ndim == 4:
+        return _webp(pixels, metadata) if settings.video_format == "webp" else _mp4(pixels, metadata)
+    if settings.image_format == "png":
         return encode_png(pixels, metadata)
-    return _webp(pixels, metadata) if video_format == "webp" else _mp4(pixels, metadata)
+    quality = settings.resolved_quality
+    if settings.image_format == "webp":
+        return encode_webp(pixels, metadata, None if quality == "lossless" else quality)
+    assert isinstance(quality, int)
+    return encode_jpeg(pixels, metadata, quality)
 
 
 def _webp(frames: np.ndarray, metadata: dict[str, str]) -> bytes:
     images = [Image.fromarray(frame) for frame in frames]
-    exif = Image.Exif()
-    exif[_EXIF_IMAGE_DESCRIPTION] = json.dumps(metadata)
     buffer = io.BytesIO()
     images[0].save(
         buffer,
@@ -420,7 +485,7 @@ def _webp(frames: np.ndarray, metadata: dict[str, str]) -> bytes:
         duration=round(1000 / _FRAMES_PER_SECOND),
         loop=0,
         lossless=True,
-        exif=exif.tobytes(),
+        exif=exif_metadata(metadata),
     )
     return buffer.getvalue()
 

@@ -51,6 +51,7 @@ class Plan:
     negative_prompt: str
     size: tuple[int, int]  # height and width of rows that have none
     extension: str
+    samples_per_tar: int = 0  # of --shards; 0: images stay files
 
     def __len__(self) -> int:
         return len(self.table) * self.copies

@@ -26,6 +26,7 @@ import numpy as np
 from muralist.core.errors import UserError
 from muralist.core.liveness import BeatAge, read_beat, write_beat
 from muralist.data import ledger_reader
+from muralist.data.ledger_reader import LedgerFollower
 from muralist.generate.console import WorkerProgress
 from muralist.generate.output_dir import OutputDir
 from muralist.generate.plan import round_robin
@@ -68,7 +69,9 @@ class RankCoordinator:
     _others: dict[int, dict[str, Any]] = field(default_factory=dict)  # their last beats
     _ages: dict[int, BeatAge] = field(default_factory=dict)
     _status: dict[int, str] = field(default_factory=dict)  # done or failed, by this command
-    _offsets: dict[Path, int] = field(default_factory=dict)  # bytes that were read
+
+    def __post_init__(self) -> None:
+        self._follower = LedgerFollower(self.output.root)
 
     @classmethod
     def from_environment(
@@ -113,8 +116,7 @@ class RankCoordinator:
             finally:
                 store.set(_DECISION, decision)
                 self._wait_until_heard(store)
-        if self.output.ledger.is_file():
-            self._offsets[self.output.ledger] = self.output.ledger.stat().st_size  # earlier failures are tried again
+        self._follower.skip_ledger()  # earlier failures are tried again
 
     @contextmanager
     def reporting_refusal(self) -> Iterator[None]:
@@ -255,19 +257,8 @@ class RankCoordinator:
 
     def _read_new_lines(self) -> None:
         """Read what workers have written since the last time."""
-        # The ledger last: lines are there before they leave the shards.
-        for file in (*self.output.work.glob("*.jsonl"), self.output.ledger):
-            try:
-                with file.open("rb") as lines:
-                    lines.seek(self._offsets.get(file, 0))
-                    new = lines.read()
-            except OSError:
-                continue  # merged meanwhile, or not yet there
-            complete = new.rfind(b"\n") + 1
-            self._offsets[file] = self._offsets.get(file, 0) + complete
-            for raw in new[:complete].splitlines():
-                if (line := ledger_reader.parse_line(raw)) is not None:
-                    self._status[line["index"] * self.copies + line["copy"]] = line["status"]
+        for line in self._follower.new_lines():
+            self._status[line["index"] * self.copies + line["copy"]] = line["status"]
 
     def _beat_file(self, rank: int) -> Path:
         return self.output.work / f"rank{rank}.beat"

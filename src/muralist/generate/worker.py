@@ -320,11 +320,11 @@ class Worker:
     # From images to files.
 
     def _save(self, sample: Sample, pixels: np.ndarray, seconds: float, extra: dict[str, Any]) -> None:
-        path, video_format = self.output.root / sample.file, self.settings.video_format
+        path = self.output.root / sample.file
         exact = self.exact.pop(sample, None)
         try:
-            data = output_dir.encode_image(pixels, sample, self.job.metadata, video_format)
-            exact_data = output_dir.encode_image(exact, sample, {}, video_format) if exact is not None else b""
+            data = output_dir.encode_image(pixels, sample, self.job.metadata, self.settings)
+            exact_data = output_dir.encode_image(exact, sample, {}, self.settings) if exact is not None else b""
         except Exception as error:  # this sample cannot become a file; the next one can
             self._record_failure(sample, _describe(error), seconds)
             return

@@ -25,6 +25,9 @@ def _option_words(value: Any) -> Any:
     return value
 
 
+_DEFAULT_QUALITY = 95  # of JPEG and WebP
+
+
 class GenerateSettings(Section):
     """muralist generate: one or several images for every row of a prompt table, on all GPUs."""
 
@@ -77,8 +80,15 @@ class GenerateSettings(Section):
     """Frames of text-to-video models; 1 makes an image, more make a clip."""
     enable_half_frame: bool = False
     """Halve the number of frames of a clip; has no effect on one frame."""
+    image_format: Literal["png", "jpg", "webp"] = "png"
+    """File format of images; prompt and settings are in the metadata of each."""
+    image_quality: Annotated[int, Field(ge=1, le=100)] | Literal["lossless"] | None = None
+    """Quality of jpg (1 to 100, without chroma subsampling) and webp (1 to 100, or lossless); default: 95."""
     video_format: Literal["mp4", "webp"] = "mp4"
     """File format of clips; webp is lossless."""
+    shards: PositiveInt | None = None
+    """Write WebDataset shards: tar files of N samples each, with image, prompt (.txt) and facts (.json), and
+    index.parquet; default: single image files."""
     images_per_prompt: PositiveInt = 1
     """Images per row; copy c of a row has its seed + 1,000,000 c."""
     batch_size: PositiveInt | Literal["auto"] = "auto"
@@ -126,6 +136,13 @@ class GenerateSettings(Section):
                 'Give it, or prompts themselves: --prompt "a red car" --prompt "a blue bus".',
             )
         return given
+
+    @property
+    def resolved_quality(self) -> int | Literal["lossless"] | None:
+        """The quality of the images; None for PNG."""
+        if self.image_format == "png":
+            return None
+        return _DEFAULT_QUALITY if self.image_quality is None else self.image_quality
 
 
 class BatchScriptSettings(GenerateSettings):

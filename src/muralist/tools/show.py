@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 from rich.console import Console
 
 from muralist.core.errors import UserError
-from muralist.core.images import contact_sheet, encode_png
+from muralist.core.images import contact_sheet, encode_png, read_metadata
 from muralist.core.run_dir import atomic_write
-from muralist.data.decode import IMAGE_EXTENSIONS, ImageDecodeError, decode_image
+from muralist.data.decode import IMAGE_EXTENSIONS, ImageDecodeError, decode_image, read_image_file
+from muralist.data.tar_members import TAR, TarImage, find_member, tar_images
 from muralist.settings import ShowSettings
 
 _MAX_IMAGES, _CELL, _GAP = 48, (192, 192), 8  # of a contact sheet
@@ -23,10 +26,10 @@ _MAX_IMAGES, _CELL, _GAP = 48, (192, 192), 8  # of a contact sheet
 def show(settings: ShowSettings) -> int:
     """Find the image or make the contact sheet, draw it if the terminal supports it, and print its path."""
     path = Path(settings.path).expanduser()
-    if not path.exists():
+    if not path.exists() and not find_member(path):
         raise UserError(f"{path} does not exist.", fix="Give an image, a run, or a folder with images.")
     sheet = path / "samples" / "sheet.png"
-    if path.is_file():
+    if not path.is_dir():
         image = _read(path)
     elif sheet.is_file():
         path, image = sheet, _read(sheet)
@@ -58,22 +61,26 @@ def render(image: Image.Image, columns: int, rows: int) -> str:
 
 def _read(path: Path) -> Image.Image:
     try:
-        image = decode_image(path)
+        data = read_image_file(path)
+        image = decode_image(data, str(path))
     except ImageDecodeError as error:
         raise UserError(error.what, fix="Choose another image.") from None
-    with Image.open(path) as stored:
-        image.info = dict(stored.info)  # decoding drops the metadata of images that it rotates
+    with Image.open(io.BytesIO(data)) as stored:
+        image.info = dict[Any, Any](read_metadata(stored))  # decoding drops the metadata of images that it rotates
     return image
 
 
 def _sheet_of(folder: Path, settings: ShowSettings) -> tuple[Path, Image.Image]:
     """Write a contact sheet of images chosen evenly from a folder; unreadable ones leave their cells empty."""
     target = Path(settings.output or f"{folder.resolve().name or 'images'}-sheet.png").expanduser()
-    found = sorted(
+    files = sorted(
         path
         for path in folder.rglob("*")
-        if path.suffix.lower() in IMAGE_EXTENSIONS and path.is_file() and path.resolve() != target.resolve()
+        if path.suffix.lower() in (*IMAGE_EXTENSIONS, TAR) and path.is_file() and path.resolve() != target.resolve()
     )
+    found: list[Path | TarImage] = []
+    for path in files:
+        found += tar_images(path, IMAGE_EXTENSIONS) if path.suffix.lower() == TAR else [path]
     if not found:
         raise UserError(
             f"There are no images in {folder}.",
@@ -92,8 +99,8 @@ def _sheet_of(folder: Path, settings: ShowSettings) -> tuple[Path, Image.Image]:
     return target, image
 
 
-def _fitted(path: Path) -> Image.Image | None:
+def _fitted(path: Path | TarImage) -> Image.Image | None:
     try:
-        return ImageOps.contain(decode_image(path), _CELL, Image.Resampling.LANCZOS)
+        return ImageOps.contain(decode_image(read_image_file(path)), _CELL, Image.Resampling.LANCZOS)
     except UserError:
         return None

@@ -33,6 +33,7 @@ from muralist.core.hardware import select_devices
 from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error, is_disk_full
 from muralist.core.slurm import set_rank_environment
 from muralist.data.source import sample_files, short_hash
+from muralist.data.tar_members import TarImage
 from muralist.evaluate.command import measure, stats
 from muralist.evaluate.encoders import InceptionEncoder, file_sha256
 from muralist.evaluate.inception import find_weights, load_inception
@@ -148,7 +149,8 @@ def _reference_digest(path: Path, output: Path) -> str:
         )
     files = find_images(path, "--reference")
     names = "\n".join(file.relative_to(path).as_posix() for file in files)
-    return short_hash(names, sample_files(len(files), files.__getitem__))
+    paths = [file.tar if isinstance(file, TarImage) else file for file in files]
+    return short_hash(names, sample_files(len(paths), paths.__getitem__))
 
 
 @dataclass

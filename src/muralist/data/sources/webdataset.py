@@ -29,6 +29,7 @@ from muralist.data.source import (
     sample_files,
     short_hash,
 )
+from muralist.data.tar_members import tar_members
 
 _MAX_OPEN_FILES = 64
 _HEADER_BYTES = 1 << 16  # enough of nearly every image file to hold its size
@@ -143,21 +144,8 @@ class _Members:
 def _samples(path: Path) -> Iterator[_Members]:
     """Yield the samples of a tar file that have an image, in the order of their first members."""
     samples: dict[str, _Members] = {}
-    try:
-        with path.open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            length = os.fstat(file.fileno()).st_size
-            while (member := archive.next()) is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps a kilobyte for every member
-                if member.isfile() or member.size < 0:  # a negative size would make tarfile loop forever
-                    if not 0 <= member.size <= length - member.offset_data:
-                        raise tarfile.ReadError(f"the header of {member.name!r:.80} gives it {member.size:,} bytes")
-                    _add_member(samples, member, file.fileno(), path)
-    # The last three come from damaged headers.
-    except (OSError, tarfile.TarError, ValueError, OverflowError, IndexError) as error:
-        raise UserError(
-            f"The tar file {path} could not be read: {error}.",
-            fix="If it is compressed, unpack it to a plain .tar; if it is truncated, download it again.",
-        ) from error
+    for member, descriptor in tar_members(path):
+        _add_member(samples, member, descriptor, path)
     return (sample for sample in samples.values() if sample.name)
 
 
@@ -179,7 +167,7 @@ def _add_member(samples: dict[str, _Members], member: tarfile.TarInfo, descripto
     try:
         text = os.pread(descriptor, member.size, member.offset_data).decode()
         fields = json.loads(text) if kind == ".json" else {}
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{where} is not valid text: {error}.") from error
     if kind == ".cls":
         sample.label = parse_label(text.strip(), where)

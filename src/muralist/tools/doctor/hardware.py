@@ -19,8 +19,9 @@ from pathlib import Path
 from muralist.core.formatting import format_bytes, format_list
 from muralist.core.hardware import check_gpu_ids, select_devices
 from muralist.core.run_dir import is_disk_full
+from muralist.data.ledger_reader import read_tar_shards
 from muralist.models.integrity import weight_bytes
-from muralist.settings import TrainSettings
+from muralist.settings import GenerateSettings, TrainSettings
 from muralist.tools.doctor.check import CheckContext, Finding, check, failed, ok, skipped, warning
 from muralist.train.preflight import MemoryEstimate, estimate_memory
 
@@ -31,6 +32,7 @@ _SMI_FIELDS = "index,uuid,name,memory.total,memory.used,driver_version,compute_c
 _IN_USE = 0.1  # fraction of its memory above which a GPU counts as in use
 _BF16_CAPABILITY = 8.0
 _BYTES_PER_PIXEL = 1.6  # of a PNG of a photograph: 100 KB at 256 x 256
+_LOSSY_BYTES_PER_PIXEL = {"jpg": 1.0, "webp": 0.6}  # rough, at the default quality; lower ones take less
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _HIDDEN = ("", "-1", "NoDevFiles")  # SLURM sets the last one for jobs without GPUs
 _TEST_PROGRAM = (
@@ -342,7 +344,12 @@ def check_disk_space(context: CheckContext) -> Finding:
         facts = {"checkpoint": size}
     else:
         pixels = math.prod(context.model.resolved[name] for name in ("height", "width", "num_frames"))
-        size, count = _BYTES_PER_PIXEL * pixels, max(0, context.images - sum(1 for _ in folder.glob("*_seed*.*")))
+        assert context.generate
+        settings, in_tars = context.generate, _samples_in_tars(folder)
+        size = _bytes_per_pixel(settings) * pixels
+        count = max(0, context.images - in_tars - sum(1 for _ in folder.glob("*_seed*.*")))
+        if settings.shards and count:  # while a tar file is written, its images are there twice
+            count += min(settings.shards, context.images)
         need, reduction = f"{count:,} images take about {format_bytes(count * size)}", "generate fewer images"
         facts = {"needed": count * size}
     usage = shutil.disk_usage(_existing_parent(folder))
@@ -381,6 +388,17 @@ def check_writable(context: CheckContext) -> Finding:
             fix = "Mount the disk for writing"
         return failed(f"Cannot write {folder}: {error.strerror}.", fix=f"{fix}, or give another {flag}.")
     return ok(f"files can be created in {existing}")
+
+
+def _bytes_per_pixel(settings: GenerateSettings) -> float:
+    """Return an estimate for photographs; clips are estimated as images."""
+    is_lossy = settings.num_frames == 1 and isinstance(settings.resolved_quality, int)
+    return _LOSSY_BYTES_PER_PIXEL[settings.image_format] if is_lossy else _BYTES_PER_PIXEL
+
+
+def _samples_in_tars(folder: Path) -> int:
+    shards = {shard.name: shard.samples for shard in read_tar_shards(folder)}
+    return sum(samples for name, samples in shards.items() if (folder / name).is_file())
 
 
 def _existing_parent(path: Path) -> Path:
