@@ -138,7 +138,7 @@ def variant(folder: Path, target: Path, part: str, **changes: Any) -> Path:
          {"_class_name": "EulerDiscreteScheduler", "timestep_spacing": "trailing", "prediction_type": "v_prediction"},
          "", 50, 7.5),
         ("sd3", "stable-diffusion-3.5-large-turbo", "scheduler", {}, "SD 3.5 Large Turbo", 4, 0.0),
-        ("sd3", "a", "transformer", {"num_layers": 38}, "SD 3.5 Large", 28, 3.5),
+        ("sd3", "a", "transformer", {"num_layers": 38}, "SD 3.5 Large", 40, 4.5),
         ("sd3", "a", "transformer", {"dual_attention_layers": [0]}, "SD 3.5 Medium", 40, 4.5),
         ("flux", "a", "scheduler", {"use_dynamic_shifting": True}, "", 28, 3.5),
     ],

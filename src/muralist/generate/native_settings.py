@@ -89,12 +89,13 @@ VARIANTS = (
     Variant(
         "FLUX.2-klein", "Flux2Klein", "`is_distilled` in model_index.json",
         lambda files: files.configs[""].get("is_distilled") is True,
-        {"num_inference_steps": 4, "guidance_scale": 1.0}, "README of black-forest-labs/FLUX.2-klein-4B",
+        {"num_inference_steps": 4, "guidance_scale": 1.0},
+        "README of black-forest-labs/flux2 (4 steps); diffusers' Flux2KleinPipeline (ignores guidance)",
     ),
     Variant(
-        "Z-Image-Turbo", "ZImage", "the scheduler's `shift` is 3 (Z-Image: 6)",
+        "Z-Image-Turbo", "ZImage", "the scheduler's `shift` is 3",
         lambda files: files.scheduler.get("shift") == 3.0,
-        {"num_inference_steps": 8, "guidance_scale": 0.0}, "docstring of diffusers' ZImagePipeline",
+        {"num_inference_steps": 8, "guidance_scale": 0.0}, "src/config/inference.py and model.py of Tongyi-MAI/Z-Image",
     ),
     Variant(
         "SDXL-Turbo", "StableDiffusionXL", "EulerAncestralDiscrete with `trailing` time steps",
@@ -104,22 +105,25 @@ VARIANTS = (
     Variant(
         "SD-Turbo", "StableDiffusionP", "EulerDiscrete with `trailing` time steps, epsilon",
         lambda files: _spaced(files, "EulerDiscreteScheduler") and files.scheduler.get("prediction_type") == "epsilon",
-        {"num_inference_steps": 4, "guidance_scale": 0.0}, "README of stabilityai/sd-turbo: 1 to 4 steps",
+        {"num_inference_steps": 4, "guidance_scale": 0.0},
+        "README of stabilityai/sd-turbo; Stability-AI/generative-models, scripts/demo/turbo.py: 1 to 4 steps",
     ),
     Variant(
         "SDXL-Lightning", "StableDiffusionXL", "`lightning` in the folder's name",
         _has_name("lightning"),
-        {"num_inference_steps": 4, "guidance_scale": 0.0}, "README of ByteDance/SDXL-Lightning, 4-step model",
+        {"num_inference_steps": 4, "guidance_scale": 0.0}, "app.py of ByteDance's space SDXL-Lightning, 4 steps",
     ),
     Variant(
         "SD 3.5 Large Turbo", "StableDiffusion3", "`turbo` in the folder's name",
         _has_name("turbo"),
-        {"num_inference_steps": 4, "guidance_scale": 0.0}, "README of stabilityai/stable-diffusion-3.5-large-turbo",
+        {"num_inference_steps": 4, "guidance_scale": 0.0},
+        "app.py of stabilityai's space stable-diffusion-3.5-large-turbo",
     ),
     Variant(
         "SD 3.5 Large", "StableDiffusion3", "38 layers",
         lambda files: files.network.get("num_layers") == 38,
-        {"guidance_scale": 3.5}, "README of stabilityai/stable-diffusion-3.5-large",
+        {"num_inference_steps": 40, "guidance_scale": 4.5},
+        "sd3_infer.py of Stability-AI/sd3.5; Hugging Face blog, sd3-5",
     ),
     Variant(
         "SD 3.5 Medium", "StableDiffusion3", "`dual_attention_layers`",
@@ -168,17 +172,17 @@ DISTILLED = (
     ),
     Preset(
         "turbo", "StableDiffusion3", {"num_inference_steps": 4, "guidance_scale": 0.0},
-        "README of stabilityai/stable-diffusion-3.5-large-turbo",
+        "app.py of stabilityai's space stable-diffusion-3.5-large-turbo",
     ),
     Preset(
         "turbo", "StableDiffusion",
         {"scheduler": "eulerdiscrete", "scheduler_options": _TRAILING, "num_inference_steps": 4, "guidance_scale": 0.0},
-        "README of stabilityai/sd-turbo",
+        "README and scheduler_config.json of stabilityai/sd-turbo",
     ),
     Preset(
         "lightning", "StableDiffusionXL",
         {"scheduler": "eulerdiscrete", "scheduler_options": _TRAILING, "num_inference_steps": 4, "guidance_scale": 0.0},
-        "README of ByteDance/SDXL-Lightning", "2, 4 or 8 steps, as in the name of the file",
+        "app.py of ByteDance's space SDXL-Lightning", "2, 4 or 8 steps, as in the name of the file",
     ),
     Preset(
         "hyper", "FluxP", {"num_inference_steps": 8, "guidance_scale": 3.5},
