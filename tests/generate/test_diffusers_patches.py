@@ -62,7 +62,6 @@ TEXT_METHODS = {
     "sana": {"_get_gemma_prompt_embeds"},
     "qwenimage": {"_get_qwen_prompt_embeds"},
 }
-SILENT = ("wan21", "wan22", "sana", "zimage", "qwenimage")  # do not warn that they truncated a prompt
 REPEATED_BLOCKS = {
     "wan21": {"WanTransformerBlock"},
     "hunyuan": {"HunyuanDiTBlock"},
@@ -111,10 +110,9 @@ def test_pipelines_have_what_the_wrappers_rely_on(name: str, tiny_pipeline: Buil
     assert methods >= TEXT_METHODS.get(name, set())
     scheduler = pipe.scheduler
     assert "device" in inspect.signature(scheduler.set_timesteps).parameters and callable(scheduler.step)
-    scheduler.set_timesteps(3)
+    shifted = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}
+    scheduler.set_timesteps(3, **shifted, **({"intermediate_timesteps": None} if name == "sana_sprint" else {}))
     assert scheduler.timesteps.device.type == "cpu" and len(scheduler.timesteps) >= 3
-    if name not in SILENT:
-        assert "truncated" in inspect.getsource(sys.modules[type(pipe).__module__])
 
 
 def test_hunyuan_takes_rotary_positions_as_an_argument() -> None:

@@ -135,7 +135,7 @@ def test_weights_and_guidance_interval_are_recorded(run: Path, tmp_path: Path, c
     table(tmp_path, "prompt\nmeadow\n")
     asked = ("--weights", "ema2", "--guidance_interval", 0, 0.5)
     images = generate(tmp_path, run, *asked)
-    assert "(fp32, ema2, 2 steps, guidance 2.9 between 0 and 0.5)" in capsys.readouterr().err
+    assert "(fp32, ema2, 2 steps, guidance 2.9 between 0 and 0.5; " in capsys.readouterr().err
     told = json.loads(Image.open(images / "000001_seed42.png").info["settings"])  # type: ignore[arg-type]
     assert (told["weights"], told["guidance_interval"]) == ("ema2", [0, 0.5])
     generate(tmp_path, run, *asked)
@@ -145,15 +145,15 @@ def test_weights_and_guidance_interval_are_recorded(run: Path, tmp_path: Path, c
 
 
 def test_a_model_without_batching_resumes_with_the_same_command(tmp_path: Path, capsys: Capture) -> None:
-    zimage = build_pipeline("zimage", tmp_path)
+    lumina = build_pipeline("lumina2", tmp_path)
     table(tmp_path, "prompt\ncar\ntree\n")
     asked = [*SMALL, "--batch_size", 5]
-    generate(tmp_path, zimage, *asked, "--num_samples", 1)
+    generate(tmp_path, lumina, *asked, "--num_samples", 1)
     assert "the batch size is 1" in capsys.readouterr().err
-    images = generate(tmp_path, zimage, *asked)
+    images = generate(tmp_path, lumina, *asked)
     assert {message.batch_size for _, message in ModelThreadPool.last.sent if isinstance(message, GenerateBatch)} == {1}
     assert [line.get("batch_size") for line in lines(images)] == [None, None]
-    generate(tmp_path, zimage, *asked)
+    generate(tmp_path, lumina, *asked)
     assert "Nothing to do: 2 of 2 images" in capsys.readouterr().err
 
 

@@ -13,8 +13,18 @@ import pytest
 from muralist.core.errors import UserError
 from muralist.generate.diffusers_source import find_class
 from muralist.generate.noise_schedulers import SCHEDULERS, choose_scheduler
+from tests.support.equality import CASES
 from tests.support.generating import generate_arguments, read_images, write_table
-from tests.support.pipeline_calls import CAR, NIGHT, SNOW, generate, generate_with_diffusers, load, max_difference
+from tests.support.pipeline_calls import (
+    CAR,
+    GUIDANCE,
+    NIGHT,
+    SNOW,
+    generate,
+    generate_with_diffusers,
+    load,
+    max_difference,
+)
 from tests.support.runs import finish, start
 
 Build = Callable[[str], Path]
@@ -91,7 +101,8 @@ def equal_to_diffusers(folder: Path, kind: Any, changes: dict[str, Any], **setti
         def from_config(config: Any) -> Any:
             return kind.from_config(config, **changes)
 
-    call = {name: settings[name] for name in ("timesteps",) if name in settings}
+    call: dict[str, Any] = {"guidance_scale": GUIDANCE, **CASES[folder.name].arguments}
+    call |= {name: settings[name] for name in ("timesteps",) if name in settings}
     call |= {"eta": 0.3} if "eta=0.3" in settings.get("scheduler_options", ()) else {}
     call |= {"guidance_scale": settings["guidance_scale"]} if "guidance_scale" in settings else {}
     pipeline = load(folder, **settings)

@@ -45,6 +45,7 @@ def test_blocks_of_one_kind_are_traced_once(name: str, kinds: int, fp8: bool, ti
     """The compile cache does not keep traces, so a second start waits for them."""
     torch._dynamo.reset()
     pipeline: Any = load(tiny_pipeline(name))
+    pipeline.supports_batching()  # may run the denoiser, without compiling it
     network, traced = pipeline._pipe.transformer, CompileCounter()
     blocks = diffusers_patches.repeated_blocks(network)
     assert use_fp8(blocks, min_side=16) if fp8 else diffusers_patches.fuse_linear_gelu(network)

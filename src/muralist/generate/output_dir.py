@@ -297,7 +297,7 @@ class Header:
         try:
             with path.open(encoding="utf-8") as file:
                 return cls.parse(file.readline())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, RecursionError):
             raise UserError(
