@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from array import array
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from muralist import data
 from muralist.core.errors import UserError, closest_match
 from muralist.core.formatting import format_list
 from muralist.core.run_dir import check_exists
+from muralist.data.image_inputs import INPUT_COLUMNS, STRENGTH, ImageInputs, parse_inputs
 from muralist.data.source import check_caption, first_present, short_hash
 from muralist.data.tables import TEXT_SUFFIXES, Cells, CocoCaptionTable, ParquetTable, Table, TextTable
 
@@ -42,7 +44,7 @@ def image_file_stem(id: str, seed: int) -> str:
 
 _PROMPT = ("prompt", "caption")
 _ID = ("image_id", "id")
-_USED = (*_PROMPT, *_ID, "seed", "negative_prompt", "height", "width")
+_USED = (*_PROMPT, *_ID, "seed", "negative_prompt", "height", "width", *INPUT_COLUMNS)
 
 _SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".json")
 _BUILTIN = "muralist"
@@ -63,6 +65,7 @@ class PromptRow(NamedTuple):
     negative_prompt: str | None
     height: int | None
     width: int | None
+    inputs: ImageInputs | None = None  # None without any of their columns
 
 
 class PromptTable:
@@ -77,6 +80,11 @@ class PromptTable:
         """Seeds, int64 [N], -1 for empty cells; None without such a column."""
         self.id_hashes: np.ndarray | None = None
         """Hashes of the ids, int64 [N]; None if ids are row numbers."""
+        self.input_columns: tuple[str, ...] = ()
+        """The columns of image inputs that the table has."""
+        self.strengths: np.ndarray | None = None
+        """Strengths of image inputs, float64 [N], NaN for empty cells; None without such a column."""
+        self._folder = str(path.absolute().parent)
         if table.columns:
             _check_columns(table.columns, str(path))
         self._scan(limit)
@@ -97,24 +105,32 @@ class PromptTable:
                 fix="Run the same command again; images of unchanged rows are kept.",
             )
         found = self._table.read(int(self._positions[index]) for index in indices)
-        return [_parse_row(cells, index, str(self.path)) for cells, index in zip(found, indices, strict=True)]
+        return [self._parse(cells, index, str(self.path)) for cells, index in zip(found, indices, strict=True)]
 
     def where(self, index: int) -> str:
         """Return the place of a row for error messages; reads the table up to there."""
         row = next(islice(self._table.stream(), index, None))
         return f"{self._table.unit} {row.number}"
 
+    def _parse(self, cells: Cells, index: int, where: str) -> PromptRow:
+        row = _parse_row(cells, index, where)
+        if cells.keys().isdisjoint(INPUT_COLUMNS):
+            return row
+        return row._replace(inputs=parse_inputs(cells, where, self._folder))
+
     def _scan(self, limit: int | None) -> None:
         positions, hashes, seeds, sizes = array("q"), array("q"), array("q"), array("i")
+        strengths = array("d")
         columns = set(self._table.columns)
         empty, changed, example = 0, 0, ""
         for position, number, cells in islice(self._table.stream(), limit):
-            row = _parse_row(cells, len(positions), f"{self._table.unit} {number} of {self.path}")
+            row = self._parse(cells, len(positions), f"{self._table.unit} {number} of {self.path}")
             positions.append(position)
             # Python's hashes differ between processes, but these are only compared with each other.
             hashes.append(hash(row.id))
             seeds.append(-1 if row.seed is None else row.seed)
             sizes.extend((row.height or 0, row.width or 0))
+            strengths.append(row.inputs.strength or math.nan if row.inputs else math.nan)
             if not self._table.columns:
                 columns.update(cells)
             if not row.prompt:
@@ -131,6 +147,9 @@ class PromptTable:
             self.seeds = np.frombuffer(seeds, np.int64)
         if not columns.isdisjoint(("height", "width")):
             self.sizes = np.frombuffer(sizes, np.int32).reshape(-1, 2)
+        self.input_columns = tuple(name for name in INPUT_COLUMNS if name in columns)
+        if STRENGTH in columns:
+            self.strengths = np.frombuffer(strengths, np.float64)
         count = len(positions)
         if limit is not None and count < limit:
             self.notes.append(f"{self.path} has only {count:,} of the {limit:,} requested rows: all of them are used.")

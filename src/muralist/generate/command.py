@@ -21,9 +21,10 @@ from muralist.core.errors import UserError
 from muralist.core.hardware import select_devices
 from muralist.core.run_dir import FileLock, is_disk_full
 from muralist.core.slurm import set_rank_environment
-from muralist.data.prompts import open_prompt_table
+from muralist.data.prompts import PromptTable, open_prompt_table
 from muralist.generate import console, output_dir
 from muralist.generate.console import INTERRUPTED, ProgressLines, WorkerProgress
+from muralist.generate.image_inputs import choose_pipeline, read_input_sizes
 from muralist.generate.model_info import ModelInfo, inspect_model, settings_identity
 from muralist.generate.output_dir import Header, OutputDir
 from muralist.generate.plan import Plan
@@ -87,8 +88,11 @@ class _Command:
         if ranks and ranks.rank:
             log.setLevel(logging.ERROR)  # rank 0 logs for all
         model = inspect_model(settings)
+        table = _read_table(settings)
+        model = choose_pipeline(model, table, settings)
+        sizes = read_input_sizes(model, table, settings) if model.inputs else None
         settings = settings.model_copy(update=model.resolved)
-        plan = _read_plan(settings)
+        plan = _make_plan(settings, table, model, sizes)
         if model.is_jit:
             _check_class_names(plan, model)
         if preflight:  # before torch looks for GPUs: it would wait for a driver that does not answer
@@ -201,7 +205,10 @@ class _Command:
             if self._is_first:
                 all_labels = ranks.labels if ranks else labels
                 on_cpu = "cpu" in devices.values()
-                display.print(console.describe_job(self.settings, self.identity, self.plan, todo, all_labels, on_cpu))
+                task = self.model.inputs.task if self.model.inputs else ""
+                display.print(
+                    console.describe_job(self.settings, self.identity, self.plan, todo, all_labels, on_cpu, task)
+                )
             scheduler.run(labels, ranks.own if ranks else todo)
             grace = _EXIT_SECONDS
         except KeyboardInterrupt:
@@ -270,14 +277,20 @@ class _Command:
         return True
 
 
-def _read_plan(settings: GenerateSettings) -> Plan:
-    assert settings.height and settings.width
+def _read_table(settings: GenerateSettings) -> PromptTable:
     table = open_prompt_table(settings.prompts_csv, settings.num_samples)
     for note in table.notes:
         log.warning("%s", note)
+    return table
+
+
+def _make_plan(settings: GenerateSettings, table: PromptTable, model: ModelInfo, sizes: np.ndarray | None) -> Plan:
+    assert settings.height and settings.width
+    columns = tuple(model.inputs.arguments) if model.inputs else ()
     extension = output_dir.file_extension(settings.num_frames, settings.video_format)
     size = (settings.height, settings.width)
-    plan = Plan(table, settings.images_per_prompt, settings.seed_start, settings.negative_prompt, size, extension)
+    plan = Plan(table, settings.images_per_prompt, settings.seed_start, settings.negative_prompt, size, extension,
+                columns, sizes)  # fmt: skip
     plan.check_file_names()
     return plan
 

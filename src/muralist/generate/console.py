@@ -157,6 +157,7 @@ def describe_job(
     todo: np.ndarray,
     labels: list[str],
     on_cpu: bool,
+    task: str = "",
 ) -> str:
     """Describe what is about to happen."""
     sizes = {plan.size_of(index) for index in todo.tolist()}
@@ -171,9 +172,10 @@ def describe_job(
         guidance += f" for {settings.cfg_truncation_step} steps"
     last = ", the official last step" if settings.official_last_step else ""
     frames = f" of {settings.num_frames} frames" if settings.num_frames > 1 else ""
+    purpose = f"{task}, " if task else ""
     weights = f", {settings.weights}" if "weights" in identity else ""
     return (
-        f"{len(todo):,} {noun(settings, len(todo))}{frames}, {size}, from {settings.prompts_csv} with "
+        f"{len(todo):,} {noun(settings, len(todo))}{frames}, {size}, {purpose}from {settings.prompts_csv} with "
         f"{identity['model']} ({settings.dtype}{weights}, {settings.num_inference_steps} steps, {guidance}{last}) "
         f"on {len(labels)} {kind[len(labels) > 1]}: {' '.join(labels)}. Loading the model."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -14,9 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
+from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -24,9 +27,11 @@ from transformers.utils import logging as transformers_logging
 
 from muralist.core.errors import UserError, closest_match
 from muralist.core.hardware import copy_to_device, copy_to_host
+from muralist.data.image_inputs import STRENGTH
 from muralist.generate import diffusers_patches
 from muralist.generate.denoising import DenoisingLoop, denoisers
-from muralist.generate.model_info import FP8_PIPELINES, PEFT_CONFIG, LoraAdapter, check_adapters
+from muralist.generate.image_inputs import PipelineInputs
+from muralist.generate.model_info import FP8_PIPELINES, PEFT_CONFIG, LoraAdapter, ModelInfo, check_adapters
 from muralist.generate.optimizations import (
     CudaGraphs,
     Fp8Linear,
@@ -63,11 +68,16 @@ class DiffusersPipeline(Pipeline):
     """A diffusers pipeline on one device."""
 
     def __init__(
-        self, pipe: Any, settings: GenerateSettings, device: torch.device, optimizations: Optimizations
+        self,
+        pipe: Any,
+        settings: GenerateSettings,
+        device: torch.device,
+        optimizations: Optimizations,
+        inputs: PipelineInputs | None = None,
     ) -> None:
         assert settings.height and settings.width and settings.guidance_scale != "auto", "resolved by inspect_model"
         self._pipe, self._size = pipe, (settings.height, settings.width)
-        self._name = type(pipe).__name__
+        self._name, self._inputs = type(pipe).__name__, inputs
         self._parameters = inspect.signature(pipe.__call__).parameters
         self._check_pipeline()
         self._steps = settings.num_inference_steps
@@ -93,6 +103,8 @@ class DiffusersPipeline(Pipeline):
             encoder.forward = self._copies.suspended(self._graphs.wrap(encoder.forward))
         if getattr(pipe, "vae", None) is not None:
             pipe.vae.decode = self._copies.suspended(pipe.vae.decode)
+            if inputs:
+                pipe.vae.encode = self._copies.suspended(pipe.vae.encode)
         self._reset_text_cache = diffusers_patches.cache_text_embeddings(pipe)
 
     @classmethod
@@ -103,8 +115,14 @@ class DiffusersPipeline(Pipeline):
         folder: Path | None = None,
         components: dict[str, Any] | None = None,
         optimizations: Optimizations | None = None,
+        model: ModelInfo | None = None,
     ) -> DiffusersPipeline:
-        """Load a pipeline's folder onto a device; `components` replace those in the folder."""
+        """Load a pipeline's folder onto a device; `components` replace those in the folder.
+
+        `model` names another class for it, where rows have image inputs.
+        """
+        inputs = model.inputs if model else None
+        pipeline_class = getattr(diffusers, model.pipeline_class) if model and inputs else DiffusionPipeline
         folder, dtype = folder or Path(settings.model_path), DTYPES[settings.dtype]
         for library in (diffusers_logging, transformers_logging):
             library.disable_progress_bar()
@@ -113,7 +131,7 @@ class DiffusersPipeline(Pipeline):
         diffusers_logging.disable_default_handler()  # of one warning for each long prompt of ten thousand
         diffusers_logging.add_handler(_TRUNCATIONS)  # a logger keeps a handler once
         try:
-            pipe: Any = DiffusionPipeline.from_pretrained(
+            pipe: Any = pipeline_class.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(components or {})
             )
         except (OSError, ValueError, AttributeError, ImportError, RuntimeError, SafetensorError) as error:
@@ -133,7 +151,7 @@ class DiffusersPipeline(Pipeline):
         optimizations = optimizations or Optimizations.choose(settings.compile, device)
         if not offloaded:  # before the optimizations, which quantize and reorder weights faster on the GPU
             pipe.to(device)
-        pipeline = cls(pipe, settings, device, optimizations)
+        pipeline = cls(pipe, settings, device, optimizations, inputs)
         if offloaded:
             # Last: offloading wraps the components' calls and unwraps them again, so it must be outermost.
             pipe.enable_model_cpu_offload(gpu_id=device.index or 0)
@@ -147,7 +165,7 @@ class DiffusersPipeline(Pipeline):
             for name, parameter in self._parameters.items()
             if parameter.default is parameter.empty
             and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            and name != "prompt"
+            and name not in ("prompt", *(self._inputs.arguments.values() if self._inputs else ()))
         ]
         if "prompt" not in self._parameters or required:
             why = f"It needs {', '.join(required)}." if required else "It takes no prompt."
@@ -179,11 +197,13 @@ class DiffusersPipeline(Pipeline):
         return {"num_frames": frames}
 
     def supports_batching(self) -> bool:
-        """Whether prompts of any length have embeddings of one shape."""
-        return self._supports_batching
+        """Whether prompts of any length have embeddings of one shape, and image inputs are scaled to one size."""
+        return self._has_fixed_length and not (self._inputs and self._inputs.own_resize)
 
     @cached_property
-    def _supports_batching(self) -> bool:
+    def _has_fixed_length(self) -> bool:
+        if not self._embeddings.is_available:
+            return False
         short, long = (self._encode(SampleRequest(text, text, 0)) for text in (_SHORT_PROMPT, _LONG_PROMPT))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the embeddings are still being copied to the host
@@ -194,7 +214,7 @@ class DiffusersPipeline(Pipeline):
     @property
     def _compiled(self) -> bool:
         """Where embeddings are as long as the prompt, every length would compile its own graph."""
-        return self._optimizations.compiled and self.supports_batching()
+        return self._optimizations.compiled and self._has_fixed_length
 
     def execution_info(self) -> dict[str, str]:
         """Whether the pipeline is compiled, and which fused or FP8 kernels it uses."""
@@ -246,11 +266,40 @@ class DiffusersPipeline(Pipeline):
             exact_matmuls(self._fp8_layers if exact else ()),
             self._loop.running(len(requests), on_step, lambda: self._embeddings.prompt_embeds, exact),
         ):
-            images = self._fetch(self._call(requests, size, MEMORY_PROBE_STEPS if probe else self._steps), size)
+            images = self._fetch(self._call(requests, size, self._probe_steps if probe else self._steps), size)
         if mode is not GenerationMode.DEFAULT:
             self._loop.clock.reset()
         self._embeddings.evict()
         return images
+
+    @property
+    def _probe_steps(self) -> int:
+        """The steps of a memory probe, of which image-to-image runs only the fraction `strength`."""
+        strength = self._parameters[STRENGTH].default if self._inputs and STRENGTH in self._parameters else 1.0
+        return math.ceil(MEMORY_PROBE_STEPS / strength)
+
+    def _input_arguments(self, requests: Requests, size: Size) -> dict[str, Any]:
+        """The arguments for image inputs, scaled to the size of the images as diffusers scales them."""
+        arguments: dict[str, Any] = {}
+        for column, argument in self._inputs.arguments.items() if self._inputs else ():
+            assert self._inputs
+            if column == STRENGTH:
+                strength = requests[0].inputs.strength if requests[0].inputs else None  # all of a batch have this one
+                if strength is not None:
+                    arguments[argument] = strength
+                continue
+            images = [request.inputs.images.get(column) if request.inputs else None for request in requests]
+            if column in self._inputs.required:  # black images, where only texts are encoded or memory is measured
+                images = [image or Image.new("RGB", size[::-1]) for image in images]
+            if None in images:
+                continue
+            if self._inputs.own_resize:  # one at a time, and not in a list: QwenImageEditPipeline scales no list
+                arguments[argument] = images[0]
+            else:
+                arguments[argument] = [self._pipe.image_processor.resize(image, *size) for image in images]
+        if self._inputs and "max_area" in self._parameters:
+            arguments["max_area"] = size[0] * size[1]  # else FluxKontextPipeline would change the size
+        return arguments
 
     def _call(self, requests: Requests, size: Size, steps: int) -> Any:
         generators = [torch.Generator("cpu").manual_seed(request.seed) for request in requests]
@@ -266,6 +315,7 @@ class DiffusersPipeline(Pipeline):
             "clean_caption": False,  # it would depend on which packages are installed
             **self._guidance,
             **self._frames,
+            **self._input_arguments(requests, size),
         }
         if self._guidance.get("true_cfg_scale") != 1.0:
             empty = _EMPTY_NEGATIVE_PROMPT if "true_cfg_scale" in self._guidance else ""
@@ -432,8 +482,10 @@ class PromptEmbeddingCache:
     """
 
     def __init__(self, pipe: Any) -> None:
-        self.is_available = hasattr(pipe, "encode_prompt")
-        """Some old pipelines encode text elsewhere; they generate one image at a time."""
+        encode: Any = getattr(pipe, "encode_prompt", None)
+        self.is_available = encode is not None and "image" not in inspect.signature(encode).parameters
+        """Some old pipelines encode text elsewhere, and QwenImageEditPipeline encodes an image with it; they generate
+        one image at a time."""
         self._embeddings: dict[Hashable, Any] = {}
         self._kept: dict[SampleRequest, set[Hashable]] = {}
         self._used: dict[Hashable, None] = {}
@@ -442,7 +494,7 @@ class PromptEmbeddingCache:
         self.prompt_embeds: Any = None
         """The prompts' embeddings of the first call since `begin`: [B, ...], or a list of B."""
         if self.is_available:
-            self._encode: Callable[..., Any] = pipe.encode_prompt
+            self._encode: Callable[..., Any] = encode
             self._signature = inspect.signature(self._encode)
             pipe.encode_prompt = functools.wraps(self._encode)(self)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import check_exists, exists
@@ -18,6 +18,9 @@ from muralist.models.configs import JIT_GUIDANCE
 from muralist.models.integrity import check_base, check_integrity, fingerprint
 from muralist.models.spec import ModelFamily, find_family_by_key
 from muralist.settings import GenerateSettings
+
+if TYPE_CHECKING:
+    from muralist.generate.image_inputs import PipelineInputs
 
 log = logging.getLogger("muralist")
 INDEX_FILE = "model_index.json"
@@ -58,6 +61,7 @@ class ModelInfo:
     folder: Path | None = None  # in diffusers layout: the model, or what it was fine-tuned from; None for a JiT
     components: tuple[str, ...] = ()  # the names of that folder's components
     pipeline_class: str = ""  # the diffusers class that generates the images
+    inputs: PipelineInputs | None = None  # of that class, where rows have image inputs
 
     @property
     def is_jit(self) -> bool:

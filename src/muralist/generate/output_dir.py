@@ -32,6 +32,7 @@ from muralist.core.errors import UserError
 from muralist.core.images import encode_png
 from muralist.core.run_dir import FileLock, atomic_write, disk_write_error, hold_lock, is_disk_full, open_no_follow
 from muralist.data import ledger_reader
+from muralist.data.image_inputs import IMAGE_COLUMNS
 from muralist.data.ledger_reader import DONE, FAILED, PLANNED, lines_with_offsets, read_lines, read_lines_at
 from muralist.generate.plan import Plan, Sample
 from muralist.settings.generate import scheduler_name
@@ -41,10 +42,15 @@ PROMPT_TRUNCATED = "prompt_cut"
 """In an image's line: a text encoder did not read its prompt to the end."""
 PSNR = "psnr_to_exact"
 """In an image's line, in fast mode: the PSNR to the same image in exact mode, in dB."""
+INPUTS = "inputs"
+"""In a line: the image inputs of the row, as the table writes them."""
+INPUT_FILES = "input_files"
+"""In an image's line: size, hash and modification time of the files of its inputs, by column."""
 _FAILURES = "failed_prompts_gpu"
 _OTHER_FOLDER = "choose another --output_dir, or give --overwrite to start anew in this one."
 _FRAMES_PER_SECOND = 16  # Wan's own
 _EXIF_IMAGE_DESCRIPTION = 0x010E
+_NO_FILE = {"bytes": -1, "sha256": "", "changed": 0}
 
 
 class OutputDir:
@@ -146,15 +152,33 @@ class OutputDir:
         lines = read_lines_at(self.ledger, last[known].tolist()) if len(known) else ()
         for sample, line in zip(plan.samples(known), lines, strict=True):
             if line["status"] == DONE:  # a row that failed may have been corrected
+                self._check_input_files(sample, line)
                 self._check_row(sample, line)
                 done[sample.sample_index] = is_intact(self.root / sample.file, line)
         return done
 
+    def _check_input_files(self, sample: Sample, line: dict[str, Any]) -> None:
+        """Refuse an image whose inputs are not the files any more from which it was made."""
+        files = line.get(INPUT_FILES)
+        if sample.inputs is None or line.get(INPUTS) != sample.inputs.cells or not isinstance(files, dict):
+            return  # another row, which `_check_row` refuses
+        for column, record in files.items():
+            if column not in IMAGE_COLUMNS:
+                continue
+            path = sample.inputs.path(column)
+            if not isinstance(record, dict) or not is_intact(path, _NO_FILE | record):
+                state = "changed since" if path.exists() else "is missing, and"
+                raise UserError(
+                    f"The {column} of row {sample.row + 1}, {path}, {state} {sample.file} was made from it.",
+                    "Every image of a folder belongs to the row and the files that its ledger records.",
+                    f"Restore the file, or {_OTHER_FOLDER}",
+                )
+
     def _check_row(self, sample: Sample, line: dict[str, Any]) -> None:
         if line["key"] == sample.key:
             return
-        now = sample._asdict()
-        names = ("id", "seed", "prompt", "negative_prompt", "height", "width")
+        now = sample._asdict() | {INPUTS: sample.inputs.cells if sample.inputs else None}
+        names = ("id", "seed", "prompt", "negative_prompt", "height", "width", INPUTS)
         changes = [
             f"{name} {line.get(name)!r:.80} -> {now[name]!r:.80}" for name in names if line.get(name) != now[name]
         ]
@@ -287,6 +311,7 @@ class Shard:
             "negative_prompt": sample.negative_prompt,
             "height": sample.height,
             "width": sample.width,
+            **({INPUTS: sample.inputs.cells} if sample.inputs else {}),
             "file": sample.file,
             "gpu": gpu,
             "seconds": round(seconds, 4),
@@ -371,6 +396,8 @@ def file_extension(frames: int, video_format: str) -> str:
 def encode_image(pixels: np.ndarray, sample: Sample, facts: dict[str, Any], video_format: str) -> bytes:
     """Encode pixels [H, W, 3] or frames [F, H, W, 3] with prompt, seed, model and settings as metadata."""
     metadata = {"prompt": sample.prompt, "negative_prompt": sample.negative_prompt, "seed": str(sample.seed)}
+    if sample.inputs:
+        metadata[INPUTS] = json.dumps(sample.inputs.cells)
     metadata |= {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
     if pixels.ndim == 3:
         return encode_png(pixels, metadata)

@@ -263,13 +263,13 @@ class Scheduler:
             self.unassigned.extend(self.plan.grouped_by_size(np.sort(pooled)).tolist())
 
     def _take_batch(self, source: deque[int]) -> list[int]:
-        """Take the first samples of one size, each with its own slot."""
+        """Take the first samples of one size and strength, each with its own slot."""
         batch_size = self.batch_size.current
         batch: dict[int, int] = {}
         skipped: list[int] = []
         while source and len(batch) < batch_size and len(skipped) < _SLOT_SEARCH * batch_size:
             index = source[0]
-            if batch and self.plan.size_of(index) != self.plan.size_of(next(iter(batch.values()))):
+            if batch and self.plan.batch_key(index) != self.plan.batch_key(next(iter(batch.values()))):
                 break
             source.popleft()
             if batch.setdefault(self.plan.slot(index, batch_size), index) != index:

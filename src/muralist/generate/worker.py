@@ -27,9 +27,10 @@ from muralist.core import compile_cache
 from muralist.core.errors import UserError
 from muralist.core.run_dir import atomic_write
 from muralist.core.worker_pool import Inbox
+from muralist.data.image_inputs import LoadedInputs, load_inputs
 from muralist.generate import output_dir, workers
 from muralist.generate.optimizations import is_out_of_memory
-from muralist.generate.output_dir import PROMPT_TRUNCATED, PSNR, OutputDir, Shard, explain_write_errors
+from muralist.generate.output_dir import INPUT_FILES, PROMPT_TRUNCATED, PSNR, OutputDir, Shard, explain_write_errors
 from muralist.generate.pipeline import (
     GenerationMode,
     PendingBatch,
@@ -125,6 +126,7 @@ class Worker:
     running: _RunningBatch | None = None
     on_device: tuple[int, ...] = ()  # samples that the device works on while the next batch is started
     exact: dict[Sample, np.ndarray] = field(default_factory=dict)  # images of exact mode, until fast mode has made them
+    inputs: dict[Sample, LoadedInputs] = field(default_factory=dict)  # of samples that are being generated
     last_end: float = 0.0
     last_heartbeat: float = 0.0
 
@@ -162,6 +164,9 @@ class Worker:
 
     def _run(self, batch: GenerateBatch) -> None:
         """Start a batch, then save the one before it; in fast mode, generate some samples in exact mode first."""
+        batch = self._load_inputs(batch)
+        if not batch.samples:
+            return
         self._encode_prompts([batch, *self.waiting])
         fast = self.settings.preset == "fast"
         compared = tuple(sample for sample in batch.samples if fast and sample.row < _COMPARED_ROWS and not sample.copy)
@@ -186,9 +191,28 @@ class Worker:
         if self.running is not None:
             self.on_device = following  # in case a sample of the running batch is tried alone
             images = self._collect(self.running)
+            for sample in self.running.batch.samples:
+                self.inputs.pop(sample, None)
             self.running, self.on_device = None, ()
             self._wait_until_saved()  # at most one batch waits for the disk
             self.saving = [self.savers.submit(self._save, *image) for image in images]
+
+    def _load_inputs(self, batch: GenerateBatch) -> GenerateBatch:
+        """Decode the image inputs of a batch; samples whose inputs are broken fail and are left out."""
+        if self.job.model.inputs is None:
+            return batch
+        usable = []
+        for sample in batch.samples:
+            assert sample.inputs is not None
+            given, started = sample.inputs.cells, time.monotonic()
+            columns = [name for name in self.job.model.inputs.images if name in given]
+            required = [name for name in self.job.model.inputs.required if name not in given]
+            try:
+                self.inputs[sample] = load_inputs(sample.inputs, (*required, *columns))
+                usable.append(sample)
+            except UserError as error:
+                self._record_failure(sample, _describe(error), time.monotonic() - started)
+        return batch._replace(samples=tuple(usable))
 
     def _wait_until_saved(self) -> None:
         for future in self.saving:
@@ -269,13 +293,15 @@ class Worker:
             fields["gpu_busy"] = round(call.pending.gpu_busy, 4)
         if self.pipeline.is_truncated(sample.prompt):
             fields[PROMPT_TRUNCATED] = True
+        if sample in self.inputs:
+            fields[INPUT_FILES] = self.inputs[sample].files
         return fields
 
     def _calls(self, samples: tuple[Sample, ...], batch_size: int, mode: GenerationMode) -> list[_Call]:
         """Start as many pipeline calls as needed: tried twice when memory is short, then in halves where allowed."""
-        requests = [_request(samples[0])] * batch_size
+        requests = [self._request(samples[0])] * batch_size
         for sample in samples:
-            requests[batch_slot(sample.row, sample.copy, batch_size)] = _request(sample)
+            requests[batch_slot(sample.row, sample.copy, batch_size)] = self._request(sample)
         size = (samples[0].height, samples[0].width)
         for _ in range(2):
             try:
@@ -290,6 +316,9 @@ class Worker:
         half = batch_size // 2
         self.send(workers.WorkerNote(f"GPU {self.label} is out of memory: batch size {half} instead of {batch_size}."))
         return [call for part in split_by_slot(samples, half) for call in self._calls(part, half, mode)]
+
+    def _request(self, sample: Sample) -> SampleRequest:
+        return _request(sample)._replace(inputs=self.inputs.get(sample))
 
     # From images to files.
 
@@ -361,6 +390,7 @@ class Worker:
 
 
 def _request(sample: Sample) -> SampleRequest:
+    """Return a request without image inputs, which neither text encoders nor memory probes need."""
     return SampleRequest(sample.prompt, sample.negative_prompt, sample.seed)
 
 
