@@ -19,12 +19,13 @@ class GenerateSettings(Section):
 
     prompts_csv: str
     """CSV, TSV, JSONL or Parquet table with a column prompt or caption (optional: image_id, seed, negative_prompt,
-    width, height), a .txt file with one prompt per line, MS-COCO captions (.json), or muralist: 100 built-in
+    width, height; image inputs: image, mask, control_image, strength), a .txt file with one prompt per line, MS-COCO captions (.json), or muralist: 100 built-in
     prompts."""
     output_dir: str
     """Folder for the images, ledger.jsonl and failed_prompts_gpuN.txt; the same command resumes there."""
     model_path: str
-    """A text-to-image or text-to-video pipeline in diffusers layout, or a run or checkpoint of muralist train."""
+    """A pipeline in diffusers layout, text-to-image, text-to-video or with image inputs, or a run or checkpoint of
+    muralist train."""
     num_samples: PositiveInt | None = None
     """Use only the first N rows; default: all."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []
