@@ -134,6 +134,17 @@ def test_a_changed_input_is_refused_and_a_touched_one_is_not(
     assert main([*given, "--overwrite"]) == 0
 
 
+def test_a_class_that_is_not_supported_is_refused_before_loading(
+    tiny_pipeline: Build, tmp_path: Path, capsys: Capture
+) -> None:
+    model = shutil.copytree(tiny_pipeline("kontext"), tmp_path / "model")
+    index = json.loads((model / "model_index.json").read_text())
+    (model / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxFillPipeline"}))
+    for columns, sentence in (("image", "cannot use the column image"), ("strength", "does not support")):
+        assert main(arguments(write_inputs(tmp_path, columns, rows=1), model, tmp_path / "images")) == 1
+        assert "FluxFillPipeline" in (told := capsys.readouterr().err) and sentence in told
+
+
 @pytest.mark.parametrize(
     ("model", "columns", "sentence"),
     [

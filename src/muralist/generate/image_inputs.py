@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,11 @@ _ROWS_READ_AT_ONCE = 1024
 _READERS = 8  # threads: headers on a network disk are mostly waited for
 _NOTICE_AFTER = 2.0  # seconds
 _MEGAPIXEL = 1024 * 1024
+# Names of diffusers' classes that generate nothing from text alone.
+_NEEDS_IMAGES = re.compile(
+    "Img2Img|Inpaint|Control|Edit|Pix2Pix|Fill|Adapter|Upscale|SuperResolution|Depth2Img|Variation|Redux"
+    "|Image(To|2)Video|VideoToVideo"
+)
 
 
 class PipelineInputs(NamedTuple):
@@ -82,6 +88,12 @@ def choose_pipeline(model: ModelInfo, table: PromptTable, settings: GenerateSett
     if name is None and (own or given):
         raise _mismatch(model, own, given, table)
     if name is None:
+        if _NEEDS_IMAGES.search(model.pipeline_class):
+            raise UserError(
+                f"{model.pipeline_class} needs image inputs that generate does not support.",
+                "docs/generating.md lists the pipelines that it supports.",
+                "Give another --model_path.",
+            )
         if STRENGTH in table.input_columns:
             log.warning("Unused columns of %s: %s.", table.path, STRENGTH)
         return model

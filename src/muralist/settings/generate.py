@@ -19,8 +19,8 @@ class GenerateSettings(Section):
 
     prompts_csv: str
     """CSV, TSV, JSONL or Parquet table with a column prompt or caption (optional: image_id, seed, negative_prompt,
-    width, height; image inputs: image, mask, control_image, strength), a .txt file with one prompt per line, MS-COCO captions (.json), or muralist: 100 built-in
-    prompts."""
+    width, height; image inputs: image, mask, control_image, strength), a .txt file with one prompt per line, MS-COCO
+    captions (.json), or muralist: 100 built-in prompts."""
     output_dir: str
     """Folder for the images, ledger.jsonl and failed_prompts_gpuN.txt; the same command resumes there."""
     model_path: str
