@@ -131,7 +131,7 @@ def test_ids_that_are_numbers_keep_their_form(tmp_path: Path) -> None:
 
 def test_numbers_as_pandas_writes_them(tmp_path: Path) -> None:
     table = open_prompt_table(write(tmp_path, "prompt,seed,width,height\nx,42.0, 64 ,32.\nx,,,\n"))
-    assert table.row(0)[3:] == (42, None, 32, 64) and table.row(1)[3:] == (None, None, None, None)
+    assert table.row(0)[3:7] == (42, None, 32, 64) and table.row(1)[3:7] == (None, None, None, None)
     frame = {"prompt": ["x", None], "seed": [4611686018427387903.0 / 2**10, float("nan")]}
     pyarrow.parquet.write_table(pyarrow.table(frame), tmp_path / "p.parquet")
     rows = open_prompt_table(str(tmp_path / "p.parquet")).rows([0, 1])
