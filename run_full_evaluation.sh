@@ -11,7 +11,7 @@
 #   INCEPTION_WEIGHTS  Inception's weights of 2015-12-05         for FID, KID, precision, recall, density, coverage, IS
 #   CLIP_PATH          folder of a CLIP model                    for CLIP score and CMMD
 #   DINOV2_PATH        folder of a DINOv2 model                  for FD-DINOv2
-# Further arguments go to `muralist generate`: bash run_full_evaluation.sh --num_inference_steps 50
+# Further arguments go to batch_generate_t2i_multigpu.py, whose defaults apply: bash run_full_evaluation.sh --num_inference_steps 50
 set -euo pipefail
 
 : "${MODEL_PATH:?Set MODEL_PATH to the model to evaluate.}"
@@ -30,7 +30,7 @@ fi
 started=$(mktemp)
 trap 'rm -f "$started"' EXIT
 generated=0
-muralist generate --prompts_csv "$PROMPTS_CSV" --output_dir "$OUTPUT_DIR" --model_path "$MODEL_PATH" \
+python "$(dirname "${BASH_SOURCE[0]}")/batch_generate_t2i_multigpu.py" --prompts_csv "$PROMPTS_CSV" --output_dir "$OUTPUT_DIR" --model_path "$MODEL_PATH" \
   ${NUM_SAMPLES:+--num_samples "$NUM_SAMPLES"} "${on_gpus[@]}" "$@" || generated=$?
 # Failed rows are in the report, and the others are evaluated. A command that was refused or interrupted generated nothing:
 # images of an earlier command in the folder must not be evaluated in its place.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -210,8 +210,11 @@ class _Pipeline:
     def prepare(self, requests: Sequence[SampleRequest]) -> None:
         pass
 
-    def is_truncated(self, prompt: str) -> bool:
-        return False
+    def truncation(self, prompt: str) -> dict[str, Any]:
+        return {}
+
+    def ignores_negative_prompts(self) -> str:
+        return ""
 
     def generate_async(
         self,

@@ -86,7 +86,8 @@ def _train(arguments: Sequence[str]) -> int:
     from muralist.tools.doctor.command import check_training
     from muralist.train.trainer import train
 
-    return train(settings, name, preflight=check_training)
+    train(settings, name, preflight=check_training)
+    return 0
 
 
 def _load_training(arguments: Sequence[str]) -> tuple[TrainSettings, str]:
@@ -128,7 +129,7 @@ def _generate(settings: GenerateSettings) -> int:
     from muralist.generate.command import generate
     from muralist.tools.doctor.command import check_generation
 
-    return generate(settings, preflight=check_generation)
+    return generate(settings, preflight=check_generation).status
 
 
 def _export(settings: ExportSettings) -> int:
@@ -269,3 +270,9 @@ def _dispatch(words: list[str]) -> int:
 def script(command: str) -> None:
     """Run a command as the scripts in the project's root do: `python train.py ...` is `muralist train ...`."""
     sys.exit(main([command, *sys.argv[1:]]))
+
+
+def batch_generate_script() -> None:
+    """Run batch_generate_t2i_multigpu.py: `muralist generate` with the defaults of `BatchScriptSettings`."""
+    COMMANDS["generate"] = _command("BatchScriptSettings", _generate)
+    script("generate")

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import pickle
+import sys
 import time
 import tracemalloc
 from collections import Counter
@@ -21,9 +23,11 @@ from muralist.data.prompts import (
     PromptRow,
     image_file_stem,
     open_prompt_table,
+    open_prompts,
     refuse_collision,
     safe_id,
 )
+from muralist.settings import GenerateSettings
 
 COLUMNS = ["image_id", "prompt", "seed", "negative_prompt", "height", "width"]
 CELLS = [
@@ -78,7 +82,8 @@ def test_plain_lines_are_prompts_with_row_numbers_as_ids(tmp_path: Path) -> None
         ("000002", "three"),
         ("000003", "four"),
     ]
-    assert len(table) == 3 and table.sizes is None and table.seeds is None and table.notes == []
+    assert len(table) == 3 and table.sizes is None and table.seeds is None
+    assert table.notes == [f"{tmp_path / 'prompts.txt'}: 2 blank lines were skipped."]
     assert image_file_stem(table.row(0).id, 42) == "000001_seed42"
     refuse_collision(table, np.zeros(3, np.int64))
 
@@ -317,6 +322,78 @@ def test_a_wrong_path_is_explained(tmp_path: Path) -> None:
         open_prompt_table(str(tmp_path / "prompt.csv"))
     with pytest.raises(UserError, match="is a folder"):
         open_prompt_table(str(tmp_path))
+
+
+UNUSABLE: dict[str, tuple[str, str, dict[str, str], str]] = {
+    "a name that is not there": (
+        "p.csv",
+        "id,text\n1,x\n",
+        {"prompt": "txt"},
+        "no column txt in .*p.csv. Its columns are id, text. Did you mean text\\? Give --prompt_column the name",
+    ),
+    "the usual name, which is not there": ("p.csv", "prompt\nx\n", {"seed": "seed"}, "no column seed in"),
+    "in no row": ("p.jsonl", '{"prompt": "x", "b": 1, "a": 2}\n', {"id": "c"}, "no column c in .* are a, b, prompt"),
+    "not in this row": ("p.jsonl", '{"text": "x"}\n{"prompt": "x"}\n', {"prompt": "text"}, "no column text in line 2"),
+    "in plain lines": ("p.txt", "x\n", {"prompt": "text"}, "no column text in line 1 of .*Its columns are prompt"),
+    "of COCO's annotations": ("p.json", '{"annotations": [{"image_id": 1, "id": 2, "caption": "x"}]}', {"id": "id"},
+                              "no column id in .* are caption, image_id"),
+    "twice": ("p.csv", "prompt,Text,text\nx,y,z\n", {"prompt": "text"}, "2 columns called text"),
+    "words as seeds": ("p.csv", "prompt,n\nx,y\n", {"seed": "n"}, "The n 'y' in line 2 of .* an integer from 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", UNUSABLE)
+def test_a_column_that_cannot_be_used_is_explained(mistake: str, tmp_path: Path) -> None:
+    name, text, columns, message = UNUSABLE[mistake]
+    with pytest.raises(UserError, match=message):
+        open_prompt_table(write(tmp_path, text, name), columns=columns)
+
+
+def test_one_column_may_have_two_roles(tmp_path: Path) -> None:
+    path = write(tmp_path, "number,text,seed\n5,x,1\n6,y,2\n")
+    table = open_prompt_table(path, columns={"prompt": "TEXT ", "seed": "Number", "id": "number"})
+    assert [(row.id, row.seed, row.prompt) for row in table.rows([0, 1])] == [("5", 5, "x"), ("6", 6, "y")]
+    assert table.notes == [f"Unused columns of {path}: seed."]
+    assert table.seeds is not None and table.seeds.tolist() == [5, 6] and table.id_hashes is not None
+
+
+def test_comments_are_counted_as_far_as_the_table_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "#1\na\n\n \t# 2\nb\n#3\nc\n", "p.txt")
+    assert open_prompt_table(path, limit=2).notes[0].startswith(f"{path}: 2 comments and 1 blank line were skipped.")
+    assert open_prompt_table(path, limit=1).notes[0].startswith(f"{path}: 1 comment was skipped.")
+    table = open_prompt_table(path)
+    assert [row.prompt for row in table.rows([2, 0, 1])] == ["c", "a", "b"]
+    assert table.where(2) == "line 7"
+    with pytest.raises(UserError, match="p.txt has no rows"):
+        open_prompt_table(write(tmp_path, "# nothing\n", "p.txt"))
+
+
+def test_prompts_in_memory_are_rows_like_others() -> None:
+    settings = GenerateSettings(prompt=[" a, b ", "c\nd", ""], output_dir="o", model_path="m", num_samples=5)
+    table = open_prompts(settings)
+    assert [(row.id, row.prompt) for row in table.rows([0, 1, 2])] == [
+        ("000001", "a, b"), ("000002", "c\nd"), ("000003", ""),
+    ]  # fmt: skip
+    assert pickle.loads(pickle.dumps(table)).row(1) == table.row(1)
+    assert table.notes == [
+        "--prompt has only 3 of the 5 requested rows: all of them are used.",
+        "1 of 3 prompts are empty: their images are made from the empty text.",
+    ]
+    with pytest.raises(UserError, match="The prompt in row 1 of --prompt is not valid Unicode"):
+        open_prompts(GenerateSettings(prompt=["\udce4"], output_dir="o", model_path="m"))
+
+
+def test_broken_lines_of_standard_input_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = GenerateSettings(prompts_csv="-", output_dir="o", model_path="m", prompt_column="Text")
+    for data, message in [
+        (b'{"text": "a"}\n{"text"\n', r"Line 2 of standard input \(JSONL\) is not JSON"),
+        (b"id,text\n1,a\n2\n", r"Line 3 of standard input \(CSV\) has 1 field"),
+        (b"a car\n", r"There is no column text in line 1 of standard input \(lines\). Its columns are prompt."),
+        (b"\xff\n", r"Line 1 of standard input \(lines\), from byte 0 on, is not UTF-8"),
+    ]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        with pytest.raises(UserError, match=message):
+            open_prompts(settings)
 
 
 def test_blanks_before_quotes_are_accepted(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_memory_that_really_runs_out(tmp_path: Path) -> None:
     output = finish(start(*words), expect=1)  # with memory it goes on; one row cannot be made by anybody
     assert f"{small + large} of {small + large + 1} images are in" in output
     assert len(files(images)) == small + large and before.items() <= files(images).items()
-    assert "cannot generate images of 33 x 32" in (images / "failed_prompts_gpu0.txt").read_text()
+    assert "cannot generate images of 32 x 33" in (images / "failed_prompts_gpu0.txt").read_text()
     assert not any("batch_size" in line for line in lines(images / "ledger.jsonl"))
     undisturbed = tmp_path / "undisturbed"
     finish(start(*command(tmp_path / "sd", tmp_path / "prompts.csv", undisturbed)), expect=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from muralist.core.errors import UserError
-from muralist.data.prompts import PromptTable, open_prompt_table
+from muralist.data.prompts import PromptTable, open_prompt_table, open_prompts
+from muralist.settings import GenerateSettings
 from tests.fuzz.damage import BAD_JSON, NONSENSE, damaged, damaged_json, examples, nonsense, refused_or, untouched
 
 ROWS: list[dict[str, Any]] = [
@@ -44,7 +46,7 @@ VALID = {
     "csv": _separated(ROWS, ","),
     "tsv": _separated(ROWS, "\t"),
     "jsonl": b"".join(json.dumps(row).encode() + b"\n" for row in ROWS),
-    "txt": b"a red car\n\ntwo dogs\r\nsnow",
+    "txt": b"# traffic\na red car\n\ntwo dogs\r\n\\# snow",
     "json": json.dumps({"annotations": [{"image_id": 5, "id": 1, "caption": "a car"}]}).encode(),
     "parquet": _parquet(pa.Table.from_pylist(ROWS)),
 }
@@ -144,6 +146,53 @@ def test_table_round_trip(kind: str, encoding: str, line_end: str, rows: Any, tm
     assert [(row.prompt, row.seed) for row in table.rows(range(len(table)))] == [
         (p.strip(), seed) for _, p, seed in rows
     ]
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@examples(33)
+@given(lines=st.lists(_text.map(lambda text: " ".join(text.split())), max_size=9), comments=st.lists(_text, max_size=3))
+def test_plain_lines_round_trip(line_end: str, lines: list[str], comments: list[str], tmp_path_factory: Any) -> None:
+    """A prompt that begins with # is written with a backslash; comments may stand anywhere between prompts."""
+    path = tmp_path_factory.mktemp("table") / "table.txt"
+    remarks = [f" # {' '.join(text.split())}" for text in comments]
+    escaped = ["\\" + line if line.startswith(("#", "\\#")) else line for line in lines]
+    path.write_text(line_end.join(["first", *remarks, *escaped]), "utf-8", newline="")
+    table = open_prompt_table(str(path))
+    _check(table)
+    assert [row.prompt for row in table.rows(range(len(table)))] == ["first", *filter(None, lines)]
+    blank = lines.count("")
+    assert any("skipped" in note for note in table.notes) == bool(remarks or blank > (lines[-1:] == [""]))
+
+
+@examples(66)
+@given(data=st.data())
+def test_damaged_standard_input_is_read_or_refused(data: st.DataObject) -> None:
+    content = data.draw(damaged(VALID[data.draw(st.sampled_from(_TAGS))]))
+    settings = GenerateSettings(
+        prompts_csv="-", output_dir="", model_path="", prompt_column=data.draw(st.sampled_from([None, "image_id", "x"]))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        table = refused_or(lambda: open_prompts(settings))
+    if isinstance(table, PromptTable):
+        _check(table)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@examples(13)
+@given(data=st.data())
+def test_any_column_can_have_any_role(kind: str, data: st.DataObject, tmp_path_factory: Any) -> None:
+    column = st.sampled_from([*_HEADER, "absent"])
+    columns = data.draw(st.dictionaries(st.sampled_from(["prompt", "id", "seed"]), column))
+    path = tmp_path_factory.mktemp("table") / f"table.{kind}"
+    path.write_bytes(VALID[kind])
+    table = refused_or(lambda: open_prompt_table(str(path), columns=columns))
+    if isinstance(table, UserError):
+        assert "absent" in columns.values() or "is not" in str(table), table
+        return
+    _check(table)
+    assert table.row(0).prompt == str(ROWS[0][columns.get("prompt", "prompt")])
+    assert table.row(0).seed == int(ROWS[0][columns.get("seed", "seed")])
 
 
 def test_every_kind_of_nonsense_in_every_field(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,28 +34,17 @@ from tests.support.pipeline_calls import (
 from tests.support.pipelines import BUILDERS
 
 Build = Callable[[str], Path]
-NETWORKS = {
-    "hunyuan": diffusers.HunyuanDiT2DModel,
-    "hunyuan11": diffusers.HunyuanDiT2DModel,
-    "sd": diffusers.UNet2DConditionModel,
-    "sdxl": diffusers.UNet2DConditionModel,
-    "sd3": diffusers.SD3Transformer2DModel,
-    "flux": diffusers.FluxTransformer2DModel,
-    "schnell": diffusers.FluxTransformer2DModel,
-    "pixart": diffusers.PixArtTransformer2DModel,
-    "sana": diffusers.SanaTransformer2DModel,
-    "wan21": diffusers.WanTransformer3DModel,
-    "wan22": diffusers.WanTransformer3DModel,
-    "zimage": diffusers.ZImageTransformer2DModel,
-    "qwenimage": diffusers.QwenImageTransformer2DModel,
-}
+DISTILLED = ("flux", "hunyuanvideo", "lcm", "sana_sprint")  # the scale is an input of the network
+GUIDED = [name for name in BUILDERS if name not in DISTILLED]
 SCALE = 7.5
 FAST_STEPS = 10
 
 
 @contextmanager
-def batch_sizes(monkeypatch: pytest.MonkeyPatch, network: Any) -> Iterator[list[int]]:
-    """The batch size of every real pass of a denoiser, for pipelines loaded meanwhile."""
+def batch_sizes(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[list[int]]:
+    """The batch size of every real pass of a pipeline's denoiser, for pipelines loaded meanwhile."""
+    index = json.loads((folder / "model_index.json").read_text())
+    network = getattr(diffusers, (index.get("transformer") or index["unet"])[1])
     sizes: list[int] = []
     forward = network.forward
 
@@ -68,16 +58,17 @@ def batch_sizes(monkeypatch: pytest.MonkeyPatch, network: Any) -> Iterator[list[
         yield sizes
 
 
-@pytest.mark.parametrize("name", [name for name in BUILDERS if name != "flux"])
+@pytest.mark.parametrize("name", GUIDED)
 def test_truncated_guidance(name: str, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_pipeline(name)
     requests = [CAR, NIGHT]
     guided = generate(load(folder, guidance_scale=SCALE), *requests)
     unguided = generate(load(folder, guidance_scale=0.0 if name == "zimage" else 1.0), *requests)
-    with batch_sizes(monkeypatch, NETWORKS[name]) as sizes:
+    with batch_sizes(monkeypatch, folder) as sizes:
         for step, expected in ((STEPS, guided), (0, unguided), (2, None)):
-            sizes.clear()
             pipeline = load(folder, guidance_scale=SCALE, cfg_truncation_step=step)
+            pipeline.supports_batching()  # may run the denoiser
+            sizes.clear()
             images = generate(pipeline, *requests)
             assert sum(sizes) == len(requests) * (STEPS + min(step, STEPS)), f"truncated at {step}: passes of {sizes}"
             if expected is not None:
@@ -93,14 +84,28 @@ def test_truncation_without_guidance_is_refused(tiny_pipeline: Build) -> None:
         load(tiny_pipeline("flux"), cfg_truncation_step=2)
     with pytest.raises(PipelineError, match="no effect: StableDiffusionPipeline runs without"):
         load(tiny_pipeline("sd"), cfg_truncation_step=2, guidance_scale=1.0)
+    for name in DISTILLED[1:]:
+        with pytest.raises(PipelineError, match="no effect: .*Pipeline runs without"):
+            generate(load(tiny_pipeline(name), cfg_truncation_step=2), CAR)
+
+
+def test_guidance_with_three_passes_is_refused(tiny_pipeline: Build, tmp_path: Path) -> None:
+    parts = diffusers.StableDiffusionPipeline.from_pretrained(tiny_pipeline("sd"), local_files_only=True).components
+    diffusers.StableDiffusionPAGPipeline(**parts, requires_safety_checker=False).save_pretrained(tmp_path)
+    for changes in ({"cfg_truncation_step": 2}, {"preset": "fast"}):
+        with pytest.raises(PipelineError, match="StableDiffusionPAGPipeline. It runs the denoiser 3 times per step"):
+            generate(load(tmp_path, **changes), CAR)
+    pipeline = load(tmp_path)
+    assert np.array_equal(generate(pipeline, CAR, NIGHT)[0], generate(pipeline, SNOW, CAR)[1])
+    assert pipeline.ignores_negative_prompts() == ""
 
 
 def test_missing_guidance_is_detected_at_the_first_step(tiny_pipeline: Build) -> None:
     """For pipelines whose config files do not reveal it."""
     pipeline: Any = load(tiny_pipeline("flux"))
-    DenoisingLoop(pipeline._pipe, STEPS, 2, False, CPU, CudaGraphs(False), NonBlockingCopies(CPU))
+    loop = DenoisingLoop(pipeline._pipe, STEPS, 2, False, CPU, CudaGraphs(False), NonBlockingCopies(CPU))
     calls: list[int] = []
-    with pytest.raises(PipelineError, match="no effect"):
+    with pytest.raises(PipelineError, match="no effect"), loop.running(1, no_callback, lambda: None):
         pipeline.generate([CAR], SIZE, lambda: calls.append(1))
     assert calls == []
 
@@ -110,7 +115,7 @@ def test_schedulers_with_several_stages_per_step(
     scheduler: str, stages: int, in_first: int, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_pipeline("sd")
-    with batch_sizes(monkeypatch, NETWORKS["sd"]) as sizes:
+    with batch_sizes(monkeypatch, folder) as sizes:
         for step, guided in ((0, 0), (1, in_first), (STEPS, stages)):
             sizes.clear()
             generate(load(folder, scheduler=scheduler, cfg_truncation_step=step), CAR)
@@ -142,26 +147,32 @@ def test_cached_steps_depend_on_their_number_alone() -> None:
         assert steps - 1 in computed and set(range(min(2, steps))) <= computed
 
 
-@pytest.mark.parametrize("name", [name for name in BUILDERS if name not in ("flux", "schnell")])
+@pytest.mark.parametrize("name", [name for name in GUIDED if name != "schnell"])
 def test_step_caching_saves_passes_and_no_image_depends_on_another(
     name: str, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_pipeline(name)
-    with batch_sizes(monkeypatch, NETWORKS[name]) as sizes:
-        pipeline = load(folder, preset="fast", num_inference_steps=FAST_STEPS)
+    with batch_sizes(monkeypatch, folder) as sizes:
+        pipeline = load(folder, preset="fast", num_inference_steps=FAST_STEPS, guidance_scale=SCALE)
+        pipeline.supports_batching()  # may run the denoiser
+        sizes.clear()
         first = generate(pipeline, CAR, NIGHT)
     assert sum(sizes) == 2 * 9  # of 2 * 20
     assert np.array_equal(first[0], generate(pipeline, SNOW, CAR)[1])
-    exact = generate(load(folder, num_inference_steps=FAST_STEPS), CAR, NIGHT)
+    exact = generate(load(folder, num_inference_steps=FAST_STEPS, guidance_scale=SCALE), CAR, NIGHT)
     assert max_difference(first[0], exact[0]) > 0
     assert all(map(np.array_equal, exact, generate(pipeline, CAR, NIGHT, mode=GenerationMode.EXACT)))
     assert np.array_equal(first[1], generate(pipeline, DOGS, NIGHT)[1])  # and back again
 
 
-@pytest.mark.parametrize("name", ["flux", "schnell"])
+@pytest.mark.parametrize("name", [*DISTILLED, "schnell"])
 def test_step_caching_without_guidance(name: str, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    with batch_sizes(monkeypatch, NETWORKS[name]) as sizes:
-        generate(load(tiny_pipeline(name), preset="fast", num_inference_steps=FAST_STEPS), CAR)
+    folder = tiny_pipeline(name)
+    with batch_sizes(monkeypatch, folder) as sizes:
+        pipeline = load(folder, preset="fast", num_inference_steps=FAST_STEPS)
+        pipeline.supports_batching()  # may run the denoiser
+        sizes.clear()
+        generate(pipeline, CAR)
     assert len(sizes) == len(computed_stages(FAST_STEPS)) == 6
 
 

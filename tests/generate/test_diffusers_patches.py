@@ -31,6 +31,7 @@ Build = Callable[[str], Path]
 WRITTEN_FOR = "diffusers 0.42.1 and transformers 5.22.2"
 
 _WAN_VAE, _WAN = "diffusers.models.autoencoders.autoencoder_kl_wan", "diffusers.models.transformers.transformer_wan"
+_ZIMAGE = "diffusers.models.transformers.transformer_z_image"
 # (patch in muralist/generate/diffusers_patches.py or elsewhere, the patched or repeated code, its fingerprint)
 SOURCES = [
     ("per_sample_noise", "diffusers.utils.torch_utils:randn_tensor", "032d6aa2e3d6"),
@@ -43,6 +44,9 @@ SOURCES = [
     ("FusedWanAttnProcessor", f"{_WAN}:WanAttnProcessor", "422e95da65cb"),
     ("FusedWanAttnProcessor", f"{_WAN}:WanAttention.__init__", "08406ffba285"),
     ("fuse_linear_gelu", "diffusers.models.activations:GELU", "532b42315ab1"),
+    ("text_length_step", f"{_ZIMAGE}:ZImageTransformer2DModel._pad_with_ids", "d88fa2b77eb8"),
+    ("text_length_step", f"{_ZIMAGE}:ZImageTransformer2DModel.patchify_and_embed", "3e3b2b2d5b23"),
+    ("diffusers_pipeline._padded", "diffusers:QwenImagePipeline.encode_prompt", "34bfa59e037d"),
     ("repeated_blocks", "diffusers:ModelMixin.compile_repeated_blocks", "1ef7f2825f88"),
     (
         "models.hunyuan_dit.use_official_rope",

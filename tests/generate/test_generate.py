@@ -218,9 +218,18 @@ def test_prompts_that_are_too_long_are_counted(
     images = generate(tmp_path, tiny_pipeline("sdxl"), *words)
     cut = {line["index"]: line.get("prompt_cut") for line in lines(images)}
     assert cut == {0: None, 1: True, 2: True, 3: None, 4: True}
+    tokens = {line["index"]: line.get("prompt_tokens") for line in lines(images)}
+    assert tokens[0] is None and tokens[4] == tokens[1] == {
+        "text_encoder": {"class": "CLIPTextModel", "tokens": 485, "limit": 77},
+        "text_encoder_2": {"class": "CLIPTextModelWithProjection", "tokens": 485, "limit": 77},
+    }  # fmt: skip
     output = capsys.readouterr()
-    assert output.err.count("3 prompts are longer than a text encoder of this model reads") == 1
-    assert "truncated" not in output.out + output.err  # nobody wants to read it for every prompt
+    summary = (
+        "3 of 5 prompts are longer than a text encoder reads and were truncated: to 77 tokens by CLIPTextModel "
+        '(text_encoder), to 77 tokens by CLIPTextModelWithProjection (text_encoder_2) ("prompt_cut" in ledger.jsonl).'
+    )
+    assert summary in output.err
+    assert (output.out + output.err).count("truncated") == 1  # nobody wants to read it for every prompt
     generate(tmp_path, tiny_pipeline("sdxl"), *words)
     assert "longer than" not in capsys.readouterr().err  # nothing was made
 
@@ -232,7 +241,7 @@ def test_rows_with_their_own_size_and_an_impossible_one(wan: Path, tmp_path: Pat
     assert sizes == {"000001": (32, 32), "000002": (32, 48), "000004": (32, 48), "000005": (32, 32)}
     assert "5 images, of 3 sizes, from" in capsys.readouterr().err
     reason = (images / "failed_prompts_gpu0.txt").read_text()
-    assert reason.startswith("000003\t44\thouse\tWanPipeline cannot generate images of 33 x 32 pixels")
+    assert reason.startswith("000003\t44\thouse\tWanPipeline cannot generate images of 32 x 33 pixels")
     before = files(images)
     table(tmp_path, "prompt,height,width\ncar,,\ntree,48,32\nhouse,32,32\nbike,48,32\nboat,,\n")
     generate(tmp_path, wan, *SMALL, "--batch_size", 2)  # a failed row may be put right
@@ -375,3 +384,21 @@ def test_an_official_checkpoint_is_read_once_by_each_worker_and_only_looked_at_b
     table(tmp_path, "prompt\n0\n1\n0\n")
     generate(tmp_path, tmp_path / "official.pth", "--gpu_ids", 0, 1)
     assert loads == [True] * 3 and len(verified) == 2 * len(set(verified))  # the command and two workers
+
+
+@pytest.mark.parametrize("name", ["zimage", "qwenimage"])
+def test_prompts_of_varying_length_are_batched_by_length(name: str, tmp_path: Path) -> None:
+    """Their embeddings are as long as the prompt: rows of one length share batches, with the same bytes on any worker."""
+    model = build_pipeline(name, tmp_path)
+    texts = ["a red car", "snow", "night in the rain with many lights and a long way to go home", "a long road " * 9]
+    prompts = "prompt\n" + "".join(f"{texts[row % 4]} {row}\n" for row in range(11))
+    one, three = tmp_path / "one", tmp_path / "three"
+    for folder, gpus in ((three, (0, 1, 2)), (one, (0,))):
+        table(folder, prompts)
+        generate(folder, model, *SMALL, "--batch_size", 3, "--gpu_ids", *gpus)
+    sizes = [len(message.samples) for _, message in ModelThreadPool.last.sent if isinstance(message, GenerateBatch)]
+    assert sum(sizes) == 11 and max(sizes) == 3
+    made = files(one / "images")
+    assert len(set(made.values())) == 11 and files(three / "images") == made
+    header = Header.read(one / "images" / "ledger.jsonl")
+    assert header is not None and header.batch_size == 3 and not header.one_at_a_time

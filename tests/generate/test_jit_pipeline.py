@@ -49,13 +49,18 @@ def pets(tmp_path_factory: pytest.TempPathFactory) -> Pets:
     return run, spec, network
 
 
-def test_non_finite_images_are_errors(tmp_path: Path) -> None:
+def test_non_finite_weights_and_images_are_errors(tmp_path: Path) -> None:
     spec = family("cat", "dog", "bird")
     weights = network_of(spec).state_dict()
-    weights["final_layer.linear.bias"] = torch.full_like(weights["final_layer.linear.bias"], torch.nan)
-    pipeline = load(checkpoint(tmp_path / "run", spec.describe(), weights))
+    run = checkpoint(tmp_path / "run", spec.describe(), weights)
+    pipeline: Any = load(run)
+    pipeline._network.final_layer.linear.bias.fill_(torch.nan)
     with pytest.raises(UserError, match="NaN or Inf values instead of an image"):
         generate(pipeline, DOG)
+    weights["final_layer.linear.bias"] = torch.full_like(weights["final_layer.linear.bias"], torch.nan)
+    diverged = checkpoint(tmp_path / "diverged", spec.describe(), weights)
+    with pytest.raises(UserError, match=r"ema1\.safetensors holds NaN or Inf in the tensor final_layer\.linear\.bias"):
+        load(diverged)
 
 
 def test_images_are_those_of_the_spec(pets: Pets) -> None:
@@ -243,7 +248,7 @@ def test_impossible_settings_are_refused(pets: Pets, tmp_path: Path) -> None:
     checked = inspect_model(given(run))
     assert checked.resolved["guidance_scale"] == 2.9
     assert (checked.resolved["height"], checked.resolved["width"]) == (SIDE, SIDE)
-    with pytest.raises(UserError, match="16 x 16 pixels, not 32 x 16"):
+    with pytest.raises(UserError, match="16 x 16 pixels, not 16 x 32"):
         inspect_model(given(run, height=32))
     with pytest.raises(UserError, match="16 x 16 pixels, not 32 x 32"):
         load(run).generate([DOG], (32, 32), no_callback)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +18,15 @@ from muralist.generate.output_dir import write_failures
 from muralist.generate.pipeline import SampleRequest
 from muralist.generate.plan import batch_slot
 from muralist.generate.scheduler import BatchSize, Undecided
-from muralist.generate.workers import GenerateBatch, Heartbeat, MeasureBatchSize, WorkerExited, WorkerReady
-from tests.support.worker_pools import Death, ThreadedRun, WatchedPipeline
+from muralist.generate.workers import (
+    GenerateBatch,
+    GroupByText,
+    Heartbeat,
+    MeasureBatchSize,
+    WorkerExited,
+    WorkerReady,
+)
+from tests.support.worker_pools import Death, ThreadedRun, ThreadPool, WatchedPipeline
 
 PROMPTS = ["car", "tree", "house"] * 5  # 15 rows: 7 batches of two and a padded one
 
@@ -240,3 +249,54 @@ def test_every_worker_begins_with_its_own_share(tmp_path: Path) -> None:
     assert all(makers[row] == row % 4 for row in range(48))
     own = sum(maker == row % 4 for row, maker in makers.items())
     assert own < 160  # the slow one's last rows were made by others
+
+
+class TextLengths(ThreadPool):
+    """Workers whose model can batch only prompts of one length; the first worker dies when asked for lengths."""
+
+    dies_at = ""
+
+    def open_pipeline(self) -> Any:
+        pipeline = super().open_pipeline()
+        pipeline.groups_by_text = lambda: True  # type: ignore[method-assign]
+
+        def text_groups(requests: Sequence[SampleRequest]) -> list[str]:
+            if self.dies_at and threading.current_thread().name == f"worker {self.dies_at}":
+                raise Death
+            return [str(len(request.prompt)) for request in requests]
+
+        pipeline.text_groups = text_groups  # type: ignore[method-assign]
+        return pipeline
+
+
+@pytest.mark.parametrize("labels", [["0"], ["0", "1", "2"]])
+def test_only_prompts_of_one_text_group_share_a_batch(
+    tmp_path: Path, labels: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.support.worker_pools.ThreadPool", TextLengths)
+    lengths: list[set[int]] = []
+    threaded = ThreadedRun(tmp_path, PROMPTS * 3, batch_size=4)  # of 3, 4 and 5 letters
+    assert threaded.run(labels, lambda label, requests: lengths.append({len(r.prompt) for r in requests})) == (45, 0)
+    assert all(len(each) == 1 for each in lengths)
+    sizes = [len(rows) for _, rows in sent_batches(threaded)]
+    assert sum(sizes) == 45 and len(sizes) <= 45 / 4 + 3 * 2 * len(labels)  # full but for each group's last ones
+    grouped = [
+        index for _, message in threaded.pool.sent if isinstance(message, GroupByText) for index in message.samples
+    ]
+    assert len(grouped) == len({sample.sample_index for sample in grouped}) == 45  # each is asked for once
+    assert set(threaded.display.totals) == {45}
+
+    reference = ThreadedRun(tmp_path / "reference", PROMPTS * 3, batch_size=4)
+    monkeypatch.setattr("tests.support.worker_pools.ThreadPool", ThreadPool)
+    assert reference.run(["0"]) == (45, 0) and reference.images() == threaded.images()
+
+
+def test_samples_whose_text_groups_a_dead_worker_was_asked_for_go_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.support.worker_pools.ThreadPool", TextLengths)
+    monkeypatch.setattr(TextLengths, "dies_at", "1")
+    threaded = ThreadedRun(tmp_path, PROMPTS, batch_size=2)
+    assert threaded.run(["0", "1"]) == (15, 0)
+    assert {line["gpu"] for line in threaded.lines().values()} == {"0"}
+    assert "GPU 1: its process was killed by SIGKILL. The others take its 7 rows." in threaded.display.printed

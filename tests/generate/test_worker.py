@@ -391,3 +391,41 @@ def test_a_device_has_its_next_batch_before_the_last_is_done(tmp_path: Path, pen
     outcome = ThreadedRun(tmp_path, ["car", "tree"] * 40, batch_size=8).run(["0"])
     assert outcome.done == 80 and len(device.pauses) >= 9
     assert sum(pause > 0 for pause in device.pauses) <= 2  # a busy machine may be late; it was every second time
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "frames", "limit"),
+    [(1024, 1024, 1, 4), (480, 832, 1, 10), (512, 512, 1, 16), (64, 64, 1, 64), (4096, 4096, 1, 1), (480, 832, 17, 1)],
+)
+def test_auto_tries_batches_up_to_a_size_that_depends_on_the_image_alone(
+    height: int, width: int, frames: int, limit: int
+) -> None:
+    assert worker.batch_size_limit(height, width, frames) == limit
+
+
+def test_auto_doubles_the_batch_until_the_limit_or_memory_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for any number of rows; the memory of a GPU is played by numbers."""
+    tried: list[int] = []
+    cuda = worker.torch.cuda
+    monkeypatch.setattr(cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
+    monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(cuda, "max_memory_reserved", lambda device: tried[-1])
+
+    class Probed(WatchedPipeline):
+        def generate(self, requests: Sequence[SampleRequest], *_: Any) -> list[np.ndarray]:
+            tried.append(len(requests))
+            return []
+
+    def measured(rows: int, side: int) -> int:
+        tried.clear()
+        threaded = ThreadedRun(tmp_path / f"{rows}-{side}", PROMPTS[:1] * rows)
+        own = Worker(threaded.job, "0", CPU, Probed("0", lambda label, requests: None), lambda report: None)
+        own.device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+        sample = threaded.plan.sample(0)._replace(height=side, width=side)
+        return own._largest_batch(workers.MeasureBatchSize(sample))
+
+    assert measured(1, 512) == 16 and tried == [1, 2, 4, 8, 16]
+    assert measured(40, 512) == 16
+    assert measured(1, 64) == 64 and tried[-1] == 64  # 92 of 100 may be used
+    monkeypatch.setattr(cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=20))
+    assert measured(1, 64) == 16 and tried == [1, 2, 4, 8, 16, 32]

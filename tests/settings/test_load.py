@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import time
 import types
@@ -18,7 +19,7 @@ from muralist import settings as all_settings
 from muralist.cli import COMMANDS, main
 from muralist.core.errors import UserError
 from muralist.core.run_dir import RunDir
-from muralist.settings import TRAIN_FLAT_NAMES, OptimSettings, PackSettings, TrainSettings
+from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, OptimSettings, PackSettings, TrainSettings
 from muralist.settings.load import (
     FLAT_NAMES,
     FlagTable,
@@ -131,6 +132,34 @@ def test_lists_tuples_and_negative_numbers(yaml_file: Any) -> None:
     read = settings("--config", yaml_file("sample_prompts: [1, tree]\nsamples:\n  interval: [0, 0.5]\n"))
     assert (read.samples.prompts, read.samples.interval) == (["1", "tree"], (0.0, 0.5))
     assert settings("--config", yaml_file("sample_prompts: 3")).samples.prompts == ["3"]
+
+
+def test_a_repeatable_flag_collects_its_values(yaml_file: Any) -> None:
+    common = ["--output_dir", "o", "--model_path", "m"]
+
+    def prompts(*words: str) -> list[str]:
+        return load(GenerateSettings, [*words, *common], {}).prompt
+
+    assert prompts("--prompt", "a", "--prompt", "b", "c", "--prompt=--d, e\nf") == ["a", "b", "c", "--d, e\nf"]
+    assert prompts("--prompt", "none", "--prompt=") == ["none", ""]
+    config = str(yaml_file("prompt: [x, 5]\n"))
+    assert prompts("--config", config) == ["x", "5"] and prompts("--config", config, "--prompt", "y") == ["y"]
+    # The last one of other lists counts.
+    assert load(GenerateSettings, [*common, "--prompt", "a", "--lora", "a", "b", "--lora", "c"], {}).lora == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", '--prompts_csv is missing. .*standard input.* --prompt "a red car"'),
+        ("--prompt", "--prompt needs a value"),
+        ("--prompts_csv none", "--prompts_csv is missing"),
+        ("--prompt a --prompts_csv b", "--prompt and --prompts_csv cannot both be given. .*Leave one of them out"),
+    ],
+)
+def test_prompts_come_from_one_place(words: str, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        load(GenerateSettings, ["--output_dir", "o", "--model_path", "m", *words.split()], {})
 
 
 def test_none_and_text_that_looks_like_a_number(yaml_file: Any) -> None:
@@ -480,3 +509,52 @@ def test_every_setting_says_what_it_accepts() -> None:
     for path, field in FIELDS.items():
         assert "typing" not in describe(field), path
         assert "class" not in describe(field), path
+
+
+# Paths
+
+_PATH_NAME = re.compile(
+    r"(.*_)?(path|dir|csv|reference|source|destination|output|root|folders|plot|lora|encode|resume|init_from)"
+    r"|inception_weights|EvaluateSettings.images"
+)
+_ALL = {getattr(all_settings, command.settings) for command in COMMANDS.values()}
+PATHS = {
+    (model, path)
+    for model in _ALL
+    for path, _ in leaves(model)
+    if _PATH_NAME.fullmatch(path.rpartition(".")[2]) or _PATH_NAME.fullmatch(f"{model.__name__}.{path}")
+}
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/x", "gs://b/x", "hf://org/name", "HTTPS://host/x", "file:///x", "s3:/b/x"]
+)
+def test_urls_are_refused_wherever_a_path_is_expected(url: str) -> None:
+    assert len(PATHS) > 35
+    for model, path in PATHS:
+        with pytest.raises(
+            UserError, match=r"is a URL, and muralist reads and writes local or mounted folders only\."
+        ) as e:
+            load(model, [f"--{path}", url], {})
+        assert url in e.value.what and e.value.fix
+
+
+@pytest.mark.parametrize("path", ["C:/data", "c://data", "a/b://c", "/mnt/s3:/x", "driving_world", "./s3://x", "x:0.5"])
+def test_local_paths_are_not_urls(path: str) -> None:
+    assert settings("--data_path", path, "--init_from", path).data.path == path
+
+
+def test_prompts_may_hold_urls() -> None:
+    prompts = ["a poster of https://example.org", "s3://x"]
+    assert settings("--sample_prompts", *prompts).samples.prompts == prompts
+
+
+def test_a_command_with_a_url_writes_nothing(tmp_path: Path) -> None:
+    for output, model, url in (("s3://bucket/x", "m", "s3://bucket/x"), ("o", "gs://b/m", "gs://b/m")):
+        flags = ["--prompts_csv", "muralist", "--output_dir", output, "--model_path", model]
+        said = finish(start("muralist", "generate", *flags, cwd=tmp_path), expect=1)
+        assert said.startswith(f"muralist: {url} is a URL")
+        assert "Mount the storage" in said and "copy it" in said
+    said = finish(start("muralist", "train", "--config", "s3://bucket/c.yaml", cwd=tmp_path), expect=1)
+    assert said.startswith("muralist: s3://bucket/c.yaml is a URL")
+    assert not list(tmp_path.iterdir())

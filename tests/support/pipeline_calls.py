@@ -16,6 +16,7 @@ from muralist.settings import GenerateSettings
 CPU = torch.device("cpu")
 SIZE = (64, 64)
 STEPS = 4
+GUIDANCE = 7.5
 CAR = SampleRequest("a red car", "", 5)
 NIGHT = SampleRequest("night in the rain, many lights and a long way to go home from the city", "dark", 6)
 SNOW = SampleRequest("snow", "a blurry and ugly image, with noise", 7)
@@ -26,6 +27,8 @@ LONG = SampleRequest("many " * 120, "few " * 130, 10)  # more tokens than any te
 
 def settings(folder: Path, **changes: Any) -> GenerateSettings:
     given = {"num_inference_steps": STEPS, "dtype": "fp32", "height": SIZE[0], "width": SIZE[1], **changes}
+    if not folder.name.startswith("schnell"):  # which is not guided
+        given.setdefault("guidance_scale", GUIDANCE)
     return GenerateSettings(prompts_csv="", output_dir="", model_path=str(folder), **given)
 
 
@@ -38,9 +41,17 @@ def no_callback() -> None:
 
 
 def generate(pipeline: Pipeline, *requests: SampleRequest, **more: Any) -> list[np.ndarray]:
-    """Generate a batch, or one image at a time where the pipeline does not support batching, as workers do."""
-    batches = [requests] if pipeline.supports_batching() else [[request] for request in requests]
-    return [image for batch in batches for image in pipeline.generate(batch, SIZE, no_callback, **more)]
+    """Generate a batch as workers do: one call per text group, in which each image keeps its slot, or image by image."""
+    if not pipeline.supports_batching():
+        return [pipeline.generate([request], SIZE, no_callback, **more)[0] for request in requests]
+    groups = pipeline.text_groups(requests)
+    images: dict[int, np.ndarray] = {}
+    for group in dict.fromkeys(groups):
+        slots = [slot for slot, own in enumerate(groups) if own == group]
+        batch = [requests[slot] if slot in slots else requests[slots[0]] for slot in range(len(requests))]
+        made = pipeline.generate(batch, SIZE, no_callback, **more)
+        images |= {slot: made[slot] for slot in slots}
+    return [images[slot] for slot in range(len(requests))]
 
 
 def max_difference(one: np.ndarray, other: np.ndarray) -> int:
@@ -64,13 +75,11 @@ def generate_with_diffusers(
         "height": SIZE[0],
         "width": SIZE[1],
         "num_inference_steps": STEPS,
-        "guidance_scale": 7.5,
-        "num_frames": 1,
-        "use_resolution_binning": False,
-        "clean_caption": False,
         "generator": [torch.Generator().manual_seed(request.seed) for request in requests],
         **given,
     }
-    output = pipe(**{name: value for name, value in arguments.items() if name in parameters}, output_type="pil")
+    if "negative_prompt" not in parameters:
+        del arguments["negative_prompt"]
+    output = pipe(**arguments, output_type="pil")
     images = [frames[0] for frames in output.frames] if hasattr(output, "frames") else output.images
     return [np.asarray(image) for image in images]

@@ -16,6 +16,7 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video as hunyuan_video
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
@@ -144,7 +145,7 @@ def pixart() -> Any:
     )  # fmt: skip
 
 
-def sana() -> Any:
+def sana(sprint: bool = False) -> Any:
     tokenizer, text_encoder = tiny_text.gemma()
     vae = diffusers.AutoencoderDC(
         latent_channels=4, attention_head_dim=2, encoder_block_types=("ResBlock", "EfficientViTBlock"),
@@ -156,13 +157,18 @@ def sana() -> Any:
     transformer = diffusers.SanaTransformer2DModel(
         patch_size=1, in_channels=4, out_channels=4, num_layers=1, num_attention_heads=2, attention_head_dim=16,
         num_cross_attention_heads=2, cross_attention_head_dim=16, cross_attention_dim=32, caption_channels=WIDTH,
-        sample_size=32,
+        sample_size=32, guidance_embeds=sprint, qk_norm="rms_norm_across_heads" if sprint else None,
     )  # fmt: skip
-    return diffusers.SanaPipeline(
+    scheduler = diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    return (diffusers.SanaSprintPipeline if sprint else diffusers.SanaPipeline)(
         tokenizer=tokenizer, text_encoder=text_encoder,
         vae=_contrasted(vae, torch.randn(1, 4, 32, 32), vae.decoder.conv_out), transformer=transformer,
-        scheduler=diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+        scheduler=diffusers.SCMScheduler(prediction_type="trigflow", sigma_data=0.5) if sprint else scheduler,
     )  # fmt: skip
+
+
+def sana_sprint() -> Any:
+    return sana(sprint=True)
 
 
 def _wan_transformer() -> Any:
@@ -232,6 +238,161 @@ def qwenimage() -> Any:
     )  # fmt: skip
 
 
+def pixart_alpha() -> Any:
+    sigma = pixart()
+    return diffusers.PixArtAlphaPipeline(**sigma.components)
+
+
+def lcm() -> Any:
+    tokenizer, text_encoder = tiny_text.clip()
+    return diffusers.LatentConsistencyModelPipeline(
+        vae=_vae(), text_encoder=text_encoder, tokenizer=tokenizer,
+        unet=diffusers.UNet2DConditionModel(cross_attention_dim=WIDTH, time_cond_proj_dim=32, **_UNET),
+        scheduler=diffusers.LCMScheduler(beta_schedule="scaled_linear", original_inference_steps=50),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def auraflow() -> Any:
+    tokenizer, text_encoder = tiny_text.umt5()
+    transformer = diffusers.AuraFlowTransformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_mmdit_layers=1, num_single_dit_layers=1,
+        attention_head_dim=16, num_attention_heads=2, joint_attention_dim=WIDTH, caption_projection_dim=32,
+        pos_embed_max_size=64,
+    )  # fmt: skip
+    with torch.no_grad():  # or a short text would be lost among its padding
+        transformer.joint_transformer_blocks[0].attn.add_v_proj.weight.mul_(30)
+        transformer.joint_transformer_blocks[0].attn.to_out[0].weight.mul_(30)
+    return diffusers.AuraFlowPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=_vae(), transformer=transformer,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+    )  # fmt: skip
+
+
+def lumina2() -> Any:
+    tokenizer, text_encoder = tiny_text.gemma()
+    transformer = diffusers.Lumina2Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, hidden_size=32, num_layers=2, num_refiner_layers=1,
+        num_attention_heads=2, num_kv_heads=1, multiple_of=32, axes_dim_rope=(4, 4, 8), axes_lens=(300, 64, 64),
+        cap_feat_dim=WIDTH,
+    )  # fmt: skip
+    return diffusers.Lumina2Pipeline(
+        transformer=transformer, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=_vae(shift_factor=0.0),
+        text_encoder=text_encoder, tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def cogview3() -> Any:
+    tokenizer, text_encoder = tiny_text.t5()
+    transformer = diffusers.CogView3PlusTransformer2DModel(
+        patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        text_embed_dim=WIDTH, time_embed_dim=32, condition_dim=16, pos_embed_max_size=16, sample_size=8,
+    )  # fmt: skip
+    return diffusers.CogView3PlusPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=_vae(), transformer=transformer,
+        scheduler=diffusers.CogVideoXDDIMScheduler(),
+    )  # fmt: skip
+
+
+def cogview4() -> Any:
+    tokenizer, text_encoder = tiny_text.glm()
+    transformer = diffusers.CogView4Transformer2DModel(
+        patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        text_embed_dim=WIDTH, time_embed_dim=32, condition_dim=16, pos_embed_max_size=16, sample_size=8,
+        rope_axes_dim=(64, 64),
+    )  # fmt: skip
+    return diffusers.CogView4Pipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=_vae(), transformer=transformer,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type="linear"),
+    )  # fmt: skip
+
+
+def chroma() -> Any:
+    tokenizer, text_encoder = tiny_text.t5()
+    transformer = diffusers.ChromaTransformer2DModel(
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=WIDTH, axes_dims_rope=(4, 4, 8), approximator_num_channels=64,
+        approximator_hidden_dim=32, approximator_layers=1,
+    )  # fmt: skip
+    return diffusers.ChromaPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=_vae(shift_factor=0.0), text_encoder=text_encoder,
+        tokenizer=tokenizer, transformer=transformer,
+    )  # fmt: skip
+
+
+def klein() -> Any:
+    tokenizer, text_encoder = tiny_text.qwen3(layers=27)  # the pipeline reads the 27th
+    transformer = diffusers.Flux2Transformer2DModel(
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=3 * WIDTH, timestep_guidance_channels=64, axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )  # fmt: skip
+    levels = 4
+    vae = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(8,) * levels, sample_size=64, down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels, **_LATENT,
+    )  # fmt: skip
+    return diffusers.Flux2KleinPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=_contrasted(vae, torch.randn(1, 4, 8, 8), vae.decoder.conv_out), text_encoder=text_encoder,
+        tokenizer=tokenizer, transformer=transformer,
+    )  # fmt: skip
+
+
+def ltx() -> Any:
+    tokenizer, text_encoder = tiny_text.t5()
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5,
+        spatio_temporal_scaling=(True, True, False, False), decoder_spatio_temporal_scaling=(True, True, False, False),
+        patch_size=1,
+    )  # fmt: skip
+    transformer = diffusers.LTXVideoTransformer3DModel(
+        in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32,
+        num_layers=1, caption_channels=WIDTH,
+    )  # fmt: skip
+    return diffusers.LTXPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=_contrasted(vae, torch.randn(1, 8, 1, 16, 16), vae.decoder.conv_out.conv), text_encoder=text_encoder,
+        tokenizer=tokenizer, transformer=transformer,
+    )  # fmt: skip
+
+
+def cogvideox() -> Any:
+    tokenizer, text_encoder = tiny_text.t5()
+    vae = diffusers.AutoencoderKLCogVideoX(
+        block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=4,
+        sample_height=64, sample_width=64,
+    )  # fmt: skip
+    transformer = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, time_embed_dim=32,
+        text_embed_dim=WIDTH, num_layers=1, sample_width=8, sample_height=8, sample_frames=9,
+        use_rotary_positional_embeddings=True,
+    )  # fmt: skip
+    return diffusers.CogVideoXPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder,
+        vae=_contrasted(vae, torch.randn(1, 4, 1, 8, 8), vae.decoder.conv_out.conv), transformer=transformer,
+        scheduler=diffusers.CogVideoXDDIMScheduler(),
+    )  # fmt: skip
+
+
+def hunyuanvideo() -> Any:
+    tokenizer, text_encoder = tiny_text.llama(hunyuan_video.DEFAULT_PROMPT_TEMPLATE["template"])
+    tokenizer_2, text_encoder_2 = tiny_text.clip()
+    vae = diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=4
+    )
+    transformer = diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1, num_single_layers=1,
+        num_refiner_layers=1, text_embed_dim=WIDTH, pooled_projection_dim=WIDTH, rope_axes_dim=(4, 4, 8),
+    )  # fmt: skip
+    return diffusers.HunyuanVideoPipeline(
+        text_encoder=text_encoder, tokenizer=tokenizer, transformer=transformer,
+        vae=_contrasted(vae, torch.randn(1, 4, 1, 8, 8), vae.decoder.conv_out.conv),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2,
+    )  # fmt: skip
+
+
 # -- Pipelines with image inputs; image-to-image and inpainting use the folders of text pipelines too.
 
 
@@ -292,12 +453,13 @@ def _without(parts: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if name not in names}
 
 
+_ALL = (
+    hunyuan, hunyuan11, sd, sdxl, sd3, flux, schnell, pixart, sana, wan21, wan22, zimage, qwenimage, pixart_alpha,
+    sana_sprint, lcm, auraflow, lumina2, cogview3, cogview4, chroma, klein, ltx, cogvideox, hunyuanvideo,
+)  # fmt: skip
+BUILDERS: dict[str, Callable[[], Any]] = {build.__name__: build for build in _ALL}
 IMAGE_BUILDERS: dict[str, Callable[[], Any]] = {
     build.__name__: build for build in (sd_inpaint, sd3_16, pix2pix, sd_controlnet, sdxl_controlnet, kontext)
-}
-BUILDERS: dict[str, Callable[[], Any]] = {
-    build.__name__: build
-    for build in (hunyuan, hunyuan11, sd, sdxl, sd3, flux, schnell, pixart, sana, wan21, wan22, zimage, qwenimage)
 }
 
 

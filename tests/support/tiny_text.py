@@ -7,6 +7,7 @@ import string
 from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     BertConfig,
     BertModel,
@@ -18,10 +19,15 @@ from transformers import (
     Gemma2Config,
     Gemma2Model,
     GemmaTokenizer,
+    GlmConfig,
+    GlmModel,
+    LlamaConfig,
+    LlamaModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
@@ -99,12 +105,37 @@ def _qwen_tokenizer() -> Any:
     return tokenizer
 
 
-def qwen3() -> tuple[Any, Any]:
+def qwen3(layers: int = 2) -> tuple[Any, Any]:
+    """With more than two layers, as a causal language model."""
     tokenizer = _qwen_tokenizer()
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=WIDTH, num_key_value_heads=1, head_dim=8, **_LAYERS, **_STRONG
-    )
-    return tokenizer, Qwen3Model(config)
+        vocab_size=len(tokenizer), hidden_size=WIDTH, num_key_value_heads=1, head_dim=8,
+        **(_LAYERS | {"num_hidden_layers": layers}), **_STRONG,
+    )  # fmt: skip
+    return tokenizer, (Qwen3Model if layers == 2 else Qwen3ForCausalLM)(config)
+
+
+def glm() -> tuple[Any, Any]:
+    """With a first token in every text, as GLM's: an empty text would have none."""
+    tokenizer = _qwen_tokenizer()
+    first = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+    config = GlmConfig(
+        vocab_size=len(tokenizer), hidden_size=WIDTH, num_key_value_heads=1, head_dim=8, pad_token_id=0, **_LAYERS,
+        **_STRONG,
+    )  # fmt: skip
+    return tokenizer, GlmModel(config)
+
+
+def llama(template: str) -> tuple[Any, Any]:
+    """With the words of the pipeline's template as tokens, and layers enough for one before the last two."""
+    tokenizer = _qwen_tokenizer()
+    tokenizer.add_tokens(re.findall(r"\s?\w+|[^\w\s]", template))
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=WIDTH, num_key_value_heads=1, head_dim=8, pad_token_id=0,
+        **(_LAYERS | {"num_hidden_layers": 3}), **_STRONG,
+    )  # fmt: skip
+    return tokenizer, LlamaModel(config)
 
 
 def qwen25_vl(template: str) -> tuple[Any, Any]:

@@ -68,7 +68,9 @@ class WatchedPipeline:
     def __init__(self, label: str, before: Before, pipeline: Pipeline | None = None) -> None:
         self.pipeline, self.label, self.before = pipeline or tiny_jit_pipeline(), label, before
         self.ended = threading.Event()
-        self.is_truncated, self.execution_info = self.pipeline.is_truncated, self.pipeline.execution_info
+        self.truncation, self.execution_info = self.pipeline.truncation, self.pipeline.execution_info
+        self.ignores_negative_prompts = self.pipeline.ignores_negative_prompts
+        self.groups_by_text, self.text_groups = self.pipeline.groups_by_text, self.pipeline.text_groups
 
     def supports_batching(self) -> bool:
         with _one_at_a_time:
@@ -121,7 +123,7 @@ class ThreadPool(WorkerPool):
 
             reason = "exited with status 0"
             try:
-                send(WorkerReady(pipeline.supports_batching(), {"device": "CPU"}))
+                send(WorkerReady(pipeline.supports_batching(), {"device": "CPU"}, pipeline.groups_by_text()))
                 Worker(self.job, label, CPU, pipeline, send).serve(inbox)
             except Death:
                 reason = "was killed by SIGKILL"
@@ -129,7 +131,7 @@ class ThreadPool(WorkerPool):
                 send(WorkerFailed(error, all_workers=True))
             self.outbox.put((label, pipeline, WorkerExited(reason)))
 
-        self.threads.append(threading.Thread(target=run, daemon=True))
+        self.threads.append(threading.Thread(target=run, daemon=True, name=f"worker {label}"))
         self.threads[-1].start()
 
     def open_pipeline(self) -> Pipeline:

@@ -401,10 +401,11 @@ def test_weights_in_two_precisions_are_counted_once(tmp_path: Path) -> None:
 def test_a_tokenizer_with_a_configuration_needs_no_weights(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="tokenizer lacks its weights"):
-        check_integrity(tmp_path, ["tokenizer"])
+    with pytest.raises(UserError, match="tokenizer lacks tokenizer_config.json, its vocabulary"):
+        check_integrity(tmp_path, {"tokenizer": "T5Tokenizer"})
     (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
-    check_integrity(tmp_path, ["tokenizer"])
+    (tmp_path / "tokenizer" / "spiece.model").write_bytes(b"pieces")
+    check_integrity(tmp_path, {"tokenizer": "T5Tokenizer"})
 
 
 @pytest.mark.slow

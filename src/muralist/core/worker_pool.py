@@ -11,22 +11,41 @@ import multiprocessing
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any
 
 _EXIT_SECONDS = 5.0  # in which a killed process is gone
 _CLOSED = object()
+_starting = threading.Lock()
 
 Inbox = queue.Queue[Any]
 Send = Callable[[Any], None]
 Target = Callable[..., None]
 """The work of a process: `target(inbox, send, *arguments)`; its end is the end of the process."""
+
+
+@contextmanager
+def without_main_module() -> Iterator[None]:
+    """Start processes that do not import the caller's script, which they need nothing of.
+
+    A process that is not forked imports `__main__` first: a script without `if __name__ == "__main__":` would call its
+    command again in every worker.
+    """
+    with _starting:  # a second thread would take the placeholder for the script
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 @dataclass(frozen=True)
@@ -126,7 +145,8 @@ class ProcessPool(WorkerPool):
         # Ctrl+C in a terminal reaches a worker before it can ignore the signal: block it until then.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            process.start()
+            with without_main_module():
+                process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # so that the pipe ends with the process

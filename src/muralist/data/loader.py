@@ -21,6 +21,7 @@ from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes, progress_bar
 from muralist.core.hardware import available_cpus
 from muralist.core.rng import Purpose, SampleKeys
+from muralist.core.worker_pool import without_main_module
 from muralist.data.decode import Size, height_width
 from muralist.data.packed import LatentBatch, LatentSource
 from muralist.data.sampler import Indices, SampleOrder, Split
@@ -116,7 +117,8 @@ def training_batches(
             collate_fn=_identity,  # type: ignore[arg-type]
             worker_init_fn=_prepare_worker,
         )
-        found = iter(loader)
+        with without_main_module():  # where the start method is spawn or forkserver
+            found = iter(loader)
         # torch's handler would raise in an update when a worker dies; _checked notices when its batch is due.
         if workers and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

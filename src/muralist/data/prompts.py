@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import re
+import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import numpy as np
 
@@ -18,7 +21,19 @@ from muralist.core.formatting import format_list
 from muralist.core.run_dir import check_exists
 from muralist.data.image_inputs import INPUT_COLUMNS, STRENGTH, ImageInputs, parse_inputs
 from muralist.data.source import check_caption, first_present, short_hash
-from muralist.data.tables import TEXT_SUFFIXES, Cells, CocoCaptionTable, ParquetTable, Table, TextTable
+from muralist.data.tables import (
+    TEXT_SUFFIXES,
+    Cells,
+    CocoCaptionTable,
+    ListTable,
+    ParquetTable,
+    Table,
+    TextTable,
+    sniff_text_format,
+)
+from muralist.settings import GenerateSettings
+
+log = logging.getLogger("muralist")
 
 # Separators, blanks, control characters, surrogates, and characters that other systems do not allow in a file name.
 _UNSAFE = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff/\\<>:\"|?*]")
@@ -42,12 +57,28 @@ def image_file_stem(id: str, seed: int) -> str:
     return f"{safe_id(id)}_seed{seed}"
 
 
-_PROMPT = ("prompt", "caption")
-_ID = ("image_id", "id")
-_USED = (*_PROMPT, *_ID, "seed", "negative_prompt", "height", "width", *INPUT_COLUMNS)
+class ColumnNames(NamedTuple):
+    """The columns that a table is read by, in lower case and in order of preference."""
+
+    prompt: tuple[str, ...] = ("prompt", "caption")
+    id: tuple[str, ...] = ("image_id", "id")
+    seed: tuple[str, ...] = ("seed",)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns of image inputs, without those that the user gave another role."""
+        return tuple(name for name in INPUT_COLUMNS if name not in (*self.prompt, *self.id, *self.seed))
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """All columns that are read."""
+        return (*self.prompt, *self.id, *self.seed, "negative_prompt", "height", "width", *self.inputs)
+
 
 _SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".json")
 _BUILTIN = "muralist"
+_STDIN = "-"
+_STDIN_FORMATS = {".txt": "lines", ".jsonl": "JSONL", ".csv": "CSV", ".tsv": "TSV"}
 _BUILTIN_TABLE = Path(data.__file__).parent / "assets" / "prompts.csv"
 _SEEDS_BELOW = 2**62  # as --seed_start
 _SIDES_BELOW = 2**31
@@ -69,10 +100,23 @@ class PromptRow(NamedTuple):
 
 
 class PromptTable:
-    """The rows of a prompt table; they stay on disk, so a million of them take a few dozen MB. Can be pickled."""
+    """The rows of a prompt table; those of a file stay there, so a million take a few dozen MB. Can be pickled.
 
-    def __init__(self, path: Path, table: Table, limit: int | None) -> None:
-        self.path, self._table, self._version = path, table, _file_version(path)
+    `name` is what messages call the table; `columns` are names that the user gave, by role (prompt, id or seed).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        table: Table,
+        limit: int | None = None,
+        columns: Mapping[str, str] | None = None,
+        path: Path | None = None,
+    ) -> None:
+        self.name, self._table, self._path = name, table, path
+        self._version = _file_version(path)
+        self._given = {role: column.strip().lower() for role, column in (columns or {}).items()}
+        self._names = ColumnNames(**{role: (column,) for role, column in self._given.items()})
         self.notes: list[str] = []
         self.sizes: np.ndarray | None = None
         """Heights and widths, int32 [N, 2], 0 for empty cells; None without such columns."""
@@ -84,9 +128,9 @@ class PromptTable:
         """The columns of image inputs that the table has."""
         self.strengths: np.ndarray | None = None
         """Strengths of image inputs, float64 [N], NaN for empty cells; None without such a column."""
-        self._folder = str(path.absolute().parent)
+        self._folder = str(path.absolute().parent if path else Path.cwd())
         if table.columns:
-            _check_columns(table.columns, str(path))
+            self._check_columns(table.columns)
         self._scan(limit)
 
     def __len__(self) -> int:
@@ -99,13 +143,13 @@ class PromptTable:
     def rows(self, indices: Sequence[int]) -> list[PromptRow]:
         """Read some rows, in any order."""
         indices = [range(len(self))[index] for index in indices]
-        if _file_version(self.path) != self._version:
+        if _file_version(self._path) != self._version:
             raise UserError(
-                f"The table {self.path} was changed or removed while it was in use.",
+                f"The table {self.name} was changed or removed while it was in use.",
                 fix="Run the same command again; images of unchanged rows are kept.",
             )
         found = self._table.read(int(self._positions[index]) for index in indices)
-        return [self._parse(cells, index, str(self.path)) for cells, index in zip(found, indices, strict=True)]
+        return [self._parse(cells, index, self.name) for cells, index in zip(found, indices, strict=True)]
 
     def where(self, index: int) -> str:
         """Return the place of a row for error messages; reads the table up to there."""
@@ -113,18 +157,19 @@ class PromptTable:
         return f"{self._table.unit} {row.number}"
 
     def _parse(self, cells: Cells, index: int, where: str) -> PromptRow:
-        row = _parse_row(cells, index, where)
-        if cells.keys().isdisjoint(INPUT_COLUMNS):
+        row = _parse_row(cells, index, where, self._names)
+        if cells.keys().isdisjoint(self._names.inputs):
             return row
-        return row._replace(inputs=parse_inputs(cells, where, self._folder))
+        inputs = {name: cells[name] for name in self._names.inputs if name in cells}
+        return row._replace(inputs=parse_inputs(inputs, where, self._folder))
 
     def _scan(self, limit: int | None) -> None:
         positions, hashes, seeds, sizes = array("q"), array("q"), array("q"), array("i")
         strengths = array("d")
-        columns = set(self._table.columns)
+        columns, names = set(self._table.columns), self._names
         empty, changed, example = 0, 0, ""
         for position, number, cells in islice(self._table.stream(), limit):
-            row = self._parse(cells, len(positions), f"{self._table.unit} {number} of {self.path}")
+            row = self._parse(cells, len(positions), f"{self._table.unit} {number} of {self.name}")
             positions.append(position)
             # Python's hashes differ between processes, but these are only compared with each other.
             hashes.append(hash(row.id))
@@ -135,40 +180,98 @@ class PromptTable:
                 columns.update(cells)
             if not row.prompt:
                 empty += 1
-            if row.id != cells.get("image_id") and (written := _written_id(cells, "")) not in ("", row.id):
+            if row.id != cells.get(names.id[0]) and (written := _written_id(cells, "", names)) not in ("", row.id):
                 changed += 1
                 example = example or f"{written[:60]!r} became {row.id[:60]!r}"
         if not positions:
-            raise UserError(f"The table {self.path} has no rows.", fix="Give it at least one prompt.")
+            raise UserError(f"The table {self.name} has no rows.", fix="Give it at least one prompt.")
+        if not self._table.columns:
+            self._check_given(sorted(columns))
         self._positions = np.frombuffer(positions, np.int64)
-        if first_present(columns, _ID):
+        if first_present(columns, names.id):
             self.id_hashes = np.frombuffer(hashes, np.int64)
-        if "seed" in columns:
+        if first_present(columns, names.seed):
             self.seeds = np.frombuffer(seeds, np.int64)
         if not columns.isdisjoint(("height", "width")):
             self.sizes = np.frombuffer(sizes, np.int32).reshape(-1, 2)
-        self.input_columns = tuple(name for name in INPUT_COLUMNS if name in columns)
-        if STRENGTH in columns:
+        self.input_columns = tuple(name for name in names.inputs if name in columns)
+        if STRENGTH in self.input_columns:
             self.strengths = np.frombuffer(strengths, np.float64)
         count = len(positions)
         if limit is not None and count < limit:
-            self.notes.append(f"{self.path} has only {count:,} of the {limit:,} requested rows: all of them are used.")
-        if columns.issuperset(_PROMPT):
-            self.notes.append(f"{self.path} has both a prompt and a caption: the prompt is used.")
-        if columns.issuperset(_ID):
-            self.notes.append(f"{self.path} has both an image_id and an id: the image_id is used.")
-        if unused := sorted(name for name in columns.difference(_USED) if name):
-            self.notes.append(f"Unused columns of {self.path}: {format_list(unused, _MAX_NAMES_SHOWN)}.")
+            self.notes.append(f"{self.name} has only {count:,} of the {limit:,} requested rows: all of them are used.")
+        if len(names.prompt) > 1 and columns.issuperset(names.prompt):
+            self.notes.append(f"{self.name} has both a prompt and a caption: the prompt is used.")
+        if len(names.id) > 1 and columns.issuperset(names.id):
+            self.notes.append(f"{self.name} has both an image_id and an id: the image_id is used.")
+        if unused := sorted(name for name in columns.difference(names.used) if name):
+            self.notes.append(f"Unused columns of {self.name}: {format_list(unused, _MAX_NAMES_SHOWN)}.")
+        if isinstance(self._table, TextTable) and (skipped := _describe_skipped(self._table)):
+            self.notes.append(f"{self.name}: {skipped}")
         if empty:
             self.notes.append(f"{empty:,} of {count:,} prompts are empty: their images are made from the empty text.")
         if changed:
             self.notes.append(f"{changed:,} of {count:,} ids were changed to be safe as file names: {example}.")
 
+    def _check_columns(self, columns: list[str]) -> None:
+        self._check_given(columns)
+        if first_present(columns, self._names.prompt) is None:
+            raise _no_prompt(columns, self.name, self._names)
+        if double := next((name for name in self._names.used if columns.count(name) > 1), None):
+            count = columns.count(double)
+            raise UserError(f"{self.name} has {count} columns called {double}.", fix="Rename all but one.")
 
-def open_prompt_table(path: str, limit: int | None = None) -> PromptTable:
+    def _check_given(self, columns: Iterable[str]) -> None:
+        for role, column in self._given.items():
+            if column not in columns:
+                raise _no_column(column, f"--{role}_column", columns, self.name)
+
+
+def open_prompts(settings: GenerateSettings) -> PromptTable:
+    """Open the prompts of a generation: those of --prompt, standard input, or a table."""
+    roles = {role: getattr(settings, f"{role}_column") for role in ColumnNames._fields}
+    limit, columns = settings.num_samples, {role: column for role, column in roles.items() if column is not None}
+    if settings.prompts_csv is None:
+        return PromptTable("--prompt", ListTable([{"prompt": text} for text in settings.prompt]), limit, columns)
+    if settings.prompts_csv != _STDIN:
+        return open_prompt_table(settings.prompts_csv, limit, columns)
+    content = _read_stdin(sys.stdin)
+    suffix = sniff_text_format(content, {"prompt", "caption", columns.get("prompt", "prompt").strip().lower()})
+    name = f"standard input ({_STDIN_FORMATS[suffix]})"
+    return PromptTable(name, TextTable(name, content=content, suffix=suffix), limit, columns)
+
+
+def reads_stdin(settings: GenerateSettings) -> bool:
+    """Return whether the prompts come from standard input, which only one process has."""
+    return settings.prompts_csv == _STDIN
+
+
+@functools.cache  # it can be read once, and doctor opens the prompts twice
+def _read_stdin(stream: TextIO | None) -> bytes:
+    if stream is None:
+        raise UserError(f"--prompts_csv {_STDIN} reads prompts from standard input, which is closed.")
+    if stream.isatty():
+        log.info("Reading prompts from the terminal, one per line; Ctrl+D ends them.")
+    content = stream.buffer.read()
+    if not content.strip():
+        raise UserError(
+            "Standard input is empty: there is no prompt.",
+            f"--prompts_csv {_STDIN} reads prompts from it until its end.",
+            f"Check the command before the pipe, as in `cat prompts.txt | muralist generate --prompts_csv {_STDIN} ...`.",
+        )
+    return content
+
+
+def is_table_name(text: str) -> bool:
+    """Whether a text is the name of a table rather than a prompt: it ends like one, or is that of the built-in table."""
+    return text == _BUILTIN or Path(text).suffix.lower() in _SUFFIXES
+
+
+def open_prompt_table(path: str, limit: int | None = None, columns: Mapping[str, str] | None = None) -> PromptTable:
     """Open the table at `path`, or the built-in one, and check its first `limit` rows, or all."""
     place = _BUILTIN_TABLE if path == _BUILTIN else Path(path).expanduser()
     kinds = f"Give --prompts_csv a file that ends in {' '.join(_SUFFIXES)}, or {_BUILTIN} for the built-in prompts."
+    table: Table
     try:
         check_exists(place, "prompt table", kinds)
         if not place.is_file():
@@ -180,8 +283,12 @@ def open_prompt_table(path: str, limit: int | None = None) -> PromptTable:
         if place.stat().st_size == 0:
             raise UserError(f"The prompt table {place} is empty.", fix="Check that it was copied completely.")
         if suffix == ".parquet":
-            return PromptTable(place, ParquetTable(place, _USED), limit)
-        return PromptTable(place, CocoCaptionTable(place) if suffix == ".json" else TextTable(place), limit)
+            wanted = {column.strip().lower() for column in (columns or {}).values()}
+            table = ParquetTable(place, wanted.union(ColumnNames().used))
+        else:
+            table = CocoCaptionTable(place) if suffix == ".json" else TextTable(place)
+        name = "the built-in prompts" if path == _BUILTIN else str(place)
+        return PromptTable(name, table, limit, columns, place)
     except OSError as error:
         raise UserError(f"The prompt table {place} could not be read: {error.strerror}.") from error
 
@@ -202,25 +309,26 @@ def refuse_collision(table: PromptTable, seeds: np.ndarray) -> None:
     for first, second, seed in found[np.argsort(found[:, 1], kind="stable")].tolist():
         if first != second and (id := table.row(first).id) == table.row(second).id:  # not only the same hash
             raise UserError(
-                f"Two rows of {table.path} would be written to the same file, {image_file_stem(id, seed)}: "
+                f"Two rows of {table.name} would be written to the same file, {image_file_stem(id, seed)}: "
                 f"{table.where(first)} and {table.where(second)}.",
                 "They have the same id, once it is made safe as a file name, and the same seed.",
                 "Give them different ids or seeds.",
             )
 
 
-def _parse_row(cells: Cells, index: int, where: str) -> PromptRow:
-    prompt_field = first_present(cells, _PROMPT)
+def _parse_row(cells: Cells, index: int, where: str, names: ColumnNames) -> PromptRow:
+    prompt_field = first_present(cells, names.prompt)
     if prompt_field is None:
-        raise _no_prompt(cells, where)
-    written = _written_id(cells, where)
+        raise _no_prompt(cells, where, names)
+    written = _written_id(cells, where, names)
+    seed_field = names.seed[0]
     # There may be a million rows, and most tables lack most columns: absent columns are not parsed.
     height, width = _size(cells, where) if "height" in cells or "width" in cells else (None, None)
     return PromptRow(
         index,
         safe_id(written) if written else f"{index + 1:06d}",
         _text(cells, prompt_field, where),
-        _parse_integer(cells, "seed", where, 0, _SEEDS_BELOW) if "seed" in cells else None,
+        _parse_integer(cells, seed_field, where, 0, _SEEDS_BELOW) if seed_field in cells else None,
         (_text(cells, "negative_prompt", where) or None) if "negative_prompt" in cells else None,
         height,
         width,
@@ -242,9 +350,9 @@ def _text(cells: Cells, field: str, where: str) -> str:
     return check_caption(value, where, field).strip()
 
 
-def _written_id(cells: Cells, where: str) -> str:
+def _written_id(cells: Cells, where: str, names: ColumnNames) -> str:
     """Return the id as it is written; empty if there is none."""
-    field = first_present(cells, _ID)
+    field = first_present(cells, names.id)
     value = cells[field] if field else None
     if isinstance(value, str):
         return value.strip()
@@ -281,25 +389,44 @@ def _is_missing(value: object) -> bool:
     return value is None or value != value  # pandas writes missing values as NaN
 
 
-def _check_columns(columns: list[str], where: str) -> None:
-    if first_present(columns, _PROMPT) is None:
-        raise _no_prompt(columns, where)
-    if double := next((name for name in _USED if columns.count(name) > 1), None):
-        raise UserError(f"{where} has {columns.count(double)} columns called {double}.", fix="Rename all but one.")
-
-
-def _no_prompt(columns: Iterable[str], where: str) -> UserError:
-    names = list(columns)
-    hints = [f"{name}: {hint}" for name in names if (hint := closest_match(name, _PROMPT))]
+def _no_prompt(columns: Iterable[str], where: str, names: ColumnNames) -> UserError:
+    if len(names.prompt) == 1:
+        return _no_column(names.prompt[0], "--prompt_column", columns, where)
+    hints = [f"{name}: {hint}" for name in columns if (hint := closest_match(name, names.prompt))]
     return UserError(
         f"There is no prompt or caption in {where}.",
-        f"Its columns are {', '.join(names[:_MAX_NAMES_SHOWN]) or 'none'}. {' '.join(hints[:1])}".strip(),
-        "Call the column of prompts prompt; columns are separated by commas in .csv files and by tabs in .tsv files.",
+        f"Its columns are {_shown(columns)}. {' '.join(hints[:1])}".strip(),
+        "Call the column of prompts prompt, or give generate its name with --prompt_column; columns are separated by "
+        "commas in .csv files and by tabs in .tsv files.",
     )
 
 
-def _file_version(path: Path) -> tuple[int, int] | None:
-    """Return size and modification time of a file; None if it is gone."""
+def _no_column(wanted: str, flag: str, columns: Iterable[str], where: str) -> UserError:
+    return UserError(
+        f"There is no column {wanted} in {where}.",
+        f"Its columns are {_shown(columns)}. {closest_match(wanted, columns)}".strip(),
+        f"Give {flag} the name of a column.",
+    )
+
+
+def _shown(columns: Iterable[str]) -> str:
+    return ", ".join(islice(columns, _MAX_NAMES_SHOWN)) or "none"
+
+
+def _describe_skipped(table: TextTable) -> str:
+    """Say how many comments and blank lines were skipped; empty for none."""
+    counts = {"comment": table.comments, "blank line": table.blank_lines}
+    parts = [f"{count:,} {noun}{'s' if count > 1 else ''}" for noun, count in counts.items() if count]
+    if not parts:
+        return ""
+    escape = " Write \\# for a prompt that begins with #." if table.comments else ""
+    return f"{' and '.join(parts)} {'was' if sum(counts.values()) == 1 else 'were'} skipped.{escape}"
+
+
+def _file_version(path: Path | None) -> tuple[int, int] | None:
+    """Return size and modification time of a file; None if it is gone, and for rows that are not in a file."""
+    if path is None:
+        return None
     try:
         status = path.stat()
     except FileNotFoundError:

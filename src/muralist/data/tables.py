@@ -11,12 +11,13 @@ import codecs
 import csv
 import io
 import json
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from muralist.core.errors import UserError
 from muralist.data.source import LruCache
@@ -25,6 +26,7 @@ Cells = dict[str, object]
 """The cells of a row by column name in lower case."""
 Row = TypeVar("Row")
 
+_JSON_OBJECT = re.compile(r'\{\s*"')
 _MAX_CELL = 2**24  # characters: far above any caption, and an unclosed quote cannot fill the memory
 _PARQUET_BLOCK_ROWS = 32_768
 _ROWS_AT_ONCE = 1024  # converted to Python objects, which take ten times the memory
@@ -42,32 +44,38 @@ class TableRow(NamedTuple):
 class TextTable:
     """CSV, TSV, JSONL or plain lines in UTF-8; positions are byte offsets.
 
-    `strict` refuses stray and unclosed quotes, where csv would guess, and accepts blanks before a quote.
+    `strict` refuses stray and unclosed quotes, where csv would guess, and accepts blanks before a quote. Of a table
+    that is not a file, `content` is the bytes, `path` is what messages call it, and `suffix` tells its format.
     """
 
     unit = "line"  # what the number of a row counts
 
-    def __init__(self, path: Path, strict: bool = True) -> None:
+    def __init__(self, path: Path | str, strict: bool = True, content: bytes | None = None, suffix: str = "") -> None:
         self.path, self.strict = path, strict
         self.columns: list[str] = []  # of the header, in lower case; empty where each row names its own columns
-        suffix = path.suffix.lower()
+        self.comments = self.blank_lines = 0
+        """Lines of plain text that `stream` has skipped."""
+        suffix = suffix or Path(path).suffix.lower()
         self._parse, self._delimiter = _PARSERS[suffix], "\t" if suffix == ".tsv" else ","
-        with path.open("rb") as file:
+        self._content = content
+        with self._open() as file:
             self._first_row = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
         self._header_lines = 0
         if self._parse is _parse_csv:
-            lines = _Lines(path, self._first_row)
+            lines = self._lines(self._first_row)
             cells = (cells for cells in self.csv_reader(lines) if cells)  # blank lines may precede the header
             self.columns = [name.strip().lower() for name in self._next(cells, lines) or []]
             self._first_row, self._header_lines = lines.offset, lines.number
 
     def stream(self) -> Iterator[TableRow]:
         """Yield all rows in order, with the byte offsets at which they begin."""
-        lines = _Lines(self.path, self._first_row, self._header_lines)
+        lines = self._lines(self._first_row, self._header_lines)
         rows, offset = self._parse(self, lines), lines.offset
         while (cells := self._next(rows, lines)) is not None:
+            self.comments, self.blank_lines = lines.comments, lines.blank
             yield TableRow(offset, lines.number, cells)
             offset = lines.offset
+        self.comments, self.blank_lines = lines.comments, lines.blank
 
     def read(self, positions: Iterable[int]) -> list[Cells]:
         """Return the rows that begin at some byte offsets."""
@@ -75,7 +83,7 @@ class TextTable:
         lines: _Lines | None = None
         for offset in positions:
             if lines is None or lines.offset != offset:  # reading on from the last row halves the time
-                lines = _Lines(self.path, offset)
+                lines = self._lines(offset)
                 rows = self._parse(self, lines)
             found.append(next(rows))
         return found
@@ -86,6 +94,12 @@ class TextTable:
         if self.strict and self._delimiter == "\t":
             lines = _quote_unquoted(lines)
         return csv.reader(lines, delimiter=self._delimiter, strict=self.strict, skipinitialspace=self.strict)
+
+    def _open(self) -> BinaryIO:
+        return Path(self.path).open("rb") if self._content is None else io.BytesIO(self._content)
+
+    def _lines(self, offset: int, number: int = 0) -> _Lines:
+        return _Lines(self._open, str(self.path), offset, number)
 
     def _next(self, rows: Iterator[Row], lines: _Lines) -> Row | None:
         begins = lines.number + 1
@@ -102,11 +116,12 @@ class TextTable:
 class _Lines:
     """The lines of a UTF-8 file from a byte offset on; counts the bytes and lines taken."""
 
-    def __init__(self, path: Path, offset: int, number: int = 0) -> None:
-        self.path, self.offset, self.number = path, offset, number
+    def __init__(self, open: Callable[[], BinaryIO], name: str, offset: int, number: int) -> None:
+        self.open, self.name, self.offset, self.number = open, name, offset, number
+        self.comments = self.blank = 0  # of plain text
 
     def __iter__(self) -> Iterator[str]:
-        with self.path.open("rb") as file:
+        with self.open() as file:
             file.seek(self.offset)
             # Undecodable bytes pass here and fail below, in the line that holds them.
             for line in io.TextIOWrapper(file, "utf-8", "surrogateescape", newline=""):
@@ -115,7 +130,7 @@ class _Lines:
                     self.offset += len(line.encode())
                 except UnicodeError as error:
                     raise UserError(
-                        f"Line {self.number} of {self.path}, from byte {self.offset:,} on, is not UTF-8 text.",
+                        f"Line {self.number} of {self.name}, from byte {self.offset:,} on, is not UTF-8 text.",
                         fix="Save the file as UTF-8.",
                     ) from error
                 yield line
@@ -169,9 +184,15 @@ def _parse_json_lines(table: TextTable, lines: _Lines) -> Iterator[Cells]:
 
 
 def _parse_plain_lines(table: TextTable, lines: _Lines) -> Iterator[Cells]:
+    """Yield a prompt per line; blank lines and comments, which begin with #, are skipped, and \\# stands for #."""
     for line in lines:
-        if prompt := line.strip():
-            yield {"prompt": prompt}
+        prompt = line.strip()
+        if not prompt:
+            lines.blank += 1
+        elif prompt.startswith("#"):
+            lines.comments += 1
+        else:
+            yield {"prompt": prompt.removeprefix("\\") if prompt.startswith("\\#") else prompt}
 
 
 _PARSERS: dict[str, Callable[[TextTable, _Lines], Iterator[Cells]]] = {
@@ -290,7 +311,42 @@ class CocoCaptionTable:
         return [{name: row[name] for name in ("image_id", "caption") if name in row} for row in annotations]
 
 
-Table = TextTable | ParquetTable | CocoCaptionTable
+class ListTable:
+    """Rows that are given in memory; positions are row numbers."""
+
+    unit = "row"
+
+    def __init__(self, rows: Sequence[Cells]) -> None:
+        self._rows = [_lower_case_names(row) for row in rows]
+        self.columns: list[str] = []
+
+    def stream(self) -> Iterator[TableRow]:
+        """Yield all rows in order."""
+        for index, cells in enumerate(self._rows):
+            yield TableRow(index, index + 1, cells)
+
+    def read(self, positions: Iterable[int]) -> list[Cells]:
+        """Return rows by number."""
+        return [self._rows[index] for index in positions]
+
+
+Table = TextTable | ParquetTable | CocoCaptionTable | ListTable
+
+
+def sniff_text_format(content: bytes, prompt_columns: Iterable[str]) -> str:
+    """Return the suffix of the format in which text without a file name is read, by its first line that is not blank.
+
+    .jsonl if it begins with {", .csv or .tsv if it is a header with one of `prompt_columns`, otherwise .txt.
+    """
+    lines = (line.decode(errors="replace") for line in io.BytesIO(content.removeprefix(codecs.BOM_UTF8)))
+    first = next((line.strip() for line in lines if line.strip()), "")
+    if _JSON_OBJECT.match(first):
+        return ".jsonl"
+    for suffix, delimiter in ((".csv", ","), (".tsv", "\t")):
+        names = [name.strip().strip('"').strip().lower() for name in first.split(delimiter)]
+        if not set(names).isdisjoint(prompt_columns):
+            return suffix
+    return ".txt"
 
 
 def table_rows(path: Path) -> Iterator[tuple[int, Cells]]:

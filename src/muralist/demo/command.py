@@ -71,10 +71,11 @@ def _train(arguments: list[str]) -> int:
 
     settings = load(DemoSettings, arguments, {})
     try:
-        return train(recipe(settings), RUN_NAME, preflight=check_training)
+        train(recipe(settings), RUN_NAME, preflight=check_training)
     except SettingsMismatch as error:
         folder = RunDir.named(settings.results_dir, RUN_NAME).root
         raise UserError(error.what, fix=f"Delete {folder}, or give another --results_dir.") from None
+    return 0
 
 
 if __name__ == "__main__":

@@ -53,6 +53,17 @@ def evaluate(settings: EvaluateSettings) -> int:
     """Compute every metric whose inputs are there, write report.json and its page, and print the scores."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     report, page = measure(settings)
+    log_warnings(report)
+    for name, score in report["scores"].items():
+        if score["value"] is not None:
+            interval = "" if score["low"] is None else f"  ({score['low']:.6g} to {score['high']:.6g})"
+            print(f"{name:<16}{score['value']:.6g}{interval}")
+    print(f"The report is {Path(settings.output_dir) / REPORT}, its page {page}.")
+    return 0
+
+
+def log_warnings(report: dict[str, Any]) -> None:
+    """Log unreadable images, warnings, and why metrics are missing."""
     unreadable = report["images"]["unreadable"]
     for line in unreadable[:_UNREADABLE_LOGGED]:
         log.warning("Left out, because it cannot be read: %s", line)
@@ -62,12 +73,6 @@ def evaluate(settings: EvaluateSettings) -> int:
         log.warning("%s", warning)
     for reason, names in group_by_reason((line["metric"], line["reason"]) for line in report["missing"]).items():
         log.warning("No %s: %s", names, reason)
-    for name, score in report["scores"].items():
-        if score["value"] is not None:
-            interval = "" if score["low"] is None else f"  ({score['low']:.6g} to {score['high']:.6g})"
-            print(f"{name:<16}{score['value']:.6g}{interval}")
-    print(f"The report is {Path(settings.output_dir) / REPORT}, its page {page}.")
-    return 0
 
 
 def measure(settings: EvaluateSettings) -> tuple[dict[str, Any], Path]:

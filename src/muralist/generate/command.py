@@ -7,13 +7,14 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from muralist.core.errors import UserError
 from muralist.core.hardware import select_devices
 from muralist.core.run_dir import FileLock, is_disk_full
 from muralist.core.slurm import set_rank_environment
-from muralist.data.prompts import PromptTable, open_prompt_table
+from muralist.data.prompts import open_prompts, reads_stdin
 from muralist.generate import console, output_dir
 from muralist.generate.console import INTERRUPTED, ProgressLines, WorkerProgress
 from muralist.generate.image_inputs import choose_pipeline, read_input_sizes
@@ -33,7 +34,7 @@ from muralist.generate.scheduler import BatchSize, Scheduler, Undecided
 from muralist.generate.workers import GenerationJob, WorkerReady, open_pool, ray_devices
 from muralist.settings import GenerateSettings
 
-__all__ = ["INTERRUPTED", "Preflight", "generate"]
+__all__ = ["INTERRUPTED", "GenerationResult", "Preflight", "generate", "read_plan"]
 
 log = logging.getLogger("muralist")
 _EXIT_SECONDS = 5.0  # for workers that have nothing left to do
@@ -42,8 +43,16 @@ Preflight = Callable[[GenerateSettings, ModelInfo, int], None]
 """Checks settings, the model and the number of images before anything is loaded; raises what cannot work."""
 
 
-def generate(settings: GenerateSettings, preflight: Preflight | None = None) -> int:
-    """Generate the missing images; returns 0 only if every row's image exists."""
+class GenerationResult(NamedTuple):
+    """What came of a command: its exit status, its samples, and the folder whose ledger tells about each of them."""
+
+    status: int
+    plan: Plan
+    output: OutputDir
+
+
+def generate(settings: GenerateSettings, preflight: Preflight | None = None) -> GenerationResult:
+    """Generate the missing images; the status is 0 only if every row's image exists."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     output = OutputDir(Path(settings.output_dir).absolute())
     set_rank_environment(os.environ)
@@ -51,9 +60,9 @@ def generate(settings: GenerateSettings, preflight: Preflight | None = None) -> 
     with _sigterm_interrupts(), ranks.reporting_refusal() if ranks else nullcontext():
         command = _Command.prepare(settings, output, ranks, preflight)
         try:
-            return command.run()
+            return GenerationResult(command.run(), command.plan, output)
         except RankRefused:
-            return 1  # the refused rank says why
+            return GenerationResult(1, command.plan, output)  # the refused rank says why
         except OSError as error:
             if error.filename is None and not is_disk_full(error):
                 raise
@@ -85,14 +94,17 @@ class _Command:
                 f"--engine ray under a launcher of {ranks.size} ranks: each rank would use the whole cluster.",
                 fix="Run the command once, without srun or torchrun, or leave --engine ray out.",
             )
+        if ranks and reads_stdin(settings):
+            raise UserError(
+                f"--prompts_csv - under a launcher of {ranks.size} ranks: they would not all read the same prompts.",
+                "How a launcher passes standard input on differs; every rank needs the whole table.",
+                "Save the prompts to a file that all ranks see, and give its path.",
+            )
         if ranks and ranks.rank:
             log.setLevel(logging.ERROR)  # rank 0 logs for all
+        settings = output_dir.keep_folder_settings(settings)
         model = inspect_model(settings)
-        table = _read_table(settings)
-        model = choose_pipeline(model, table, settings)
-        sizes = read_input_sizes(model, table, settings) if model.inputs else None
-        settings = settings.model_copy(update=model.resolved)
-        plan = _make_plan(settings, table, model, sizes)
+        settings, model, plan = read_plan(settings, model)
         if model.is_jit:
             _check_class_names(plan, model)
         if preflight:  # before torch looks for GPUs: it would wait for a driver that does not answer
@@ -206,9 +218,8 @@ class _Command:
                 all_labels = ranks.labels if ranks else labels
                 on_cpu = "cpu" in devices.values()
                 task = self.model.inputs.task if self.model.inputs else ""
-                display.print(
-                    console.describe_job(self.settings, self.identity, self.plan, todo, all_labels, on_cpu, task)
-                )
+                job = self.settings, self.identity, self.plan, todo, all_labels, on_cpu, self.model.origins, task
+                display.print(console.describe_job(*job))
             scheduler.run(labels, ranks.own if ranks else todo)
             grace = _EXIT_SECONDS
         except KeyboardInterrupt:
@@ -254,6 +265,8 @@ class _Command:
         size = 1 if not ready.supports_batching else measured if asked == "auto" else asked
         assert isinstance(size, int)
         self.header = Header(self.identity, size, ready.environment, not ready.supports_batching)
+        if measured is not None and size > 1:
+            self.display.print(f"Batch size {size}, recorded in the ledger: the last bits of an image depend on it.")
         output_dir.start_ledger(self.output.ledger, self.header)
         output_dir.note_plan(self.output.ledger, len(self.plan))
         return BatchSize(size, size)
@@ -277,14 +290,19 @@ class _Command:
         return True
 
 
-def _read_table(settings: GenerateSettings) -> PromptTable:
-    table = open_prompt_table(settings.prompts_csv, settings.num_samples)
+def read_plan(settings: GenerateSettings, model: ModelInfo) -> tuple[GenerateSettings, ModelInfo, Plan]:
+    """Read the table; choose the pipeline that its image inputs ask for, and resolve the settings with its defaults.
+
+    Refuses a table whose rows would overwrite each other's files, or whose inputs the model cannot use.
+    """
+    table = open_prompts(settings)
     for note in table.notes:
         log.warning("%s", note)
-    return table
-
-
-def _make_plan(settings: GenerateSettings, table: PromptTable, model: ModelInfo, sizes: np.ndarray | None) -> Plan:
+    model = choose_pipeline(model, table, settings)
+    sizes = read_input_sizes(model, table, settings) if model.inputs else None
+    if sizes is not None:
+        model = model.without_default_size()
+    settings = settings.model_copy(update=model.resolved)
     assert settings.height and settings.width
     columns = tuple(model.inputs.arguments) if model.inputs else ()
     extension = output_dir.file_extension(settings.num_frames, settings.video_format)
@@ -292,7 +310,7 @@ def _make_plan(settings: GenerateSettings, table: PromptTable, model: ModelInfo,
     plan = Plan(table, settings.images_per_prompt, settings.seed_start, settings.negative_prompt, size, extension,
                 columns, sizes)  # fmt: skip
     plan.check_file_names()
-    return plan
+    return settings, model, plan
 
 
 def _check_class_names(plan: Plan, model: ModelInfo) -> None:
@@ -316,7 +334,10 @@ def _check_class_names(plan: Plan, model: ModelInfo) -> None:
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """Treat SIGTERM, which a cluster's scheduler sends, like Ctrl+C."""
+    """Treat SIGTERM, which a cluster's scheduler sends, like Ctrl+C; only the main thread may have handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

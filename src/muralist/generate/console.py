@@ -20,7 +20,7 @@ from tqdm import tqdm
 from muralist.core.formatting import format_duration
 from muralist.core.run_dir import atomic_write
 from muralist.data.ledger_reader import read_lines
-from muralist.generate.output_dir import PROMPT_TRUNCATED, PSNR, OutputDir
+from muralist.generate.output_dir import PROMPT_TOKENS, PROMPT_TRUNCATED, PSNR, OutputDir
 from muralist.generate.plan import Plan
 from muralist.settings import GenerateSettings
 
@@ -157,11 +157,12 @@ def describe_job(
     todo: np.ndarray,
     labels: list[str],
     on_cpu: bool,
+    origins: str = "",
     task: str = "",
 ) -> str:
-    """Describe what is about to happen."""
+    """Describe what is about to happen; `origins` says which settings are the model's."""
     sizes = {plan.size_of(index) for index in todo.tolist()}
-    size = "{} x {}".format(*sizes.pop()) if len(sizes) == 1 else f"of {len(sizes)} sizes"
+    size = "{1} x {0}".format(*sizes.pop()) if len(sizes) == 1 else f"of {len(sizes)} sizes"
     kind = ("CPU process", "CPU processes") if on_cpu else ("GPU", "GPUs")
     guidance = f"guidance {settings.guidance_scale:g}"
     if "guidance_interval" in identity:
@@ -174,9 +175,11 @@ def describe_job(
     frames = f" of {settings.num_frames} frames" if settings.num_frames > 1 else ""
     purpose = f"{task}, " if task else ""
     weights = f", {settings.weights}" if "weights" in identity else ""
+    scheduler = "".join(f", {word}" for word in (settings.scheduler, *settings.scheduler_options) if word)
     return (
-        f"{len(todo):,} {noun(settings, len(todo))}{frames}, {size}, {purpose}from {settings.prompts_csv} with "
-        f"{identity['model']} ({settings.dtype}{weights}, {settings.num_inference_steps} steps, {guidance}{last}) "
+        f"{len(todo):,} {noun(settings, len(todo))}{frames}, {size}, {purpose}from {plan.table.name} with "
+        f"{identity['model']} ({settings.dtype}{weights}, {settings.num_inference_steps} steps, {guidance}{last}{scheduler}"
+        f"{f'; {origins}' if origins else ''}) "
         f"on {len(labels)} {kind[len(labels) > 1]}: {' '.join(labels)}. Loading the model."
     )
 
@@ -216,19 +219,28 @@ def _measurements(output: OutputDir) -> Iterator[str]:
     """Yield what the ledger says of truncated prompts, GPU use and the distance to exact mode."""
     busy: list[float] = []
     distances: list[float] = []
-    truncated: set[Any] = set()
+    rows: set[int] = set()
+    truncated: set[int] = set()
+    limits: dict[str, Any] = {}  # tokens, by text encoder
     for line in read_lines(output.ledger):
         if isinstance(share := line.get("gpu_busy"), float):
             busy.append(share)
         if isinstance(psnr := line.get(PSNR), int | float) and math.isfinite(psnr):
             distances.append(psnr)
+        rows.add(line["index"])
         if line.get(PROMPT_TRUNCATED) is True:
-            truncated.add(line.get("index"))
+            truncated.add(line["index"])
+            tokens = line.get(PROMPT_TOKENS)  # earlier versions did not write it
+            for encoder, counts in tokens.items() if isinstance(tokens, dict) else ():
+                if isinstance(counts, dict):
+                    limits[f"{counts.get('class')} ({encoder})"] = counts.get("limit")
     if truncated:
-        prompts = f"{len(truncated):,} prompts are" if len(truncated) > 1 else "One prompt is"
+        prompts = f"{len(truncated):,} of {len(rows):,} prompt{'s' if len(rows) > 1 else ''}"
+        present, past = ("are", "were") if len(truncated) > 1 else ("is", "was")
+        windows = ", ".join(f"to {limit} tokens by {encoder}" for encoder, limit in limits.items())
         yield (
-            f"{prompts} longer than a text encoder of this model reads; the rest was ignored "
-            f'("{PROMPT_TRUNCATED}" in ledger.jsonl).'
+            f"{prompts} {present} longer than a text encoder reads and {past} truncated"
+            f'{f": {windows}" if windows else ""} ("{PROMPT_TRUNCATED}" in ledger.jsonl).'
         )
     if busy:
         yield f"The GPU was busy for {100 * sum(busy) / len(busy):.1f}% of the time after its first batch."

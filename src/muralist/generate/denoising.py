@@ -12,13 +12,15 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from muralist.core.hardware import copy_to_device
 from muralist.generate.model_info import cached_guided_steps, computed_stages
@@ -26,11 +28,31 @@ from muralist.generate.optimizations import CudaGraphs, NonBlockingCopies
 from muralist.generate.pipeline import GpuClock, PipelineError, StepCallback, no_guidance_error
 
 _DENOISERS = ("transformer", "transformer_2", "unet")
+_TIMESTEPS_WITH_END = ("SCMScheduler",)  # whose last timestep is the image: no step starts there
+_SUMS = re.compile(r"mm|matmul|linear|conv|attention|softmax|norm|mean|sum|var|einsum|fft|pool")
 _NOT_BATCHED = ("rotary", "rope", "freqs", "img_ids", "txt_ids")  # positions, shared by all images
 
 
-class _TextEncoded(Exception):
-    """Ends a pipeline's call before its first step."""
+class _Ended(Exception):
+    """Ends a pipeline's call before its first step is complete."""
+
+
+class OperatorTrace(TorchDispatchMode):
+    """Records the operators that sum, whose rounding depends on their shapes, with the shapes of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Record an operator and run it."""
+        kwargs = kwargs or {}
+        if _SUMS.search(str(func)):
+            shapes = [value.shape for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            self.operators.append((str(func), *shapes))
+        return func(*args, **kwargs)
 
 
 def denoisers(pipe: Any) -> list[Any]:
@@ -52,13 +74,15 @@ class DenoisingLoop:
         copies: NonBlockingCopies,
     ) -> None:
         self._name = type(pipe).__name__
-        self._steps, self._truncation, self._step_caching = steps, truncation, step_caching
+        self._step_caching = step_caching
+        self.configure(steps, truncation)
         self._device, self._graphs, self.clock = device, graphs, GpuClock(device)
         self._on_step: StepCallback | None = None
         self._text_only = self._exact = False
+        self._trace: OperatorTrace | None = None
         self._batch_size = 0
-        self._known_half: int | None = None
-        self._known_first = False
+        self.is_guided = False
+        """Whether the first step of the last call ran the denoiser for more than the prompts."""
         self._prompt_embeds: Callable[[], Any] = lambda: None
         self._start(0)
         scheduler = pipe.scheduler
@@ -69,10 +93,16 @@ class DenoisingLoop:
         for network in denoisers(pipe):
             network.forward = self._wrap_forward(copies.suspended(self._graphs.wrap(network.forward)))
 
+    def configure(self, steps: int, truncation: int | None) -> None:
+        """Take another number of steps from the next call on, with guidance in the first `truncation`."""
+        self._steps, self._truncation = steps, truncation
+        self._known_half: int | None = None
+        self._known_first = False
+
     def _start(self, stages: int, timesteps: tuple[float, ...] = (), skipped: int = 0) -> None:
         """Begin a loop over the stages of a scheduler, of which image-to-image pipelines have `skipped` the first."""
         self._stages = stages
-        self._step = self._calls = 0
+        self._step = self._calls = self._rows = 0
         self._timesteps = timesteps[skipped:]
         self._conditional_half: int | None = None
         self._conditional_output: Any = None
@@ -108,10 +138,21 @@ class DenoisingLoop:
         self._text_only = True
         try:
             yield
-        except _TextEncoded:
+        except _Ended:
             pass
         finally:
             self._text_only = False
+
+    @contextmanager
+    def tracing(self, batch_size: int) -> Iterator[OperatorTrace]:
+        """For a call of the pipeline that ends in its first step, with a trace of the denoiser."""
+        self._trace, self._batch_size = OperatorTrace(), batch_size
+        try:
+            yield self._trace
+        except _Ended:
+            pass
+        finally:
+            self._trace = None
 
     def _wrap_set_timesteps(self, scheduler: Any, set_timesteps: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(set_timesteps)
@@ -119,13 +160,17 @@ class DenoisingLoop:
         @functools.wraps(set_timesteps)
         def wrapped(*args: Any, **kwargs: Any) -> None:
             if self._text_only:
-                raise _TextEncoded
+                raise _Ended
             bound = signature.bind(*args, **kwargs)
             if "device" in bound.arguments:
                 # Pipelines and schedulers read the timestep of every step: on a GPU each read would wait for its queue.
                 bound.arguments["device"] = torch.device("cpu")
+            if not scheduler.config.get("use_dynamic_shifting"):
+                bound.arguments.pop("mu", None)  # FlowMatchEulerDiscrete ignores it then, other schedulers raise
             set_timesteps(*bound.args, **bound.kwargs)
             timesteps = scheduler.timesteps
+            if type(scheduler).__name__ in _TIMESTEPS_WITH_END:
+                timesteps = timesteps[:-1]
             self._start(len(timesteps), tuple(map(float, timesteps)) if self._step_caching else ())
 
         return wrapped
@@ -144,11 +189,10 @@ class DenoisingLoop:
     def _wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._text_only:  # a pipeline that sets its own timesteps
-                raise _TextEncoded
-            unguided = self._step == 0 and self._calls < 2 and self._conditional_half is None
-            if self._truncation is not None and unguided:
-                raise no_guidance_error(self._name)
+            if self._text_only or self._trace is not None:  # the former: a pipeline that sets its own timesteps
+                raise _Ended
+            if self._step == 0:
+                self._check_guidance()
             result = step(*args, **kwargs)
             self._step, self._calls = self._step + 1, 0
             self.clock.leave()
@@ -158,6 +202,18 @@ class DenoisingLoop:
             return result
 
         return wrapped
+
+    def _check_guidance(self) -> None:
+        """In the first step: refuse to truncate guidance that does not exist or has another form."""
+        self.is_guided = self._rows > self._batch_size
+        if self._truncation is not None and not self.is_guided:
+            raise no_guidance_error(self._name)
+        if self._truncated_from < math.inf and self._rows > 2 * self._batch_size:
+            raise PipelineError(
+                f"Guidance cannot be truncated with {self._name}.",
+                f"It runs the denoiser {self._rows / self._batch_size:g} times per step, not twice.",
+                "Leave --cfg_truncation_step and --preset fast out.",
+            )
 
     def _wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(forward)
@@ -171,8 +227,12 @@ class DenoisingLoop:
                 for name, value in bound.arguments.items():
                     if isinstance(value, Tensor) and value.device.type == "cpu":  # the timestep
                         bound.arguments[name] = copy_to_device(value, self._device)
+            if self._trace is not None:
+                with self._trace:
+                    return forward(*bound.args, **bound.kwargs)
             latents = next(iter(bound.arguments.values()))
             doubled = len(latents) == 2 * self._batch_size
+            self._rows += len(latents) if self._step == 0 else 0
             if self._step == 0 and self._truncated_from < math.inf:
                 self._find_conditional(bound.arguments, doubled)
             guided = self._step < self._truncated_from

@@ -4,8 +4,8 @@ Written for diffusers 0.42.1, transformers 5.22 and torch 2.11 to 2.13. `tests/g
 fails, patch by patch, when another version changes the patched code; pyproject.toml has upper bounds.
 
 Public methods that are wrapped on one pipeline's instances are elsewhere: the scheduler's `set_timesteps` and `step`
-and the denoiser's `forward` in denoising.py, `encode_prompt`, the text encoders' `forward` and `vae.decode` in
-diffusers_pipeline.py, and `HunyuanDiT2DModel.forward`, for the official RoPE, in models/hunyuan_dit.py.
+and the denoiser's `forward` in denoising.py, `encode_prompt`, the tokenizers' `__call__`, the text encoders' `forward` and
+`vae.decode` in diffusers_pipeline.py, and `HunyuanDiT2DModel.forward`, for the official RoPE, in models/hunyuan_dit.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, WanCausalConv3d
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF, ZImageTransformer2DModel
 from diffusers.utils import torch_utils
 from PIL import Image
 from torch import Tensor, nn
@@ -142,6 +143,15 @@ def repeated_blocks(network: nn.Module) -> list[nn.Module]:
         lists = [child for child in network.children() if isinstance(child, nn.ModuleList)]
         names = {type(block).__name__ for block in max(lists, key=len, default=())}
     return [module for module in network.modules() if type(module).__name__ in names]
+
+
+def text_length_step(network: nn.Module) -> int:
+    """The number of tokens to whose multiples a denoiser itself pads each prompt; 1 where it pads none.
+
+    Reads `SEQ_MULTI_OF` of Z-Image's network. Public API: none. Prompts of 1 to 32 tokens have the same shape in its
+    attention, so that they can share a batch.
+    """
+    return SEQ_MULTI_OF if isinstance(network, ZImageTransformer2DModel) else 1
 
 
 def decode_single_frames_in_2d(vae: Any) -> None:

@@ -6,11 +6,13 @@ import functools
 import inspect
 import logging
 import math
+import pickle
 import re
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,16 +24,26 @@ from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from muralist.core.errors import UserError, closest_match
+from muralist.core.errors import UserError
 from muralist.core.hardware import copy_to_device, copy_to_host
 from muralist.data.image_inputs import STRENGTH
 from muralist.generate import diffusers_patches
 from muralist.generate.denoising import DenoisingLoop, denoisers
-from muralist.generate.image_inputs import PipelineInputs
-from muralist.generate.model_info import FP8_PIPELINES, PEFT_CONFIG, LoraAdapter, ModelInfo, check_adapters
+from muralist.generate.lora_check import PEFT_CONFIG
+from muralist.generate.model_info import FP8_PIPELINES, LoraAdapter, ModelInfo, check_adapters
+from muralist.generate.native_settings import read_json
+from muralist.generate.noise_schedulers import (
+    SchedulerChoice,
+    build_scheduler,
+    check_effect,
+    choose_scheduler,
+    eta_argument,
+)
 from muralist.generate.optimizations import (
     CudaGraphs,
     Fp8Linear,
@@ -51,16 +63,24 @@ from muralist.generate.pipeline import (
     SampleRequest,
     Size,
     StepCallback,
+    Truncation,
 )
+from muralist.generate.pipeline_class import PipelineInputs
 from muralist.kernels.fp8 import has_fp8
+from muralist.models.weights import check_finite_file, first_non_finite
 from muralist.settings import GenerateSettings
-from muralist.settings.generate import scheduler_name
 
 _MAX_SHARE_OF_GPU = 0.6  # a larger model leaves too little memory for its activations
 _SHORT_PROMPT, _LONG_PROMPT = "a", "one of many words " * 12
+_TRUNCATED_PROMPT = "one of many words " * 300  # fills every token that a text encoder reads
+_TRACED_SIZE = (128, 128)  # small, and valid for every pipeline known
+_INTERMEDIATE_TIMESTEP_STEPS = 2  # the only number of steps for which Sana Sprint accepts its own default
+_TOKENS_PADDED_TO = 32  # a multiple of it, where a mask hides the padding: few lengths, so that batches fill
 _EMPTY_NEGATIVE_PROMPT = " "  # pipelines with true_cfg_scale guide only where a negative prompt is given
 _TEXT_ARGUMENTS = ("prompt", "negative_prompt")  # and prompt_2, negative_prompt_3, ...
 _TEXT_ENCODER = re.compile(r"text_encoder(_\d+)?")
+_COUNTING_OPTIONS = ("add_special_tokens", "is_split_into_words")  # of a tokenizer: those that change the number
+_LOAD_ERRORS = (OSError, ValueError, AttributeError, ImportError, RuntimeError, SafetensorError)
 _LORA_ERRORS = (OSError, ValueError, RuntimeError, KeyError)
 
 
@@ -75,14 +95,10 @@ class DiffusersPipeline(Pipeline):
         optimizations: Optimizations,
         inputs: PipelineInputs | None = None,
     ) -> None:
-        assert settings.height and settings.width and settings.guidance_scale != "auto", "resolved by inspect_model"
-        self._pipe, self._size = pipe, (settings.height, settings.width)
-        self._name, self._inputs = type(pipe).__name__, inputs
+        self._pipe, self._name, self._inputs = pipe, type(pipe).__name__, inputs
         self._parameters = inspect.signature(pipe.__call__).parameters
         self._check_pipeline()
-        self._steps = settings.num_inference_steps
-        self._guidance = self._guidance_arguments(settings.guidance_scale)
-        self._frames = self._frame_arguments(settings)
+        self._read_sampling(settings)
         self._dtype = settings.dtype
         self._device, self._optimizations = device, optimizations
         self._fast = settings.preset == "fast"
@@ -93,7 +109,10 @@ class DiffusersPipeline(Pipeline):
             self._fp8_layers = use_fp8(block for each in blocks for block in each)
         self._graphs = CudaGraphs(optimizations.cuda_graphs and device.type == "cuda")
         self._copies = NonBlockingCopies(device)
-        self._embeddings = PromptEmbeddingCache(pipe)
+        self._tokens = TokenCounter(pipe)
+        length_step = diffusers_patches.text_length_step(networks[0])
+        self._embeddings = PromptEmbeddingCache(pipe, self._tokens, length_step)
+        self._encoder_shapes = _EncoderShapes(text_encoders(pipe))
         self._loop = DenoisingLoop(
             pipe, self._steps, settings.cfg_truncation_step, self._fast, device, self._graphs, self._copies
         )
@@ -106,6 +125,21 @@ class DiffusersPipeline(Pipeline):
             if inputs:
                 pipe.vae.encode = self._copies.suspended(pipe.vae.encode)
         self._reset_text_cache = diffusers_patches.cache_text_embeddings(pipe)
+
+    def _read_sampling(self, settings: GenerateSettings) -> None:
+        assert settings.height and settings.width, "resolved by inspect_model"
+        assert settings.guidance_scale != "auto" and settings.num_inference_steps != "auto", "resolved by inspect_model"
+        self._size, self._steps = (settings.height, settings.width), settings.num_inference_steps
+        self._timesteps = list(settings.timesteps)
+        self._eta = eta_argument(settings.scheduler_options)
+        self._guidance = self._guidance_arguments(settings.guidance_scale)
+        self._frames = self._frame_arguments(settings)
+
+    def configure(self, settings: GenerateSettings) -> None:
+        """Sample with other settings."""
+        self._read_sampling(settings)
+        self._loop.configure(self._steps, settings.cfg_truncation_step)
+        self.__dict__.pop("_text_batching", None)  # without guidance there are no negative prompts
 
     @classmethod
     def load(
@@ -128,14 +162,19 @@ class DiffusersPipeline(Pipeline):
             library.disable_progress_bar()
         transformers_logging.set_verbosity_error()
         diffusers_logging.set_verbosity_warning()
-        diffusers_logging.disable_default_handler()  # of one warning for each long prompt of ten thousand
-        diffusers_logging.add_handler(_TRUNCATIONS)  # a logger keeps a handler once
+        # Instead of one warning for each long prompt of ten thousand, TokenCounter counts them.
+        diffusers_logging.disable_default_handler()
+        diffusers_logging.add_handler(_SILENT)  # a logger keeps a handler once
+        replaces_scheduler = settings.scheduler is not None or bool(settings.scheduler_options)
+        if replaces_scheduler:  # before the weights are read
+            _check_scheduler(folder / "scheduler", settings)
         try:
             pipe: Any = pipeline_class.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(components or {})
             )
-        except (OSError, ValueError, AttributeError, ImportError, RuntimeError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:300]
+        except (*_LOAD_ERRORS, pickle.UnpicklingError) as error:
+            is_unsafe = isinstance(error, pickle.UnpicklingError)  # torch's message is a paragraph of advice
+            reason = "a .bin file asks to run code" if is_unsafe else " ".join(str(error).split())[:300]
             raise UserError(
                 f"The pipeline in {folder} cannot be loaded.",
                 f"The reason: {reason}",
@@ -144,8 +183,9 @@ class DiffusersPipeline(Pipeline):
         pipe.set_progress_bar_config(disable=True)
         for module in _modules(pipe):
             module.eval().requires_grad_(False)
-        if settings.scheduler is not None:
-            pipe.scheduler = _replace_scheduler(pipe.scheduler, settings.scheduler)
+        _check_finite(pipe, folder, settings, components or {})
+        if replaces_scheduler:
+            pipe.scheduler = build_scheduler(pipe.scheduler, _choose_scheduler(pipe.scheduler, settings))
         _add_adapters(pipe, check_adapters(settings.lora))
         offloaded = device.type == "cuda" and _wants_offload(pipe, settings, device)
         optimizations = optimizations or Optimizations.choose(settings.compile, device)
@@ -172,12 +212,6 @@ class DiffusersPipeline(Pipeline):
             raise UserError(
                 f"{self._name} does not generate images from text alone.", why, "Give another --model_path."
             )
-        if getattr(self._pipe, "scheduler", None) is None:
-            raise UserError(
-                f"{self._name} is several pipelines in one.",
-                "generate supports pipelines with one scheduler.",
-                "Give another --model_path.",
-            )
 
     def _guidance_arguments(self, scale: float) -> dict[str, Any]:
         """The pipeline's argument for the scale; a network with the scale as an input needs no second pass."""
@@ -197,24 +231,78 @@ class DiffusersPipeline(Pipeline):
         return {"num_frames": frames}
 
     def supports_batching(self) -> bool:
-        """Whether prompts of any length have embeddings of one shape, and image inputs are scaled to one size."""
-        return self._has_fixed_length and not (self._inputs and self._inputs.own_resize)
+        """Whether embeddings of one shape can be joined, and image inputs are scaled to one size."""
+        return self._text_batching is not _TextBatching.NEVER and not (self._inputs and self._inputs.own_resize)
+
+    def groups_by_text(self) -> bool:
+        """Whether embeddings are as long as the prompt."""
+        return self._text_batching is _TextBatching.SAME_LENGTH
 
     @cached_property
-    def _has_fixed_length(self) -> bool:
-        if not self._embeddings.is_available:
-            return False
-        short, long = (self._encode(SampleRequest(text, text, 0)) for text in (_SHORT_PROMPT, _LONG_PROMPT))
+    def _text_batching(self) -> _TextBatching:
+        with self._encoder_shapes.recorded():
+            short, long = (self._encode(SampleRequest(text, text, 0)) for text in (_SHORT_PROMPT, _LONG_PROMPT))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the embeddings are still being copied to the host
         self._embeddings.evict()
         self._reset_text_cache()  # these were encoded before it was known whether masks are forced
-        return bool(short) and _can_batch(short, long)
+        batching = _TextBatching.NEVER
+        if short and _can_batch(short, long):
+            # Only a mask can tell a denoiser how long a text in a tensor of fixed shape is.
+            masked = _has_other_mask(short, long)
+            if not masked or self._runs_the_same_operators(_SHORT_PROMPT, _TRUNCATED_PROMPT):
+                batching = _TextBatching.ANY_LENGTH
+        elif short and _can_batch(short, short):
+            self._embeddings.varies = True
+            other = self._other_prompt_of_group(_SHORT_PROMPT)
+            if self._runs_the_same_operators(_SHORT_PROMPT, other):
+                batching = _TextBatching.SAME_LENGTH
+        self._embeddings.evict()
+        self._reset_text_cache()
+        return batching
+
+    def _other_prompt_of_group(self, prompt: str) -> str:
+        """Return a longer prompt of the same text group where there is one, else one of the same length."""
+        others = (f"{prompt} {prompt}", f"{prompt}{prompt}", "b")
+        groups = [self._text_shapes([SampleRequest(text, text, 0)]) for text in (prompt, *others)]
+        return next((other for other, group in zip(others, groups[1:], strict=True) if group == groups[0]), prompt)
+
+    def _runs_the_same_operators(self, prompt: str, other: str) -> bool:
+        """Whether the denoiser runs the same operators on the same shapes, whichever of two prompts are in a batch.
+
+        Some shorten a batch to its longest text, or use no mask where all texts are equally long (Lumina2). The last
+        bits of an image would then depend on its neighbors.
+        """
+        short, long = (SampleRequest(text, text, 0) for text in (prompt, other))
+        batches = ((short, short), (short, long), (long, long))
+        try:
+            traces = [self._trace(batch, _TRACED_SIZE) for batch in batches]
+        except UserError:  # this pipeline needs another size
+            traces = [self._trace(batch, self._size) for batch in batches]
+        return traces[0] == traces[1] == traces[2]
+
+    def _trace(self, requests: Requests, size: Size) -> list[tuple[Any, ...]]:
+        """Return the operators of the denoiser's first step."""
+        eagerly = self._optimizations.active(self._device, True)
+        with eagerly, self._graphs.enabled(False), self._loop.tracing(len(requests)) as trace:
+            self._call(requests, size, self._probe_steps, num_frames=1)
+        return trace.operators
+
+    def text_groups(self, requests: Requests) -> list[str]:
+        """The shapes of each request's embeddings, with the padding that they get in a batch."""
+        return self._text_shapes(requests) if self.groups_by_text() else super().text_groups(requests)
+
+    def _text_shapes(self, requests: Requests) -> list[str]:
+        self._reset_text_cache()
+        with self._encoder_shapes.predicted(), self._embeddings.shapes_only() as calls, self._loop.text_only():
+            self._call(requests, self._size, self._steps)
+        self._reset_text_cache()  # it holds the predicted zeros
+        return [repr(shapes) for shapes in zip(*calls, strict=True)]
 
     @property
     def _compiled(self) -> bool:
         """Where embeddings are as long as the prompt, every length would compile its own graph."""
-        return self._optimizations.compiled and self._has_fixed_length
+        return self._optimizations.compiled and self._text_batching is _TextBatching.ANY_LENGTH
 
     def execution_info(self) -> dict[str, str]:
         """Whether the pipeline is compiled, and which fused or FP8 kernels it uses."""
@@ -241,9 +329,15 @@ class DiffusersPipeline(Pipeline):
         ):
             yield
 
-    def is_truncated(self, prompt: str) -> bool:
-        """Whether the pipeline warned of it when it encoded the prompt."""
-        return prompt in self._embeddings.truncated
+    def truncation(self, prompt: str) -> Truncation:
+        """What the tokenizers cut off when they encoded the prompt."""
+        return self._tokens.truncated.get(prompt, {})
+
+    def ignores_negative_prompts(self) -> str:
+        """Why they have no effect: the pipeline takes none, or runs its denoiser once per step."""
+        if "negative_prompt" not in self._parameters:
+            return f"{self._name} takes none"
+        return "" if self._loop.is_guided else f"{self._name} runs without classifier-free guidance here"
 
     def _encode(self, request: SampleRequest) -> list[Any]:
         """Return a request's embeddings, by a call of the pipeline that ends before its first step."""
@@ -274,7 +368,7 @@ class DiffusersPipeline(Pipeline):
 
     @property
     def _probe_steps(self) -> int:
-        """The steps of a memory probe, of which image-to-image runs only the fraction `strength`."""
+        """The steps of a memory probe or a trace, of which image-to-image runs only the fraction `strength`."""
         strength = self._parameters[STRENGTH].default if self._inputs and STRENGTH in self._parameters else 1.0
         return math.ceil(MEMORY_PROBE_STEPS / strength)
 
@@ -293,7 +387,7 @@ class DiffusersPipeline(Pipeline):
                 images = [image or Image.new("RGB", size[::-1]) for image in images]
             if None in images:
                 continue
-            if self._inputs.own_resize:  # one at a time, and not in a list: QwenImageEditPipeline scales no list
+            if self._inputs.own_resize:  # one at a time
                 arguments[argument] = images[0]
             else:
                 arguments[argument] = [self._pipe.image_processor.resize(image, *size) for image in images]
@@ -301,7 +395,7 @@ class DiffusersPipeline(Pipeline):
             arguments["max_area"] = size[0] * size[1]  # else FluxKontextPipeline would change the size
         return arguments
 
-    def _call(self, requests: Requests, size: Size, steps: int) -> Any:
+    def _call(self, requests: Requests, size: Size, steps: int, **changes: Any) -> Any:
         generators = [torch.Generator("cpu").manual_seed(request.seed) for request in requests]
         # New lists in every call: some pipelines write into them.
         arguments: dict[str, Any] = {
@@ -316,16 +410,32 @@ class DiffusersPipeline(Pipeline):
             **self._guidance,
             **self._frames,
             **self._input_arguments(requests, size),
+            **self._eta,
+            **changes,
         }
+        if steps != _INTERMEDIATE_TIMESTEP_STEPS:
+            arguments["intermediate_timesteps"] = None
+        if self._timesteps and steps == self._steps:  # not in a memory probe
+            arguments["timesteps"] = list(self._timesteps)
         if self._guidance.get("true_cfg_scale") != 1.0:
             empty = _EMPTY_NEGATIVE_PROMPT if "true_cfg_scale" in self._guidance else ""
             arguments["negative_prompt"] = [request.negative_prompt or empty for request in requests]
         try:
-            with diffusers_patches.per_sample_noise(generators), self._copies.active():
+            # Where a pipeline has encode_prompt, its wrapper counts each prompt by itself.
+            texts = (*arguments["prompt"], *arguments.get("negative_prompt", ()))
+            counting = self._tokens.counting(texts)
+            with diffusers_patches.per_sample_noise(generators), self._copies.active(), counting:
                 return self._pipe(**{name: value for name, value in arguments.items() if name in self._parameters})
         except ValueError as error:
             if "height" in str(error) and "width" in str(error):
                 raise self._size_error(size, " ".join(str(error).split())) from None
+            if "set_timesteps" in str(error):  # custom sigmas or time steps
+                scheduler = type(self._pipe.scheduler).__name__
+                raise PipelineError(
+                    f"{self._name} cannot use {scheduler}.",
+                    "The pipeline computes its own sigmas, which this scheduler does not take.",
+                    "Choose another --scheduler, such as euler or unipc.",
+                ) from None
             raise
 
     def _fetch(self, output: Any, size: Size) -> PendingBatch:
@@ -338,7 +448,7 @@ class DiffusersPipeline(Pipeline):
         values = (values if isinstance(values, Tensor) else torch.stack(list(values))).float()
         actual = tuple(values.shape[-2:])
         if actual != size:
-            raise self._size_error(size, f"It generates {actual[0]} x {actual[1]} instead.")
+            raise self._size_error(size, f"It generates {actual[1]} x {actual[0]} instead.")
         if values.ndim == 5 and values.shape[1] == 1:
             values = values[:, 0]
         pixels = (values * 255).round().to(torch.uint8).movedim(-3, -1).contiguous()
@@ -352,9 +462,9 @@ class DiffusersPipeline(Pipeline):
         # A wrong size in one row of the table concerns that row alone.
         kind = PipelineError if size == self._size else UserError
         return kind(
-            f"{self._name} cannot generate images of {size[0]} x {size[1]} pixels.",
+            f"{self._name} cannot generate images of {size[1]} x {size[0]} pixels.",
             why,
-            f"Both sides must be multiples of {step}: try {sides[0]} x {sides[1]}.",
+            f"Both sides must be multiples of {step}: try {sides[1]} x {sides[0]}.",
         )
 
     @property
@@ -372,20 +482,32 @@ def _modules(pipe: Any) -> list[nn.Module]:
     return [component for component in pipe.components.values() if isinstance(component, nn.Module)]
 
 
-def _replace_scheduler(scheduler: Any, wanted: str) -> Any:
-    """A scheduler of another class with the same noise schedule; the name may omit the suffix Scheduler."""
-    compatible = {kind.__name__: kind for kind in scheduler.compatibles if "dummy" not in kind.__module__} | {
-        type(scheduler).__name__: type(scheduler)
-    }
-    for name, kind in compatible.items():
-        if scheduler_name(name) == scheduler_name(wanted):
-            return kind.from_config(scheduler.config)
-    names = sorted(name.removesuffix("Scheduler") for name in compatible)
-    raise UserError(
-        f"The scheduler {wanted} does not fit this model.",
-        f"These do: {', '.join(names)}.",
-        closest_match(wanted, names),
-    )
+def _check_finite(pipe: Any, folder: Path, settings: GenerateSettings, replaced: Collection[str]) -> None:
+    """Refuse a model with NaN or Inf in its weights while they are in the CPU's memory."""
+    for part, module in pipe.components.items():
+        if not isinstance(module, nn.Module) or not (name := first_non_finite(module.named_parameters())):
+            continue
+        place = Path(settings.model_path) if part in replaced else folder / part
+        for file in sorted(place.glob("*.safetensors")):
+            check_finite_file(file, "Copy the model again, or use a checkpoint from before its weights diverged.")
+        raise UserError(
+            f"The weights {name} of {place} hold NaN or Inf in {settings.dtype}.",
+            f"{part} has weights that {settings.dtype} cannot represent.",
+            "Try --dtype bf16 or fp32." if settings.dtype == "fp16" else "Copy the model again.",
+        )
+
+
+def _choose_scheduler(scheduler: Any, settings: GenerateSettings) -> SchedulerChoice:
+    config = {**scheduler.config, "_class_name": type(scheduler).__name__}
+    return choose_scheduler(config, settings.scheduler, settings.scheduler_options)
+
+
+def _check_scheduler(folder: Path, settings: GenerateSettings) -> None:
+    """Refuse options that fail or have no effect; the pipeline's own scheduler is in the folder."""
+    kind = getattr(diffusers, str(read_json(folder / "scheduler_config.json").get("_class_name")), None)
+    if kind is not None:
+        own = kind.from_pretrained(folder, local_files_only=True)
+        check_effect(own, _choose_scheduler(own, settings), int(settings.num_inference_steps), settings.timesteps)
 
 
 def _wants_offload(pipe: Any, settings: GenerateSettings, device: torch.device) -> bool:
@@ -415,6 +537,8 @@ def _add_adapters(pipe: Any, adapters: Sequence[LoraAdapter]) -> None:
             pipe.load_lora_weights(str(adapter.path), adapter_name=name, local_files_only=True)
         except _LORA_ERRORS as error:
             raise _mismatch(adapter, pipe, error) from error
+        if not any(name in loaded for loaded in pipe.get_list_adapters().values()):  # diffusers only logs a warning
+            raise _mismatch(adapter, pipe, KeyError("none of its layers is in the model"))
     try:
         pipe.set_adapters(names, [adapter.weight for adapter in unmerged])
     except ValueError as error:
@@ -450,17 +574,155 @@ def _mismatch(adapter: LoraAdapter, pipe: Any, error: Exception) -> UserError:
     return UserError(f"The LoRA at {adapter.path} does not fit {type(pipe).__name__}.", f"The reason: {reason}")
 
 
-class _TruncationCounter(logging.Handler):
-    """Counts the warnings of pipelines that a prompt was truncated; the user gets one message for all prompts."""
-
-    count = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Count the record."""
-        self.count += "truncated" in record.getMessage()
+_SILENT = logging.NullHandler()
 
 
-_TRUNCATIONS = _TruncationCounter(logging.WARNING)
+class _TextBatching(Enum):
+    """Which requests can share a call of the pipeline."""
+
+    ANY_LENGTH = "all: embeddings have one shape"
+    SAME_LENGTH = "those whose embeddings have the same shape"
+    NEVER = "none"
+
+
+class _EncoderShapes:
+    """Predicts the shapes of text encoders' outputs, which take a second pass over a table no time to compute."""
+
+    def __init__(self, encoders: Sequence[Any]) -> None:
+        self._encoders = list(encoders)
+        self._outputs: list[tuple[torch.Size, Any]] = []  # the shape of the token ids, and a meta output
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Note the outputs of all encoders that run meanwhile."""
+        found: dict[int, tuple[torch.Size, Any]] = {}
+
+        def note(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                output = forward(*args, **kwargs)
+                found[place] = _token_ids(args, kwargs).shape, tree_map_only(Tensor, _to_meta, output)
+                return output
+
+            return run
+
+        with self._replaced(note):
+            yield
+        self._outputs = [found[place] for place in sorted(found)] if len(found) == len(self._encoders) else []
+
+    @contextmanager
+    def predicted(self) -> Iterator[None]:
+        """Replace the encoders, if all of them ran while `recorded`: they return zeros, stored once per tensor."""
+
+        def predict(place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                (before, output), ids = self._outputs[place], _token_ids(args, kwargs)
+
+                def zeros(value: Tensor) -> Tensor:
+                    same = sum(1 for mine, theirs in zip(value.shape[:2], before, strict=False) if mine == theirs)
+                    zero = torch.zeros((), dtype=value.dtype, device=ids.device)
+                    return zero.expand(*ids.shape[:same], *value.shape[same:])
+
+                return tree_map_only(Tensor, zeros, output)
+
+            return run
+
+        with self._replaced(predict) if self._outputs else nullcontext():
+            yield
+
+    @contextmanager
+    def _replaced(self, wrap: Callable[[int, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        originals = [encoder.forward for encoder in self._encoders]
+        for place, (encoder, forward) in enumerate(zip(self._encoders, originals, strict=True)):
+            encoder.forward = wrap(place, forward)
+        try:
+            yield
+        finally:
+            for encoder, forward in zip(self._encoders, originals, strict=True):
+                encoder.forward = forward
+
+
+def _token_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    ids: Tensor = args[0] if args else kwargs["input_ids"]
+    return ids
+
+
+def _to_meta(value: Tensor) -> Tensor:
+    return value.to("meta")
+
+
+class TokenCounter:
+    """Counts the tokens of prompts that a pipeline's tokenizers truncate.
+
+    Not every pipeline warns of truncation, so the tokenizers' public `__call__` is wrapped, by a subclass of each
+    tokenizer's class: a truncated text is tokenized a second time, in full.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self.truncated: dict[str, Truncation] = {}
+        """By prompt, of all prompts and negative prompts encoded so far."""
+        self._texts: tuple[str, ...] = ()  # those being encoded; the first is a prompt
+        self._max_length: int | None = None
+        # Tokens of a prompt template that the pipeline drops after encoding, before it keeps max_sequence_length.
+        dropped = getattr(pipe, "prompt_template_encode_start_idx", 0)
+        self._dropped = dropped if isinstance(dropped, int) else 0
+        for name, component in pipe.components.items():
+            tokenizer = getattr(component, "tokenizer", component)  # a processor has one
+            if isinstance(tokenizer, PreTrainedTokenizerBase):
+                encoder = "text_encoder" + name.removeprefix("tokenizer") if name.startswith("tokenizer") else name
+                self._wrap(tokenizer, encoder, type(getattr(pipe, encoder, None)).__name__)
+
+    @contextmanager
+    def counting(self, texts: Sequence[str], max_length: int | None = None) -> Iterator[None]:
+        """Attribute what is tokenized to these prompts; the pipeline keeps `max_length` tokens, if that is known."""
+        before = self._texts, self._max_length
+        self._texts, self._max_length = tuple(texts), max_length
+        try:
+            yield
+        finally:
+            self._texts, self._max_length = before
+
+    def _wrap(self, tokenizer: Any, encoder: str, kind: str) -> None:
+        original = type(tokenizer)
+
+        def call(this: Any, text: Any = None, *args: Any, **kwargs: Any) -> Any:
+            result = original.__call__(this, text, *args, **kwargs)
+            texts = [text] if isinstance(text, str) else text
+            if self._texts and _is_texts(texts):
+                ids = result["input_ids"]
+                rows = ids if isinstance(text, list) or isinstance(ids, Tensor) else [ids]
+                options = {name: value for name, value in kwargs.items() if name in _COUNTING_OPTIONS}
+                for each, row in zip(texts, rows, strict=False):
+                    if not len(row):
+                        continue  # an empty text of a tokenizer without special tokens
+                    # A padding token at either end means that the text was shorter than the window.
+                    padded = this.pad_token_id is not None and this.pad_token_id != this.eos_token_id
+                    if padded and this.pad_token_id in (int(row[0]), int(row[-1])):
+                        continue
+                    tokens = len(original.__call__(this, each, *args, **options)["input_ids"])
+                    self._record(each, encoder, kind, tokens, len(row))
+            return result
+
+        tokenizer.__class__ = type(original.__name__, (original,), {"__call__": call})
+
+    def _record(self, text: str, encoder: str, kind: str, tokens: int, read: int) -> None:
+        longest = self._max_length or read
+        if self._dropped and min(tokens, read) - self._dropped > longest:  # not truncated, but sliced afterwards
+            tokens, read = tokens - self._dropped, longest
+        elif tokens > read > longest:  # the window was extended by the length of a prompt template
+            tokens, read = tokens - (read - longest), longest
+        if tokens > read:
+            counts = {"class": kind, "tokens": tokens, "limit": read}
+            self.truncated.setdefault(self._prompt_of(text), {})[encoder] = counts
+
+    def _prompt_of(self, text: str) -> str:
+        """Find the prompt in a tokenized text, which may be in lower case and inside a template."""
+        squeezed = _squeeze(text)
+        found = [prompt for prompt in self._texts if _squeeze(prompt) in squeezed]
+        return max(found, key=len, default=self._texts[0])
+
+
+def _squeeze(text: str) -> str:
+    return " ".join(text.lower().split())
 
 
 @dataclass(frozen=True)
@@ -481,20 +743,21 @@ class PromptEmbeddingCache:
     `encode_prompt`.
     """
 
-    def __init__(self, pipe: Any) -> None:
-        encode: Any = getattr(pipe, "encode_prompt", None)
-        self.is_available = encode is not None and "image" not in inspect.signature(encode).parameters
-        """Some old pipelines encode text elsewhere, and QwenImageEditPipeline encodes an image with it; they generate
-        one image at a time."""
+    def __init__(self, pipe: Any, tokens: TokenCounter, length_step: int = 1) -> None:
+        self._tokens = tokens
+        self._length_step = length_step  # the network itself pads texts to multiples of so many tokens
+        self.is_available = hasattr(pipe, "encode_prompt")
+        """Some old pipelines encode text elsewhere; they generate one image at a time."""
         self._embeddings: dict[Hashable, Any] = {}
         self._kept: dict[SampleRequest, set[Hashable]] = {}
         self._used: dict[Hashable, None] = {}
-        self.truncated: set[str] = set()
-        """Prompts that some text encoder did not read to their end."""
         self.prompt_embeds: Any = None
         """The prompts' embeddings of the first call since `begin`: [B, ...], or a list of B."""
+        self.varies = False
+        """Whether embeddings are as long as the prompt: in a batch they are padded, if a mask can say so."""
+        self._shapes: list[list[Any]] | None = None
         if self.is_available:
-            self._encode: Callable[..., Any] = encode
+            self._encode: Callable[..., Any] = pipe.encode_prompt
             self._signature = inspect.signature(self._encode)
             pipe.encode_prompt = functools.wraps(self._encode)(self)
 
@@ -516,6 +779,18 @@ class PromptEmbeddingCache:
                 self._kept[request] = set(self._used)
         self.evict()
 
+    @contextmanager
+    def shapes_only(self) -> Iterator[list[list[Any]]]:
+        """For a call of the pipeline that neither reads nor stores embeddings.
+
+        Yields a list that gets, for each call of `encode_prompt`, the shapes of every prompt's embeddings.
+        """
+        self._shapes = []
+        try:
+            yield self._shapes
+        finally:
+            self._shapes = None
+
     def evict(self) -> None:
         """Delete embeddings that are kept for no request."""
         kept = set().union(*self._kept.values())
@@ -535,27 +810,62 @@ class PromptEmbeddingCache:
             for name, value in given.items()
             if name.startswith(_TEXT_ARGUMENTS) and _is_texts(value) and len(value) == len(prompts)
         ]
-        rows = [self._encode_one(given, {name: given[name][index] for name in texts}) for index in range(len(prompts))]
-        joined = _join(rows)
+        each = [{name: given[name][index] for name in texts} for index in range(len(prompts))]
+        if self._shapes is not None:
+            results = [self._encode_alone(given, alone) for alone in each]
+            self._shapes.append([self._batch_shapes(result) for result in results])
+            return _join([tree_map_only(Tensor, _to_host, results[0])] * len(prompts))  # rows of one shape
+        rows = [self._encode_one(given, alone) for alone in each]
+        if self.varies and self._has_mask(rows[0]) and len(rows) > 1:
+            joined: Any = tuple(map(torch.cat, zip(*(_padded(*_join([row])) for row in rows), strict=True)))
+        else:
+            joined = _join(rows)
         if self.prompt_embeds is None:
             self.prompt_embeds = joined[0] if isinstance(joined, tuple) else joined
         return joined
+
+    def _batch_shapes(self, result: Any) -> Any:
+        """The shapes of a prompt's embeddings as they are in a batch; a list has [tokens, width] of each prompt."""
+        if self._has_mask(result):
+            result = _padded(*result)
+
+        def shape(value: Tensor) -> tuple[int, ...]:
+            first = -(-len(value) // self._length_step) * self._length_step if value.ndim == 2 else len(value)
+            return first, *value.shape[1:]
+
+        return tree_map_only(Tensor, shape, result)
 
     def _encode_one(self, given: dict[str, Any], texts: dict[str, str]) -> Any:
         others = {name: value for name, value in given.items() if name not in texts}
         key = (tuple(texts.items()), repr(others))
         if key not in self._embeddings:
-            alone = {name: [text] for name, text in texts.items()}
-            bound = inspect.BoundArguments(self._signature, {**given, **alone})  # type: ignore[arg-type]
-            before = _TRUNCATIONS.count
-            result = self._encode(*bound.args, **bound.kwargs)
-            self._embeddings[key] = tree_map_only(
-                Tensor, lambda value: _Stored(copy_to_host(value), value.device), result
-            )
-            if _TRUNCATIONS.count > before:
-                self.truncated.add(texts["prompt"])
+            with self._tokens.counting((texts["prompt"], *texts.values()), given.get("max_sequence_length")):
+                self._embeddings[key] = tree_map_only(Tensor, _to_host, self._encode_alone(given, texts))
         self._used[key] = None
         return self._embeddings[key]
+
+    def _has_mask(self, result: Any) -> bool:
+        """Whether a result is embeddings and their mask, as of Qwen-Image; None is a mask that hides nothing."""
+        return "prompt_embeds_mask" in self._signature.parameters and isinstance(result, tuple) and len(result) == 2
+
+    def _encode_alone(self, given: dict[str, Any], texts: dict[str, str]) -> Any:
+        alone = {name: [text] for name, text in texts.items()}
+        bound = inspect.BoundArguments(self._signature, {**given, **alone})  # type: ignore[arg-type]
+        return self._encode(*bound.args, **bound.kwargs)
+
+
+def _to_host(value: Tensor) -> _Stored:
+    return _Stored(copy_to_host(value), value.device)
+
+
+def _padded(embeds: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Pad a prompt's embeddings [1, tokens, width] to a multiple of tokens, as the pipeline does for the longest.
+
+    A mask is given even where nothing is padded: attention without one uses other kernels.
+    """
+    missing = -embeds.shape[1] % _TOKENS_PADDED_TO
+    mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device) if mask is None else mask
+    return functional.pad(embeds, (0, 0, 0, missing)), functional.pad(mask, (0, missing))
 
 
 def _is_texts(value: Any) -> bool:
@@ -587,6 +897,17 @@ def _can_batch(one: Any, other: Any) -> bool:
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
         return len(one) == len(other) and all(map(_can_batch, one, other))
     return bool(one == other)
+
+
+def _has_other_mask(one: Any, other: Any) -> bool:
+    """Whether the stored embeddings of two prompts contain masks that differ."""
+    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
+    return any(
+        isinstance(mine, _Stored)
+        and bool(((mine.value == 0) | (mine.value == 1)).all())
+        and not torch.equal(mine.value, theirs.value)
+        for mine, theirs in pairs
+    )
 
 
 def text_encoders(pipe: Any) -> list[nn.Module]:

@@ -1,20 +1,17 @@
-"""Image inputs of diffusers pipelines: which columns a pipeline takes, and which pipeline a table's columns ask for.
+"""Image inputs of a table: which pipeline its columns ask for, and the sizes of its images.
 
 A folder is loaded as its own class, or as the class for image-to-image or inpainting of the same family, which has the
-same components. Only classes in `PIPELINES` are used; each is compared with diffusers alone in a test.
+same components.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +20,8 @@ from muralist.core.formatting import format_list
 from muralist.data.image_inputs import IMAGE_COLUMNS, STRENGTH, ImageInputs, read_input_shape
 from muralist.data.prompts import PromptTable
 from muralist.generate.model_info import ModelInfo
+from muralist.generate.native_settings import read_json, user_value
+from muralist.generate.pipeline_class import IMAGE_TO_IMAGE, INPAINTING, PIPELINES, PipelineInputs
 from muralist.settings import GenerateSettings
 
 log = logging.getLogger("muralist")
@@ -30,84 +29,30 @@ _ROWS_READ_AT_ONCE = 1024
 _READERS = 8  # threads: headers on a network disk are mostly waited for
 _NOTICE_AFTER = 2.0  # seconds
 _MEGAPIXEL = 1024 * 1024
-# Names of diffusers' classes that generate nothing from text alone.
-_NEEDS_IMAGES = re.compile(
-    "Img2Img|Inpaint|Control|Edit|Pix2Pix|Fill|Adapter|Upscale|SuperResolution|Depth2Img|Variation|Redux"
-    "|Image(To|2)Video|VideoToVideo"
-)
-
-
-class PipelineInputs(NamedTuple):
-    """The image inputs of a pipeline's class."""
-
-    task: str
-    arguments: Mapping[str, str]
-    """The argument of the pipeline's call for each column."""
-    optional: tuple[str, ...] = (STRENGTH,)
-    own_resize: bool = False
-    """The pipeline scales its input itself, to about a megapixel; its images have any size. One image at a time, because
-    it would scale all inputs of a call to the size of the first."""
-
-    @property
-    def images(self) -> tuple[str, ...]:
-        """The columns of images."""
-        return tuple(column for column in self.arguments if column != STRENGTH)
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The columns without which a row has no image."""
-        return tuple(column for column in self.images if column not in self.optional)
-
-
-_IMG2IMG = PipelineInputs("image-to-image", {"image": "image", STRENGTH: STRENGTH})
-_INPAINT = PipelineInputs("inpainting", {"image": "image", "mask": "mask_image", STRENGTH: STRENGTH})
-_CONTROL = {"control_image": "control_image"}
-_FAMILIES = ("StableDiffusion", "StableDiffusionXL", "StableDiffusion3", "Flux", "QwenImage", "ZImage")
-_CONTROL_FAMILIES = ("StableDiffusionControlNet", "StableDiffusionXLControlNet")
-
-PIPELINES: dict[str, PipelineInputs] = {
-    **{f"{family}Img2ImgPipeline": _IMG2IMG for family in _FAMILIES},
-    **{f"{family}InpaintPipeline": _INPAINT for family in _FAMILIES},
-    **{f"{family}Pipeline": PipelineInputs("ControlNet", {"control_image": "image"}) for family in _CONTROL_FAMILIES},
-    **{
-        f"{family}{kind}Pipeline": PipelineInputs(f"ControlNet {inputs.task}", {**inputs.arguments, **_CONTROL})
-        for family in _CONTROL_FAMILIES
-        for kind, inputs in (("Img2Img", _IMG2IMG), ("Inpaint", _INPAINT))
-    },
-    "StableDiffusionInstructPix2PixPipeline": PipelineInputs("image editing", {"image": "image"}),
-    "FluxKontextPipeline": PipelineInputs("image editing", {"image": "image"}, ("image",), own_resize=True),
-}
-"""Every supported class with image inputs."""
 
 
 def choose_pipeline(model: ModelInfo, table: PromptTable, settings: GenerateSettings) -> ModelInfo:
     """Choose the class for the table's image inputs; refuse columns that are missing, or that no class can use."""
     given = tuple(column for column in table.input_columns if column in IMAGE_COLUMNS)
-    own = PIPELINES.get(model.pipeline_class)
+    own = model.inputs
     name = next((name for name in _candidates(model.pipeline_class) if _fits(PIPELINES.get(name), given)), None)
     if name is None and (own or given):
         raise _mismatch(model, own, given, table)
     if name is None:
-        if _NEEDS_IMAGES.search(model.pipeline_class):
-            raise UserError(
-                f"{model.pipeline_class} needs image inputs that generate does not support.",
-                "docs/generating.md lists the pipelines that it supports.",
-                "Give another --model_path.",
-            )
         if STRENGTH in table.input_columns:
-            log.warning("Unused columns of %s: %s.", table.path, STRENGTH)
+            log.warning("Unused columns of %s: %s.", table.name, STRENGTH)
         return model
     inputs = PIPELINES[name]
     if STRENGTH in table.input_columns and STRENGTH not in inputs.arguments:
-        log.warning("The column %s of %s has no effect: %s has no such input.", STRENGTH, table.path, name)
+        log.warning("The column %s of %s has no effect: %s has no such input.", STRENGTH, table.name, name)
     _check_controlnet(model)
-    guided_in_pairs = inputs.task in (_IMG2IMG.task, _INPAINT.task)
+    guided_in_pairs = inputs.task in (IMAGE_TO_IMAGE, INPAINTING)
     for flag, is_given in (("preset fast", settings.preset == "fast"),
                            ("cfg_truncation_step", settings.cfg_truncation_step is not None)):  # fmt: skip
         if is_given and not guided_in_pairs:
             raise UserError(
                 f"--{flag} is not for {name}.",
-                f"It is for text-to-image, {_IMG2IMG.task} and {_INPAINT.task}.",
+                f"It is for text-to-image, {IMAGE_TO_IMAGE} and {INPAINTING}.",
                 "Leave it out.",
             )
     identity = model.identity | ({"model": name} if model.identity["model"] == model.pipeline_class else {})
@@ -133,10 +78,10 @@ def read_input_sizes(model: ModelInfo, table: PromptTable, settings: GenerateSet
             log.info("Reading the sizes of the input images of %s rows.", f"{len(table):,}")
             noticed = True
     if first and failed == len(table):
-        raise UserError(f"No row of {table.path} has usable inputs. The first: {first.what}", first.why, first.fix)
+        raise UserError(f"No row of {table.name} has usable inputs. The first: {first.what}", first.why, first.fix)
     if first:
         log.warning("%s of %s rows will fail. The first: %s", f"{failed:,}", f"{len(table):,}", first)
-    return None if settings.height or settings.width else sizes
+    return None if user_value(settings, "height") or user_value(settings, "width") else sizes
 
 
 def _shapes(inputs: PipelineInputs, table: PromptTable) -> Iterator[tuple[int, int] | UserError | None]:
@@ -144,9 +89,8 @@ def _shapes(inputs: PipelineInputs, table: PromptTable) -> Iterator[tuple[int, i
 
     def shape(row_inputs: ImageInputs | None) -> tuple[int, int] | UserError | None:
         given = row_inputs or ImageInputs()
-        columns = [name for name in inputs.images if name in inputs.required or getattr(given, name) is not None]
         try:
-            shapes = [read_input_shape(given, column) for column in columns]
+            shapes = [read_input_shape(given, column) for column in inputs.images_of(given)]
         except UserError as error:
             return error
         return shapes[0] if shapes else None
@@ -168,20 +112,12 @@ def _image_size(shape: tuple[int, int], multiple: int, megapixel: bool) -> tuple
 def _pixel_multiple(folder: Path | None) -> int:
     """The pixels that one token of the denoiser covers, from the configurations in a pipeline's folder."""
     assert folder
-    vae, network = (_read_config(folder / part / "config.json") for part in ("vae", "transformer"))
+    vae, network = (read_json(folder / part / "config.json") for part in ("vae", "transformer"))
     blocks = vae.get("block_out_channels")
     factor = 2 ** (len(blocks) - 1) if isinstance(blocks, list) and blocks else 8
     packed = "guidance_embeds" in network or "all_patch_size" in network
     patch = network.get("patch_size", 1)
     return factor * (2 if packed else patch if isinstance(patch, int) and patch > 0 else 1)
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}  # loading the model will say why
-    return content if isinstance(content, dict) else {}
 
 
 def _candidates(name: str) -> list[str]:
@@ -199,14 +135,14 @@ def _mismatch(model: ModelInfo, own: PipelineInputs | None, given: tuple[str, ..
     name = model.pipeline_class or str(model.identity["model"])
     if own and (missing := [column for column in own.required if column not in given]):
         return UserError(
-            f"{name} needs the column {format_list(missing, 3)}, which {table.path} does not have.",
+            f"{name} needs the column {format_list(missing, 3)}, which {table.name} does not have.",
             f"Its task is {own.task}.",
             "Add the column, with paths relative to the table's folder, or give another --model_path.",
         )
     used = own.images if own else ()
     extra = [column for column in given if column not in used]
     return UserError(
-        f"{name} cannot use the column {format_list(extra, 3)} of {table.path}.",
+        f"{name} cannot use the column {format_list(extra, 3)} of {table.name}.",
         f"Its image inputs are {format_list(list(used), 3)}." if used else "It generates images from text alone.",
         "Rename or remove the column, or give another --model_path.",
     )

@@ -36,7 +36,7 @@ from muralist.models.jit_spec import (
     read_config,
     read_jit_folder,
 )
-from muralist.models.weights import WeightSet, read_weights
+from muralist.models.weights import WeightSet, first_non_finite, read_weights, weights_file
 from muralist.settings import GenerateSettings, ObjectiveSettings, SampleSettings
 
 
@@ -99,11 +99,21 @@ class JiTPipeline(Pipeline):
         else:
             weights = read_weights(path, settings.weights)
             config = infer_jit_config(weights)
+        if name := first_non_finite(weights.items()):
+            raise UserError(
+                f"{weights_file(path, settings.weights)} holds NaN or Inf in the tensor {name}.",
+                "Every image would be made of such values.",
+                "Use a checkpoint from before the weights diverged, or other --weights.",
+            )
         with torch.device("meta"):
             network = JiT(**jit_arguments(config))
         # Copied: a mapped file's tensors have any alignment, and on a CPU a matmul's last bits depend on it.
         network.to_empty(device=device).load_state_dict(weights)
         return cls(spec_from_description(description), network.eval().requires_grad_(False), settings)
+
+    def configure(self, settings: GenerateSettings) -> None:
+        """Sample with other settings."""
+        self._sampling = _sample_settings(settings)
 
     def supports_batching(self) -> bool:
         """Always: an image depends on its index in the batch alone."""
@@ -128,7 +138,7 @@ class JiTPipeline(Pipeline):
         side = self._spec.img_size
         if size != (side, side):
             raise UserError(  # of a row of the table: the command's own size was checked before
-                f"This JiT model generates images of {side} x {side} pixels, not {size[0]} x {size[1]}.",
+                f"This JiT model generates images of {side} x {side} pixels, not {size[1]} x {size[0]}.",
                 fix="Leave height and width out, also in the table.",
             )
         # A memory probe would compile a graph for every batch size.
@@ -176,6 +186,7 @@ class _NetworkWithCallback(nn.Module):
 
 def _sample_settings(settings: GenerateSettings) -> SampleSettings:
     """The sampler's settings; --cfg_truncation_step shortens the guidance interval."""
+    assert settings.num_inference_steps != "auto", "resolved by inspect_model"
     low, high = settings.guidance_interval
     sampling = SampleSettings(
         steps=settings.num_inference_steps,

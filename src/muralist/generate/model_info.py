@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import check_exists, exists
+from muralist.generate.lora_check import PEFT_CONFIG, check_lora
+from muralist.generate.native_settings import (
+    ModelFiles,
+    describe_origins,
+    folder_value,
+    read_json,
+    resolve_settings,
+    script_value,
+    user_value,
+)
+from muralist.generate.pipeline_class import (
+    PIPELINES,
+    PipelineInputs,
+    check_pipeline_class,
+    diffusers_pipelines,
+    read_pipeline_source,
+)
 from muralist.models.configs import JIT_GUIDANCE
 from muralist.models.integrity import check_base, check_integrity, fingerprint
 from muralist.models.spec import ModelFamily, find_family_by_key
 from muralist.settings import GenerateSettings
 
-if TYPE_CHECKING:
-    from muralist.generate.image_inputs import PipelineInputs
-
 log = logging.getLogger("muralist")
 INDEX_FILE = "model_index.json"
-PEFT_CONFIG = "adapter_config.json"
-_PIPELINE_SIZE = (480, 832)
-_PIPELINE_GUIDANCE = 7.5
+_JIT_STEPS = 50  # of the official sampler
 _JIT_FLAGS = ("weights", "guidance_interval", "official_last_step")
 _IDENTITY = (
     "dtype",
@@ -40,7 +52,21 @@ _IDENTITY = (
     "num_frames",
     "scheduler",
 )
+_IDENTITY_IF_GIVEN = ("scheduler_options", "timesteps")  # older ledgers do not have them
+PIPELINE_SETTINGS = (
+    *_IDENTITY,
+    *_IDENTITY_IF_GIVEN,
+    *_JIT_FLAGS,
+    "distilled",
+    "enable_half_frame",
+    "lora",
+    "preset",
+    "compile",
+    "cpu_offload",
+)
+"""Settings of a loaded model; the others concern the command: its table, its files and its workers."""
 _LIBRARIES = ("diffusers", "transformers")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = (".pth", ".pt", ".safetensors")
 _GUIDED = 0.5  # fraction of the steps, from the first on, that step caching guides
 _BEGINNING = 0.2  # fraction of the steps, from the first on, in all of which the denoiser runs: they form the layout
@@ -54,14 +80,28 @@ class ModelInfo:
     """A model that exists and fits the settings: a diffusers pipeline, a fine-tuned one, or a JiT."""
 
     resolved: dict[str, Any]
-    """Settings whose defaults depend on the model: height, width, guidance_scale, num_frames, enable_half_frame."""
+    """Settings whose defaults depend on the model: height, width, num_inference_steps, guidance_scale, num_frames, ..."""
     identity: dict[str, Any]
     """The model's identity in the ledger: `model`, its name; `fingerprint`, of its files; `lora`, of its adapters."""
     description: dict[str, Any] = field(default_factory=dict)  # of a JiT or a model trained here, as in a manifest
     folder: Path | None = None  # in diffusers layout: the model, or what it was fine-tuned from; None for a JiT
     components: tuple[str, ...] = ()  # the names of that folder's components
     pipeline_class: str = ""  # the diffusers class that generates the images
-    inputs: PipelineInputs | None = None  # of that class, where rows have image inputs
+    inputs: PipelineInputs | None = None  # of that class
+    default_owners: Mapping[str, Sequence[str]] = field(default_factory=dict)  # as `Resolution.owners`
+
+    @property
+    def origins(self) -> str:
+        """Which of the resolved settings are whose defaults, in words; empty if every value is the user's."""
+        return describe_origins(self.default_owners)
+
+    def without_default_size(self) -> ModelInfo:
+        """Return the model for rows whose sizes are those of their image inputs."""
+        owners = {
+            owner: [name for name in names if name not in ("height", "width")]
+            for owner, names in self.default_owners.items()
+        }
+        return replace(self, default_owners=owners)
 
     @property
     def is_jit(self) -> bool:
@@ -72,7 +112,12 @@ class ModelInfo:
 def inspect_model(settings: GenerateSettings) -> ModelInfo:
     """Identify the model and resolve the defaults that depend on it; refuse a model that cannot do the job."""
     path = Path(settings.model_path)
-    check_exists(path, "model", "Give a folder or a file on this machine as --model_path: nothing is downloaded.")
+    fix = "Give a folder or a file on this machine as --model_path: nothing is downloaded."
+    if _HUB_ID.fullmatch(settings.model_path):
+        fix += (
+            f" From the Hugging Face Hub: `hf download {path} --local-dir {path.name}`, then --model_path {path.name}."
+        )
+    check_exists(path, "model", fix)
     if (path / INDEX_FILE).is_file():
         _refuse_jit_flags(settings, "a diffusers pipeline")
         return _pipeline(path, settings)
@@ -98,31 +143,37 @@ def inspect_model(settings: GenerateSettings) -> ModelInfo:
 
 def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
     name, components = _read_index(folder)
-    network = _read_json(folder / "transformer" / "config.json")
-    distilled = network.get("guidance_embeds") is True and not name.startswith("Sana")
-    # Flux without the scale as an input was distilled to few steps and is not guided.
-    default = 1.0 if name.startswith("Flux") and network.get("guidance_embeds") is False else _PIPELINE_GUIDANCE
-    guidance = default if settings.guidance_scale == "auto" else settings.guidance_scale
+    files = ModelFiles.read(folder, name, components)
+    found, owners = resolve_settings(files, settings)
+    distilled = files.network.get("guidance_embeds") is True and not name.startswith("Sana")
+    guidance = found["guidance_scale"]
     least = 0.0 if name.startswith("ZImage") else 1.0
     _check_truncation(settings, name, guided=not distilled and guidance > least)
-    if settings.negative_prompt and (distilled or guidance <= 1):
-        log.info("--negative_prompt has no effect: %s runs without classifier-free guidance.", name)
-    height, width = settings.height or _PIPELINE_SIZE[0], settings.width or _PIPELINE_SIZE[1]
-    resolved = _resolved(height, width, guidance, _possible_frames(folder, settings))
+    resolved = found | _resolved_frames(_possible_frames(folder, settings))
+    _check_loras(settings, folder, components, name)
     fingerprints = {part: fingerprint(folder / part) for part in components}
     identity = _identity(name, fingerprints, settings)
-    return ModelInfo(resolved, identity, folder=folder, components=components, pipeline_class=name)
+    return ModelInfo(resolved, identity, {}, folder, components, name, PIPELINES.get(name), owners)
 
 
 def _read_index(folder: Path) -> tuple[str, tuple[str, ...]]:
     """The pipeline's class, and the names of its components."""
-    index = _read_json(folder / INDEX_FILE)
+    index = read_json(folder / INDEX_FILE)
     name = index.get("_class_name")
     if not isinstance(name, str):
         raise UserError(f"{folder / INDEX_FILE} is damaged: it names no pipeline.", fix="Copy the model again.")
-    components = [part for part, origin in index.items() if isinstance(origin, list) and origin[:1] not in ([], [None])]
+    origins = {part: origin for part, origin in index.items() if isinstance(origin, list)}
+    components = {part: str(origin[-1]) for part, origin in origins.items() if origin[:1] not in ([], [None])}
     for part in components:
         _check_library(folder, part, index[part][0])
+    source = read_pipeline_source(name)
+    check_pipeline_class(name, source.parameters if source else None)
+    if "scheduler" not in components:
+        raise UserError(
+            f"{name} is several pipelines in one.",
+            "generate supports pipelines with one scheduler.",
+            "Give another --model_path.",
+        )
     missing = [part for part in components if not (folder / part).is_dir()]
     if missing:
         raise UserError(
@@ -130,16 +181,13 @@ def _read_index(folder: Path) -> tuple[str, tuple[str, ...]]:
             f"{INDEX_FILE} names {', '.join(components)}.",
             "Copy the model again.",
         )
-    check_integrity(folder, components)
+    check_integrity(folder, components, chat_template=source is not None and source.needs_chat_template)
     return name, tuple(components)
 
 
 def _check_library(folder: Path, part: str, library: Any) -> None:
     """Refuse components of other libraries: to load one, diffusers imports whatever module is named there."""
-    diffusers = importlib.util.find_spec("diffusers")
-    assert diffusers and diffusers.origin  # a dependency
-    pipelines = Path(diffusers.origin).parent / "pipelines"
-    own = isinstance(library, str) and library.isidentifier() and (pipelines / library).is_dir()
+    own = isinstance(library, str) and library.isidentifier() and (diffusers_pipelines() / library).is_dir()
     if (library not in _LIBRARIES and not own) or Path(part).name != part:
         raise UserError(
             f"The pipeline in {folder} was not loaded, because its component {part!r:.60} asks to run {library!r:.60}.",
@@ -156,14 +204,15 @@ def _fine_tuned(path: Path, family: ModelFamily, description: dict[str, Any], se
     _, components = _read_index(base)
     size = description["img_size"]
     own = (size, size) if isinstance(size, int) else tuple(size)
-    guidance = _PIPELINE_GUIDANCE if settings.guidance_scale == "auto" else settings.guidance_scale
-    _check_truncation(settings, family.name, guided=guidance > 1)
-    resolved = _resolved(settings.height or own[0], settings.width or own[1], guidance, _requested_frames(settings))
+    name = family.pipeline_class or ""
+    found, owners = resolve_settings(ModelFiles.read(base, name, components), settings, (own[0], own[1]))
+    _check_truncation(settings, family.name, guided=found["guidance_scale"] > 1)
+    resolved = found | _resolved_frames(_requested_frames(settings))
+    _check_loras(settings, base, components, name)
     fingerprints = {part: fingerprint(base / part) for part in components}
     fingerprints["trained"] = fingerprint(weights_file(path, "ema1"))
     identity = _identity(f"{family.name} trained here", fingerprints, settings)
-    name = family.pipeline_class or ""
-    return ModelInfo(resolved, identity, description, folder=base, components=components, pipeline_class=name)
+    return ModelInfo(resolved, identity, description, base, components, name, default_owners=owners)
 
 
 def _refuse_jit_flags(settings: GenerateSettings, kind: str) -> None:
@@ -187,36 +236,40 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
         )
     spec = read_jit_spec(path, description, settings.weights)
     side = spec.img_size
-    if (settings.height or side, settings.width or side) != (side, side):
+    height, width = (user_value(settings, name) or side for name in ("height", "width"))
+    if (height, width) != (side, side):
         raise UserError(
-            f"This JiT model generates images of {side} x {side} pixels, not {settings.height or side} x "
-            f"{settings.width or side}.",
+            f"This JiT model generates images of {side} x {side} pixels, not {width} x {height}.",
             "It was trained at that size and has no other.",
             "Leave --height and --width out.",
         )
     fast = settings.preset == "fast"
-    for flag, value in (("scheduler", settings.scheduler), ("lora", settings.lora), ("preset fast", fast)):
+    refused = {name: getattr(settings, name) for name in ("scheduler", "scheduler_options", "timesteps", "distilled")}
+    for flag, value in (refused | {"lora": settings.lora, "preset fast": fast}).items():
         if value:
             raise UserError(f"--{flag} is for diffusers pipelines, and this is a JiT model.", fix="Leave it out.")
     if settings.num_frames > 1:
         raise UserError("JiT generates images, not clips.", fix="Leave --num_frames out.")
-    guidance = JIT_GUIDANCE if settings.guidance_scale == "auto" else settings.guidance_scale
+    asked_steps, asked_guidance = (
+        folder_value(settings, name) if (asked := user_value(settings, name)) is None else asked
+        for name in ("num_inference_steps", "guidance_scale")
+    )
+    asked_steps = asked_steps or script_value(settings, "num_inference_steps")
+    guidance = JIT_GUIDANCE if asked_guidance is None else asked_guidance
     _check_truncation(settings, "JiT", guided=bool(spec.label_names) and guidance != 1)
-    resolved = _resolved(side, side, guidance, _requested_frames(settings))
+    steps = asked_steps or _JIT_STEPS
+    resolved = {"height": side, "width": side, "num_inference_steps": steps, "guidance_scale": guidance}
+    resolved |= _resolved_frames(_requested_frames(settings))
+    own = [] if asked_steps else ["num_inference_steps"]
+    own += ["guidance_scale"] if asked_guidance is None else []
     identity = _identity(f"{spec.name} at {side} px", {"weights": fingerprint(file)}, settings)
     # Defaults are left out, so that older ledgers keep their identity.
     identity |= settings.model_dump(mode="json", include=set(_JIT_FLAGS), exclude_defaults=True)
-    return ModelInfo(resolved, identity, spec.describe())
+    return ModelInfo(resolved, identity, spec.describe(), default_owners={"the model's {}": own})
 
 
-def _resolved(height: int, width: int, guidance: float, frames: int) -> dict[str, Any]:
-    return {
-        "height": height,
-        "width": width,
-        "guidance_scale": guidance,
-        "num_frames": frames,
-        "enable_half_frame": False,  # applied
-    }
+def _resolved_frames(frames: int) -> dict[str, Any]:
+    return {"num_frames": frames, "enable_half_frame": False}  # applied
 
 
 def _identity(name: str, fingerprints: dict[str, str], settings: GenerateSettings) -> dict[str, Any]:
@@ -245,7 +298,7 @@ def _requested_frames(settings: GenerateSettings) -> int:
 def _possible_frames(folder: Path, settings: GenerateSettings) -> int:
     """The number of frames that the VAE can decode."""
     frames = _requested_frames(settings)
-    vae = _read_json(folder / "vae" / "config.json")
+    vae = read_json(folder / "vae" / "config.json")
     factor = vae.get("scale_factor_temporal") or vae.get("temporal_compression_ratio") or 1
     if type(factor) is not int or factor < 1:
         raise UserError(f"{folder / 'vae' / 'config.json'} is damaged: a temporal factor of {factor!r:.60}.")
@@ -260,18 +313,7 @@ def _is_jit_folder(path: Path) -> bool:
     from muralist.models.jit_spec import CONFIG_FILE, JIT_CLASS_NAME
     from muralist.models.weights import OFFICIAL_FILE
 
-    return (path / OFFICIAL_FILE).is_file() or _read_json(path / CONFIG_FILE).get("_class_name") == JIT_CLASS_NAME
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file does not exist."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: {error}.", fix="Copy the model again.") from None
-    return content if isinstance(content, dict) else {}
+    return (path / OFFICIAL_FILE).is_file() or read_json(path / CONFIG_FILE).get("_class_name") == JIT_CLASS_NAME
 
 
 def settings_identity(settings: GenerateSettings, model: ModelInfo) -> dict[str, Any]:
@@ -279,7 +321,9 @@ def settings_identity(settings: GenerateSettings, model: ModelInfo) -> dict[str,
     settings = settings.model_copy(update=model.resolved)
     names = _IDENTITY + (("video_format",) if settings.num_frames > 1 else ())
     identity = model.identity | {name: getattr(settings, name) for name in names}
+    identity |= {name: value for name in _IDENTITY_IF_GIVEN if (value := getattr(settings, name))}
     if settings.preset == "fast":  # exact mode has no entry: folders from before there were presets stay valid
+        assert settings.num_inference_steps != "auto", "resolved by inspect_model"
         steps, truncation = settings.num_inference_steps, settings.cfg_truncation_step
         identity["preset"] = describe_step_caching(model.pipeline_class, steps, truncation)
     return identity
@@ -321,6 +365,15 @@ def check_adapters(texts: Sequence[str]) -> list[LoraAdapter]:
 
         require_peft()
     return adapters
+
+
+def _check_loras(settings: GenerateSettings, folder: Path, components: Sequence[str], pipeline_class: str) -> None:
+    """Refuse adapters that do not fit the model, or hold NaN or Inf."""
+    for adapter in check_adapters(settings.lora):
+        from muralist.models.weights import check_finite_file  # imports torch
+
+        if file := check_lora(adapter.path, folder, components, pipeline_class):
+            check_finite_file(file, "Copy the LoRA again, or use one from before its weights diverged.")
 
 
 # Step caching of `--preset fast` guides the first steps only; after a beginning, the denoiser runs in some steps only and

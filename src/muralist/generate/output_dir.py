@@ -34,12 +34,16 @@ from muralist.core.run_dir import FileLock, atomic_write, disk_write_error, hold
 from muralist.data import ledger_reader
 from muralist.data.image_inputs import IMAGE_COLUMNS
 from muralist.data.ledger_reader import DONE, FAILED, PLANNED, lines_with_offsets, read_lines, read_lines_at
+from muralist.generate.native_settings import user_value
 from muralist.generate.plan import Plan, Sample
+from muralist.settings import GenerateSettings
 from muralist.settings.generate import scheduler_name
 
 _FORMAT = {"format": "muralist ledger", "version": 1}
 PROMPT_TRUNCATED = "prompt_cut"
 """In an image's line: a text encoder did not read its prompt to the end."""
+PROMPT_TOKENS = "prompt_tokens"
+"""Beside it, by text encoder: its class, the prompt's tokens, and the limit to which they were truncated."""
 PSNR = "psnr_to_exact"
 """In an image's line, in fast mode: the PSNR to the same image in exact mode, in dB."""
 INPUTS = "inputs"
@@ -48,6 +52,7 @@ INPUT_FILES = "input_files"
 """In an image's line: size, hash and modification time of the files of its inputs, by column."""
 _FAILURES = "failed_prompts_gpu"
 _OTHER_FOLDER = "choose another --output_dir, or give --overwrite to start anew in this one."
+_MODEL_DEFAULTS = ("num_inference_steps", "guidance_scale", "height", "width")  # when these flags are left out
 _FRAMES_PER_SECOND = 16  # Wan's own
 _EXIF_IMAGE_DESCRIPTION = 0x010E
 _NO_FILE = {"bytes": -1, "sha256": "", "changed": 0}
@@ -123,10 +128,13 @@ class OutputDir:
             if settings.get(name) != header.settings.get(name)
         ]
         if changes:
+            before = {name: header.settings.get(name) for name in _MODEL_DEFAULTS}
+            flags = [f"--{name} {value}" for name, value in before.items() if value != settings.get(name)]
+            again = f"Continue with {' '.join(flags)}" if len(flags) == len(changes) else "Run the command as it was"
             raise UserError(
                 f"{self.root} holds images made with other settings.",
                 f"Changed: {'; '.join(changes)}.",
-                f"Run the command as it was, or {_OTHER_FOLDER}",
+                f"{again}, or {_OTHER_FOLDER}",
             )
 
     def check_unclaimed(self, plan: Plan) -> None:
@@ -142,20 +150,24 @@ class OutputDir:
 
     def finished(self, plan: Plan) -> np.ndarray:
         """Return which samples have an intact image: bool, by sample index."""
+        done = np.zeros(len(plan), dtype=bool)
+        for sample, line in self.last_lines(plan):
+            if line["status"] == DONE:  # a row that failed may have been corrected
+                self._check_input_files(sample, line)
+                self._check_row(sample, line)
+                done[sample.sample_index] = is_intact(self.root / sample.file, line)
+        return done
+
+    def last_lines(self, plan: Plan) -> Iterator[tuple[Sample, dict[str, Any]]]:
+        """Yield the samples that the ledger knows, in order, each with the last line about it."""
         # The offset of the last line about each sample: the lines themselves would fill the memory.
         last = np.full(len(plan), -1, dtype=np.int64)
         for offset, line in lines_with_offsets(self.ledger):
             if 0 <= line["index"] < len(plan.table) and 0 <= line["copy"] < plan.copies:
                 last[line["index"] * plan.copies + line["copy"]] = offset
         known = np.flatnonzero(last >= 0)
-        done = np.zeros(len(plan), dtype=bool)
         lines = read_lines_at(self.ledger, last[known].tolist()) if len(known) else ()
-        for sample, line in zip(plan.samples(known), lines, strict=True):
-            if line["status"] == DONE:  # a row that failed may have been corrected
-                self._check_input_files(sample, line)
-                self._check_row(sample, line)
-                done[sample.sample_index] = is_intact(self.root / sample.file, line)
-        return done
+        yield from zip(plan.samples(known), lines, strict=True)
 
     def _check_input_files(self, sample: Sample, line: dict[str, Any]) -> None:
         """Refuse an image whose inputs are not the files any more from which it was made."""
@@ -182,6 +194,8 @@ class OutputDir:
         changes = [
             f"{name} {line.get(name)!r:.80} -> {now[name]!r:.80}" for name in names if line.get(name) != now[name]
         ]
+        if str(line.get("prompt")).startswith("#") and not sample.prompt.startswith("#"):
+            changes.append(r"lines of .txt tables that begin with # are comments unless they begin with \#")
         raise UserError(
             f"Row {sample.row + 1} of the table is not the one from which {self.root} was made.",
             f"Changed: {'; '.join(changes)}.",
@@ -262,6 +276,22 @@ class Header:
                 "Its first line is damaged, or another version wrote it.",
                 "Choose another --output_dir, or give --overwrite to start anew in this one.",
             ) from None
+
+
+def keep_folder_settings(settings: GenerateSettings) -> GenerateSettings:
+    """Let settings that the user left out default to those of the folder's images, so that the same command resumes.
+
+    The model's defaults may change: they depend on the versions of muralist and diffusers.
+    """
+    output = OutputDir(Path(settings.output_dir).absolute())
+    header = None if settings.overwrite else Header.read(output.ledger)
+    if header is None or not output.has_images():
+        return settings
+    kept = {name: header.settings[name] for name in _MODEL_DEFAULTS if name in header.settings}
+    kept = {name: value for name, value in kept.items() if user_value(settings, name) is None}
+    changed = settings.model_copy(update=kept)
+    changed.model_fields_set.difference_update(kept)  # still defaults
+    return changed
 
 
 class Shard:
@@ -428,7 +458,8 @@ def _mp4(frames: np.ndarray, metadata: dict[str, str]) -> bytes:
     height, width = frames.shape[1:3]
     if height % 2 or width % 2:
         raise UserError(
-            f"A clip of {height} x {width} cannot be an mp4, whose sides are even.", fix="Give --video_format webp."
+            f"A clip of {width} x {height} pixels cannot be an mp4, whose sides are even.",
+            fix="Give --video_format webp.",
         )
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:

@@ -24,6 +24,25 @@ from muralist.settings import GenerateSettings
 StepCallback = Callable[[], None]
 """Called at every denoising step: the heartbeat that distinguishes a slow worker from a hanging one."""
 MEMORY_PROBE_STEPS = 2
+SAMPLING_SETTINGS = (
+    "num_inference_steps",
+    "guidance_scale",
+    "guidance_interval",
+    "official_last_step",
+    "cfg_truncation_step",
+    "negative_prompt",
+    "height",
+    "width",
+    "num_frames",
+    "enable_half_frame",
+    "seed_start",
+)
+"""Settings that a loaded pipeline may change from call to call; the others are those of the loaded model."""
+_OVERFLOW_FIXES = {
+    "fp16": "Try --dtype bf16 or fp32.",
+    "bf16": "Try --dtype fp32, or another --guidance_scale or --scheduler.",
+    "fp32": "Try another --guidance_scale, --num_inference_steps or --scheduler.",
+}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -111,10 +130,14 @@ class PendingBatch:
         if not bool(self._finite):
             raise UserError(
                 "The model produced NaN or Inf values instead of an image.",
-                f"Some values overflowed in {self._dtype}.",
-                "Try --dtype bf16 or fp32.",
+                f"Its weights are finite; some values overflowed in {self._dtype}.",
+                _OVERFLOW_FIXES[self._dtype],
             )
         return list(self._pixels.numpy())
+
+
+Truncation = dict[str, dict[str, Any]]
+"""By text encoder: `class`, the `tokens` of a prompt, and the `limit` to which they were truncated."""
 
 
 class SampleRequest(NamedTuple):
@@ -139,8 +162,20 @@ class Pipeline(ABC):
     """
 
     @abstractmethod
+    def configure(self, settings: GenerateSettings) -> None:
+        """Sample with the `SAMPLING_SETTINGS` of these settings from now on; the model stays as it was loaded."""
+
+    @abstractmethod
     def supports_batching(self) -> bool:
         """Whether that holds for several images in one call; if not, workers generate one image at a time."""
+
+    def groups_by_text(self) -> bool:
+        """Whether only requests of one text group can share a call."""
+        return False
+
+    def text_groups(self, requests: Requests) -> list[str]:
+        """The text group of each request, found without running a text encoder."""
+        return [""] * len(requests)
 
     @abstractmethod
     def execution_info(self) -> dict[str, str]:
@@ -150,9 +185,13 @@ class Pipeline(ABC):
     def prepare(self, requests: Requests) -> None:
         """Encode prompts or draw noise for upcoming requests, and drop the results of all others."""
 
-    def is_truncated(self, prompt: str) -> bool:
-        """Whether a prepared prompt is longer than some text encoder reads."""
-        return False
+    def truncation(self, prompt: str) -> Truncation:
+        """The text encoders that did not read a generated prompt to its end; empty for none."""
+        return {}
+
+    def ignores_negative_prompts(self) -> str:
+        """Why negative prompts have no effect, as far as the last batch shows; empty if they have."""
+        return "this model takes none"
 
     @abstractmethod
     def generate_async(

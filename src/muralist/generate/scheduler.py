@@ -30,11 +30,10 @@ _SAMPLES_AHEAD = 16  # whose text is encoded together
 _BATCHES_AHEAD = 3  # one is being saved, one is on the device, and the next must follow at once
 _SLOT_SEARCH = 8  # batches' worth of samples to search for one whose slot is free
 _LATE = 60.0  # seconds of loading, after which others may take the samples of a worker
+_GROUPED_AT_ONCE = 4096  # samples whose text lengths are found together: a second or two
 _DEATHS_PER_SAMPLE = 2
 _RESTARTS = 6  # when no worker is left, until an image is made: enough for three rows in turn that end every worker
 _SAME_FAILURES = 16
-_LARGEST_BATCH = 64
-_WORKERS_TO_FEED = 8
 
 
 class BatchSize(NamedTuple):
@@ -64,6 +63,7 @@ class _Worker:
     total: int
     sent: int = 0  # samples, since it was last started
     batches: list[set[int]] = field(default_factory=list)  # samples that were sent and are not finished
+    grouping: list[int] = field(default_factory=list)  # samples whose text groups it was asked for
     on_device: tuple[int, ...] = ()
     ready: workers.WorkerReady | None = None
     alive: bool = True
@@ -110,6 +110,8 @@ class Scheduler:
         self.deaths: Counter[int] = Counter()
         self.failures: Counter[str] = Counter()
         self.batch_size = BatchSize(0, 0)  # not known yet
+        self.groups_by_text = False
+        self.text_groups: dict[int, str] = {}  # of samples, where only those of one group can share a batch
         self.measuring: str | None = None
         self.restarts = 0
         self.notes: set[str] = set()
@@ -132,7 +134,9 @@ class Scheduler:
             self.pool.send(label, workers.StopWorker())
 
     def _has_work(self) -> bool:
-        return bool(self.unassigned or self.suspects) or any(w.share or w.batches for w in self.workers.values())
+        return bool(self.unassigned or self.suspects) or any(
+            worker.share or worker.batches or worker.grouping for worker in self.workers.values()
+        )
 
     def _fetch_more(self) -> bool:
         if (indices := self.more_samples()) is not None:
@@ -149,11 +153,16 @@ class Scheduler:
         match report:
             case workers.WorkerReady():
                 worker.ready, worker.compiling = report, "compiled" in report.environment
+                self.groups_by_text = report.groups_by_text
             case workers.BatchSizeMeasured(batch_size):
                 assert worker.ready is not None
                 decided = self.decide_batch_size(worker.ready, batch_size)
                 assert isinstance(decided, BatchSize)
                 self.batch_size, self.measuring = decided, None
+            case workers.TextGroups(groups):
+                self.text_groups |= groups
+                worker.share.extendleft(reversed(self._ordered(worker.grouping)))
+                worker.grouping = []
             case workers.BatchStarted(indices):
                 worker.on_device = indices
             case workers.SampleFinished(index, None):
@@ -195,9 +204,7 @@ class Scheduler:
             largest = max(indices, key=lambda index: math.prod(self.plan.size_of(index)))
             self.measuring = worker.label
             self.pool.reset_silence(worker.label)
-            # Small tables are not padded to large batches; images may not depend on the number of workers.
-            limit = max(1, min(_LARGEST_BATCH, len(self.plan) // _WORKERS_TO_FEED))
-            self.pool.send(worker.label, workers.MeasureBatchSize(self.plan.sample(largest), limit))
+            self.pool.send(worker.label, workers.MeasureBatchSize(self.plan.sample(largest)))
 
     # Handing out samples.
 
@@ -239,10 +246,10 @@ class Scheduler:
             worker.total += 1
             return [self.suspects.popleft()]
         if own:
-            return [] if self._is_nearly_through(worker) else self._take_batch(worker.share)
+            return [] if self._is_nearly_through(worker) else self._take_batch(worker, worker.share)
         if not self.unassigned:
             self._pool_shares()
-        indices = self._take_batch(self.unassigned)
+        indices = self._take_batch(worker, self.unassigned)
         worker.total += len(indices)
         return indices
 
@@ -260,16 +267,48 @@ class Scheduler:
                 worker.total -= len(worker.share)
                 worker.share.clear()
         if pooled:
-            self.unassigned.extend(self.plan.grouped_by_size(np.sort(pooled)).tolist())
+            self.unassigned.extend(self._ordered(pooled))
 
-    def _take_batch(self, source: deque[int]) -> list[int]:
-        """Take the first samples of one size and strength, each with its own slot."""
+    def _ordered(self, indices: Sequence[int]) -> list[int]:
+        """Order samples so that those which can share a batch follow each other; unknown text groups come last."""
+        by_size = self.plan.grouped_by_size(np.sort(indices)).tolist()
+        if not self.groups_by_text:
+            return by_size
+        rank = {key: place for place, key in enumerate(dict.fromkeys(map(self.plan.batch_key, by_size)))}
+
+        def place(index: int) -> tuple[bool, int, str]:
+            group = self.text_groups.get(index)
+            return group is None, rank[self.plan.batch_key(index)], group or ""
+
+        return sorted(by_size, key=place)
+
+    def _can_share(self, index: int, other: int) -> bool:
+        same_text = self.text_groups.get(index) == self.text_groups.get(other)
+        return same_text and self.plan.batch_key(index) == self.plan.batch_key(other)
+
+    def _group_by_text(self, worker: _Worker, source: deque[int]) -> None:
+        """Ask a worker for the text groups of the next samples, which are its own from now on."""
+        if worker.grouping:
+            return
+        worker.grouping = [source.popleft() for _ in range(min(_GROUPED_AT_ONCE, len(source)))]
+        if source is not worker.share:
+            worker.total += len(worker.grouping)
+        if not worker.batches:
+            self.pool.reset_silence(worker.label)
+        samples = tuple(self.plan.samples(np.array(worker.grouping)))
+        self.pool.send(worker.label, workers.GroupByText(samples))
+
+    def _take_batch(self, worker: _Worker, source: deque[int]) -> list[int]:
+        """Take the first samples that can share a batch, each with its own slot."""
         batch_size = self.batch_size.current
+        if self.groups_by_text and batch_size > 1 and source and source[0] not in self.text_groups:
+            self._group_by_text(worker, source)
+            return []
         batch: dict[int, int] = {}
         skipped: list[int] = []
         while source and len(batch) < batch_size and len(skipped) < _SLOT_SEARCH * batch_size:
             index = source[0]
-            if batch and self.plan.batch_key(index) != self.plan.batch_key(next(iter(batch.values()))):
+            if batch and not self._can_share(index, next(iter(batch.values()))):
                 break
             source.popleft()
             if batch.setdefault(self.plan.slot(index, batch_size), index) != index:
@@ -283,7 +322,7 @@ class Scheduler:
         """Kill workers that have been silent for too long; restart one when none is left."""
         for worker in self.workers.values():
             limit = self.timeout if worker.ready and not worker.compiling else self.timeout + _LOADING
-            busy = worker.batches or not worker.ready or self.measuring == worker.label
+            busy = worker.batches or worker.grouping or not worker.ready or self.measuring == worker.label
             if worker.alive and busy and self.pool.silence(worker.label) > limit:
                 self._lose(worker, f"GPU {worker.label} sent no heartbeat for {limit:.0f} s and was killed.")
                 self.pool.kill(worker.label)
@@ -308,9 +347,10 @@ class Scheduler:
             if index not in given_up:
                 # Once a suspect, always alone: in a batch it would be blamed for the next death as well.
                 (self.suspects if self.deaths[index] else self.unassigned).append(index)
-        rows = len(left) - len(given_up) + len(worker.share)
-        self.unassigned.extend(worker.share)
+        rows = len(left) - len(given_up) + len(worker.share) + len(worker.grouping)
+        self.unassigned.extend((*worker.share, *worker.grouping))
         worker.share.clear()
+        worker.grouping.clear()
         others = any(other.alive for other in self.workers.values())
         self.display.print(f"{message} The others take its {rows:,} rows." if rows and others else message)
 

@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -30,7 +30,15 @@ from muralist.core.worker_pool import Inbox
 from muralist.data.image_inputs import LoadedInputs, load_inputs
 from muralist.generate import output_dir, workers
 from muralist.generate.optimizations import is_out_of_memory
-from muralist.generate.output_dir import INPUT_FILES, PROMPT_TRUNCATED, PSNR, OutputDir, Shard, explain_write_errors
+from muralist.generate.output_dir import (
+    INPUT_FILES,
+    PROMPT_TOKENS,
+    PROMPT_TRUNCATED,
+    PSNR,
+    OutputDir,
+    Shard,
+    explain_write_errors,
+)
 from muralist.generate.pipeline import (
     GenerationMode,
     PendingBatch,
@@ -42,18 +50,29 @@ from muralist.generate.pipeline import (
     make_deterministic,
 )
 from muralist.generate.plan import Sample, batch_slot, split_by_slot
-from muralist.generate.workers import GenerateBatch, GenerationJob, MeasureBatchSize, StopWorker
+from muralist.generate.workers import GenerateBatch, GenerationJob, GroupByText, MeasureBatchSize, StopWorker
 
 log = logging.getLogger("muralist")
 
 Send = Callable[[workers.Report], None]
 
 _MEMORY_TO_USE = 0.92  # of a GPU's; the rest is for fragmentation over hours
+_LARGEST_BATCH = 64
+_PIXELS_PER_BATCH = 4 * 2**20  # enough to fill a GPU: 4 images of 1024 x 1024, 8 of 832 x 480, 16 of 512 x 512
 _HEARTBEAT_INTERVAL = 1.0  # seconds
+_GROUPED_AT_ONCE = 32  # samples of one call of the pipeline that finds text lengths
 _SAVE_THREADS = 4  # encoding a PNG of 1024 x 1024 takes a quarter of a second; no model makes sixteen of them in one
 _COMPARED_ROWS = 8  # of a table, generated in fast mode and in exact mode
 _PSNR_EQUAL = 99.0  # dB for equal images, whose PSNR is infinite
 STATUS_BROKEN_DEVICE = 70
+
+
+def batch_size_limit(height: int, width: int, frames: int) -> int:
+    """Return the largest batch size that `auto` tries: a function of an image's size, never of the number of rows.
+
+    A trial of a few rows then has the batch shape, and so the bytes, of the whole table.
+    """
+    return min(_LARGEST_BATCH, max(1, _PIXELS_PER_BATCH // (height * width * frames)))
 
 
 def psnr(one: np.ndarray, other: np.ndarray) -> float:
@@ -69,7 +88,7 @@ def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, sen
         cache = compile_cache.use_compile_cache()
         pipeline = load_pipeline(job.settings, device, job.model)
         environment = environment_info(device) | pipeline.execution_info()
-        send(workers.WorkerReady(pipeline.supports_batching(), environment))
+        send(workers.WorkerReady(pipeline.supports_batching(), environment, pipeline.groups_by_text()))
         Worker(job, label, device, pipeline, send, cache.summary).serve(inbox)
     except UserError as error:
         send(workers.WorkerFailed(error, all_workers=True))
@@ -158,6 +177,8 @@ class Worker:
                 return None
             if isinstance(message, MeasureBatchSize):
                 self.send(workers.BatchSizeMeasured(self._largest_batch(message)))
+            elif isinstance(message, GroupByText):
+                self.send(workers.TextGroups(self._text_groups(message.samples)))
             else:
                 self.waiting.append(message)
         return self.waiting.popleft()
@@ -204,11 +225,9 @@ class Worker:
         usable = []
         for sample in batch.samples:
             assert sample.inputs is not None
-            given, started = sample.inputs.cells, time.monotonic()
-            columns = [name for name in self.job.model.inputs.images if name in given]
-            required = [name for name in self.job.model.inputs.required if name not in given]
+            started = time.monotonic()
             try:
-                self.inputs[sample] = load_inputs(sample.inputs, (*required, *columns))
+                self.inputs[sample] = load_inputs(sample.inputs, self.job.model.inputs.images_of(sample.inputs))
                 usable.append(sample)
             except UserError as error:
                 self._record_failure(sample, _describe(error), time.monotonic() - started)
@@ -229,9 +248,9 @@ class Worker:
 
     def _encode_prompts(self, batches: Sequence[GenerateBatch]) -> None:
         """Encode the prompts of all waiting batches together, unless those of the next two are encoded already."""
-        if all(_request(sample) in self.prepared for batch in batches[:2] for sample in batch.samples):
+        if all(sample_request(sample) in self.prepared for batch in batches[:2] for sample in batch.samples):
             return
-        requests = [_request(sample) for batch in batches for sample in batch.samples]
+        requests = [sample_request(sample) for batch in batches for sample in batch.samples]
         try:
             self.pipeline.prepare(requests)
         except Exception as error:  # one of these prompts; generating finds out which
@@ -239,6 +258,19 @@ class Worker:
             if is_out_of_memory(error):
                 _free_memory()
         self.prepared = set(requests)
+
+    def _text_groups(self, samples: Sequence[Sample]) -> dict[int, str]:
+        groups: dict[int, str] = {}
+        for first in range(0, len(samples), _GROUPED_AT_ONCE):
+            some = samples[first : first + _GROUPED_AT_ONCE]
+            try:
+                found = self.pipeline.text_groups([sample_request(sample) for sample in some])
+                groups |= {sample.sample_index: group for sample, group in zip(some, found, strict=True)}
+            except Exception as error:  # one of these prompts; alone in its batch, it fails and says so
+                log.debug("The text lengths of %d samples are unknown: %s", len(some), error)
+                groups |= {sample.sample_index: f"sample {sample.sample_index}" for sample in some}
+            self._heartbeat()
+        return groups
 
     # From a batch to images.
 
@@ -280,6 +312,8 @@ class Worker:
                 extra |= {sample: self._extra_fields(sample, call, running) for sample in images}
         except Exception as error:
             return [], self._explain(error)
+        if any(sample.negative_prompt for sample in pixels) and (why := self.pipeline.ignores_negative_prompts()):
+            self.send(workers.WorkerNote(f"Negative prompts have no effect: {why}."))
         # A batch that waited for the one before it was not being generated yet.
         seconds = (time.monotonic() - max(running.started, self.last_end)) / len(pixels)
         self.last_end = time.monotonic()
@@ -291,17 +325,15 @@ class Worker:
             fields["batch_size"] = call.batch_size
         if call.pending.gpu_busy is not None:
             fields["gpu_busy"] = round(call.pending.gpu_busy, 4)
-        if self.pipeline.is_truncated(sample.prompt):
-            fields[PROMPT_TRUNCATED] = True
+        if truncation := self.pipeline.truncation(sample.prompt):
+            fields |= {PROMPT_TRUNCATED: True, PROMPT_TOKENS: truncation}
         if sample in self.inputs:
             fields[INPUT_FILES] = self.inputs[sample].files
         return fields
 
     def _calls(self, samples: tuple[Sample, ...], batch_size: int, mode: GenerationMode) -> list[_Call]:
         """Start as many pipeline calls as needed: tried twice when memory is short, then in halves where allowed."""
-        requests = [self._request(samples[0])] * batch_size
-        for sample in samples:
-            requests[batch_slot(sample.row, sample.copy, batch_size)] = self._request(sample)
+        requests = padded_requests(samples, batch_size, self.inputs)
         size = (samples[0].height, samples[0].width)
         for _ in range(2):
             try:
@@ -316,9 +348,6 @@ class Worker:
         half = batch_size // 2
         self.send(workers.WorkerNote(f"GPU {self.label} is out of memory: batch size {half} instead of {batch_size}."))
         return [call for part in split_by_slot(samples, half) for call in self._calls(part, half, mode)]
-
-    def _request(self, sample: Sample) -> SampleRequest:
-        return _request(sample)._replace(inputs=self.inputs.get(sample))
 
     # From images to files.
 
@@ -357,15 +386,16 @@ class Worker:
     # The device.
 
     def _largest_batch(self, request: MeasureBatchSize) -> int:
-        """Double the batch size until memory is short; 1 on a CPU, where the process would be killed."""
+        """Double the batch size until it fills the GPU or its memory; 1 on a CPU, where the process would be killed."""
         if not self.pipeline.supports_batching() or self.device.type == "cpu":
             return 1
         sample, fitting, batch_size = request.sample, 1, 1
         limit = _MEMORY_TO_USE * torch.cuda.get_device_properties(self.device).total_memory
-        while batch_size <= request.limit:
+        most = batch_size_limit(sample.height, sample.width, self.settings.num_frames)
+        while batch_size <= most:
             torch.cuda.reset_peak_memory_stats(self.device)
             try:
-                requests, size = [_request(sample)] * batch_size, (sample.height, sample.width)
+                requests, size = [sample_request(sample)] * batch_size, (sample.height, sample.width)
                 self.pipeline.generate(requests, size, self._heartbeat, GenerationMode.MEMORY_PROBE)
             except Exception as error:
                 if not is_out_of_memory(error) or batch_size == 1:
@@ -389,9 +419,19 @@ class Worker:
         return _describe(error)
 
 
-def _request(sample: Sample) -> SampleRequest:
-    """Return a request without image inputs, which neither text encoders nor memory probes need."""
-    return SampleRequest(sample.prompt, sample.negative_prompt, sample.seed)
+def sample_request(sample: Sample, inputs: LoadedInputs | None = None) -> SampleRequest:
+    """Return what a pipeline needs to know of a sample; text encoders and memory probes need no image inputs."""
+    return SampleRequest(sample.prompt, sample.negative_prompt, sample.seed, inputs)
+
+
+def padded_requests(
+    samples: Sequence[Sample], batch_size: int, inputs: Mapping[Sample, LoadedInputs]
+) -> list[SampleRequest]:
+    """Return the requests of a batch, each in its sample's slot; the first sample fills slots that nobody has."""
+    requests = [sample_request(samples[0], inputs.get(samples[0]))] * batch_size
+    for sample in samples:
+        requests[batch_slot(sample.row, sample.copy, batch_size)] = sample_request(sample, inputs.get(sample))
+    return requests
 
 
 def _free_memory() -> None:
@@ -403,7 +443,7 @@ def _free_memory() -> None:
 def _out_of_memory_error(label: str, sample: Sample, batch_size: int) -> PipelineError:
     if batch_size == 1:
         return PipelineError(
-            f"GPU {label} ran out of memory with one image, {sample.file}: {sample.height} x {sample.width} pixels.",
+            f"GPU {label} ran out of memory with one image, {sample.file}: {sample.width} x {sample.height} pixels.",
             "It is too large, or another program uses memory; it was tried twice. All saved images are intact.",
             "Make it smaller or remove its row, or free memory and run the same command again to resume.",
         )

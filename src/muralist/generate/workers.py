@@ -17,13 +17,16 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muralist.core.errors import UserError, first_line
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited, WorkerPool
 from muralist.generate.model_info import ModelInfo
 from muralist.generate.plan import Sample
 from muralist.settings import GenerateSettings
+
+if TYPE_CHECKING:
+    import torch
 
 _LONGEST_CALL = 1.0  # seconds for which a call without a message waits for a report
 _CONNECT_TIMEOUT = 5.0
@@ -43,7 +46,12 @@ class MeasureBatchSize(NamedTuple):
     """Find the largest batch of this sample that fits into memory."""
 
     sample: Sample
-    limit: int
+
+
+class GroupByText(NamedTuple):
+    """Find out which of these samples can share a batch."""
+
+    samples: tuple[Sample, ...]
 
 
 class GenerateBatch(NamedTuple):
@@ -69,12 +77,19 @@ class WorkerReady(NamedTuple):
 
     supports_batching: bool
     environment: dict[str, str]  # versions and device, on which the last bits of an image depend
+    groups_by_text: bool = False  # only samples of one text group can share a batch
 
 
 class BatchSizeMeasured(NamedTuple):
     """The largest batch that fits."""
 
     batch_size: int
+
+
+class TextGroups(NamedTuple):
+    """The text group of each sample that was asked for, by sample index."""
+
+    groups: dict[int, str]
 
 
 class Heartbeat:
@@ -107,9 +122,9 @@ class WorkerFailed(NamedTuple):
     all_workers: bool
 
 
-Request = MeasureBatchSize | GenerateBatch | StopWorker
+Request = MeasureBatchSize | GroupByText | GenerateBatch | StopWorker
 _Progress = Heartbeat | BatchStarted | SampleFinished
-Report = WorkerReady | BatchSizeMeasured | _Progress | WorkerNote | WorkerFailed | WorkerExited
+Report = WorkerReady | BatchSizeMeasured | TextGroups | _Progress | WorkerNote | WorkerFailed | WorkerExited
 
 
 def open_pool(job: GenerationJob, devices: dict[str, str]) -> WorkerPool:
@@ -121,7 +136,15 @@ def open_pool(job: GenerationJob, devices: dict[str, str]) -> WorkerPool:
 
 
 def _run_process(inbox: Inbox, send: Send, job: GenerationJob, label: str, device: str) -> None:
-    """Run a worker in this process, whose environment must be complete before torch and the driver read it."""
+    """Run a worker in this process."""
+    own_device = prepare_process(device)
+    from muralist.generate import worker
+
+    worker.work(job, label, own_device, inbox, send)
+
+
+def prepare_process(device: str) -> torch.device:
+    """Complete the environment of a worker's process before torch and the driver read it, and return its device."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     device = _isolate_gpu(device)
     import torch
@@ -129,9 +152,7 @@ def _run_process(inbox: Inbox, send: Send, job: GenerationJob, label: str, devic
 
     # The default lock is shared by processes, and a killed worker would never release it.
     tqdm.set_lock(threading.RLock())
-    from muralist.generate import worker
-
-    worker.work(job, label, torch.device(device), inbox, send)
+    return torch.device(device)
 
 
 def _isolate_gpu(device: str) -> str:

@@ -125,6 +125,17 @@ class JiTFamily(ModelFamily):
         return configs.activation_bytes(model.name, side, bf16, compiled, model.gradient_checkpointing)
 
 
+_HUNYUAN_COMPONENTS = {
+    "transformer": "HunyuanDiT2DModel",
+    "vae": "AutoencoderKL",
+    "text_encoder": "BertModel",
+    "text_encoder_2": "T5EncoderModel",
+    "tokenizer": "BertTokenizer",
+    "tokenizer_2": "T5Tokenizer",
+    "scheduler": "DDPMScheduler",
+}
+
+
 class HunyuanDiTFamily(ModelFamily):
     """HunyuanDiT: a pipeline in diffusers layout; without `--model.path`, a small one is built beside the runs."""
 
@@ -133,7 +144,7 @@ class HunyuanDiTFamily(ModelFamily):
         self.check_size(model.size)
         if model.path is not None:
             self.read_configs(Path(model.path))
-            check_integrity(Path(model.path), ("transformer", "vae", "text_encoder", "text_encoder_2"))
+            check_integrity(Path(model.path), _HUNYUAN_COMPONENTS)
 
     def read_configs(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the configs of a model's transformer and scheduler; refuse a folder that is not a HunyuanDiT."""

@@ -5,8 +5,8 @@ its result; all other fields together are the identity of the run (`muralist.set
 """
 
 from muralist.settings.evaluate import EvaluateSettings, ReportSettings, StatsSettings, SweepSettings
-from muralist.settings.generate import GenerateSettings
-from muralist.settings.section import NonIdentity, Section
+from muralist.settings.generate import BatchScriptSettings, GenerateSettings
+from muralist.settings.section import NonIdentity, Repeatable, Section
 from muralist.settings.tools import (
     DOCTOR_FLAT_NAMES,
     ESTIMATE_FLAT_NAMES,

@@ -6,27 +6,27 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from muralist.settings.section import Section
+from muralist.settings.section import LocalPath, Section
 
 
 class EvaluateSettings(Section):
     """muralist evaluate: FID, KID, CLIP score and other metrics of a folder of images."""
 
-    images: str
+    images: Annotated[str, LocalPath]
     """Folder of images, with its sub-folders; prompts and failures are read from a ledger.jsonl in it."""
-    output_dir: str
+    output_dir: Annotated[str, LocalPath]
     """Folder for report.json and the features; the same command resumes there."""
-    reference: str | None = None
+    reference: Annotated[str | None, LocalPath] = None
     """Folder of real images, or an .npz file by `muralist stats` or other tools (mu, sigma); none: only metrics
     without a reference."""
-    prompts_csv: str | None = None
+    prompts_csv: Annotated[str | None, LocalPath] = None
     """Prompts in any format of `muralist generate`; row ID has the files ID.* and ID_seedN.*; default: the prompts in
     the ledger."""
-    inception_weights: str | None = None
+    inception_weights: Annotated[str | None, LocalPath] = None
     """Inception weights of 2015-12-05, .pth or .pt; default: the file in MURALIST_INCEPTION, or in the usual caches."""
-    clip_path: str | None = None
+    clip_path: Annotated[str | None, LocalPath] = None
     """Folder of a CLIP model saved by transformers, for CLIP score and CMMD."""
-    dinov2_path: str | None = None
+    dinov2_path: Annotated[str | None, LocalPath] = None
     """Folder of a DINOv2 model saved by transformers, for FD-DINOv2; papers report dinov2-large (ViT-L/14)."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []
     """GPUs to use; default: all visible ones. Without a GPU, one CPU process replaces each, or NPROC processes."""
@@ -37,17 +37,17 @@ class EvaluateSettings(Section):
 class StatsSettings(Section):
     """muralist stats SOURCE -o STATS.npz: compute the reference statistics for `evaluate` once."""
 
-    source: str
+    source: Annotated[str, LocalPath]
     """Folder of images, with its sub-folders; with --img_size, any data set that train reads."""
-    output: str
+    output: Annotated[str, LocalPath]
     """The .npz file to write (-o): mu and sigma, as other tools store them, and the features."""
     img_size: PositiveInt | None = None
     """Read SOURCE as training does, cropped to squares of this side; default: the images as they are."""
     max_samples: PositiveInt | None = None
     """With --img_size: use only the first N images, as in training."""
-    inception_weights: str | None = None
+    inception_weights: Annotated[str | None, LocalPath] = None
     """As for evaluate."""
-    dinov2_path: str | None = None
+    dinov2_path: Annotated[str | None, LocalPath] = None
     """As for evaluate: also stores the features for FD-DINOv2."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []
     """As for evaluate."""
@@ -56,9 +56,9 @@ class StatsSettings(Section):
 class ReportSettings(Section):
     """muralist report FOLDERS ...: write the page of one evaluation, or compare several."""
 
-    folders: list[str]
+    folders: Annotated[list[str], LocalPath]
     """Output folders of evaluate: one, or several to compare."""
-    output_dir: str = "report"
+    output_dir: Annotated[str, LocalPath] = "report"
     """Folder for index.html."""
 
 
@@ -69,11 +69,11 @@ class SweepSettings(Section):
     """muralist sweep: find the EMA, guidance scale and guidance interval of a JiT with the best FID: every
     combination on a few images, then the best one on many."""
 
-    model_path: str
+    model_path: Annotated[str, LocalPath]
     """A run or checkpoint of a JiT, or official weights."""
-    reference: str
+    reference: Annotated[str, LocalPath]
     """Folder of real images, or an .npz file by `muralist stats` or other tools (mu, sigma)."""
-    output_dir: str
+    output_dir: Annotated[str, LocalPath]
     """Folder for images, scores and sweep.json; the same command resumes there, one with more values adds them."""
     weights: list[Literal["model", "ema1", "ema2"]] = ["ema1", "ema2"]
     """Weights to try: as trained, or one of the two EMAs."""
@@ -93,5 +93,5 @@ class SweepSettings(Section):
     """Image i of a combination has seed seed_start + i."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []
     """GPUs to use; default: all visible ones. Without a GPU, one CPU process replaces each."""
-    inception_weights: str | None = None
+    inception_weights: Annotated[str | None, LocalPath] = None
     """As for evaluate."""

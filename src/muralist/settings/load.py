@@ -34,9 +34,11 @@ from muralist.settings import (
     ESTIMATE_FLAT_NAMES,
     TRAIN_FLAT_NAMES,
     NonIdentity,
+    Repeatable,
     Section,
     TrainSettings,
 )
+from muralist.settings.section import refuse_url
 
 S = TypeVar("S", bound=Section)
 _MAX_BITS = 1000  # of an integer; larger ones do not convert to float
@@ -87,9 +89,35 @@ def load(model: type[S], arguments: Sequence[str], flat_names: Mapping[str, str]
     """Parse a command line into settings; flags override `--config FILE`."""
     names = FlagTable(model, flat_names)
     flags, config = _read_flags(names, arguments, positional)
-    from_file = {} if config is None else _read_yaml(names, Path(config))
-    _refuse_two_learning_rates(names, flags, from_file)
-    return _validate(model, names, from_file | flags)
+    return _combine(model, names, flags, config)
+
+
+def load_values(
+    model: type[S], values: Mapping[str, Any], flat_names: Mapping[str, str], config: str | None = None
+) -> S:
+    """Turn keyword arguments into settings, by the names and rules of the flags; they override the file `config`."""
+    names = FlagTable(model, flat_names)
+    given: dict[str, SettingValue] = {}
+    for name, value in values.items():
+        path = names.resolve(name, name)
+        if path in given:
+            raise UserError(f"{given[path].origin} and {name} are the same setting.", fix="Leave one of them out.")
+        given[path] = SettingValue(_without_paths(value), name)
+    return _combine(model, names, given, config)
+
+
+def _without_paths(value: Any) -> Any:
+    """Return a value with texts instead of path objects."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return [_without_paths(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _combine(model: type[S], names: FlagTable, given: dict[str, SettingValue], config: str | None) -> S:
+    """Validate settings, of which those of the file `config` have the lower priority."""
+    from_file = {} if config is None else _read_yaml(names, Path(refuse_url(config)))
+    _refuse_two_learning_rates(names, given, from_file)
+    return _validate(model, names, from_file | given)
 
 
 def _refuse_two_learning_rates(
@@ -150,6 +178,9 @@ def _read_flags(
             continue
         path = names.resolve(written, f"--{written}")
         value = inline if equals else _take_values(names.fields[path], queue, token)
+        if Repeatable in names.fields[path].metadata:
+            before = given[path].value if path in given else []
+            value = [*before, *(value if isinstance(value, list) else [value])]
         given[path] = SettingValue(value, f"--{written}")
     if waiting and waiting[0] not in given:
         raise UserError(f"Missing argument {waiting[0].upper()}.", "`--help` shows how the command is used.")

@@ -6,16 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from muralist.settings.section import Section
+from muralist.settings.section import LocalPath, Section
 
 
 class PackSettings(Section):
     """muralist pack SOURCE DESTINATION: decode and crop every image once, ahead of training; with --encode also run
     the VAE and the text encoders of a HunyuanDiT."""
 
-    source: str
+    source: Annotated[str, LocalPath]
     """Any data set that train reads."""
-    destination: str
+    destination: Annotated[str, LocalPath]
     """Folder to write; must not exist or be empty."""
     img_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 64
     """Side of the square images in pixels, or height and width."""
@@ -25,7 +25,7 @@ class PackSettings(Section):
     """Waymo: use only images of these cameras, as in training."""
     num_workers: PositiveInt | None = None
     """Decoding processes; default: one per CPU core."""
-    encode: str | None = None
+    encode: Annotated[str | None, LocalPath] = None
     """Store latents and text embeddings of this HunyuanDiT (a folder in diffusers layout, or small: the one that
     train builds) instead of pixels; training from them runs no VAE or text encoder and has the same losses."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -37,9 +37,9 @@ class PackSettings(Section):
 class ExportSettings(Section):
     """muralist export SOURCE DESTINATION: write weights as a folder in diffusers layout."""
 
-    source: str
+    source: Annotated[str, LocalPath]
     """A run, a checkpoint folder, an official .pth file, or a .safetensors file."""
-    destination: str
+    destination: Annotated[str, LocalPath]
     """Folder to write."""
     weights: Literal["model", "ema1", "ema2"] = "ema1"
     """Which weights: as trained, or one of the two EMAs."""
@@ -70,16 +70,16 @@ class LaunchSettings(Section):
 class ShowSettings(Section):
     """muralist show PATH: show an image, a run or a folder of images."""
 
-    path: str
+    path: Annotated[str, LocalPath]
     """An image, a run (its contact sheet of samples), or a folder (a contact sheet of up to 48 of its images)."""
-    output: str | None = None
+    output: Annotated[str | None, LocalPath] = None
     """File for the contact sheet (-o); default: FOLDER-sheet.png in the current folder."""
 
 
 class DemoSettings(Section):
     """muralist demo: train a small model on driving scenes and show its samples."""
 
-    results_dir: str = "results"
+    results_dir: Annotated[str, LocalPath] = "results"
     """Folder that holds the run demo."""
     max_steps: PositiveInt | None = None
     """Stop after this optimizer step."""
@@ -107,7 +107,7 @@ DOCTOR_FLAT_NAMES = {"json": "as_json"}
 class EstimateSettings(Section):
     """muralist estimate: time, cost, scaling and memory of a training, from a measured speed."""
 
-    source: str = "probe"
+    source: Annotated[str, LocalPath] = "probe"
     """A run's folder, a file of bench/results, or probe: real training steps on this machine for --seconds."""
     model: str | None = None
     """JiT-B/4 and so on; default: the measured model. Another model is assumed to reach the same MFU."""
@@ -136,7 +136,7 @@ class EstimateSettings(Section):
     eight GPUs."""
     seconds: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Duration of the probe."""
-    plot: str | None = None
+    plot: Annotated[str | None, LocalPath] = None
     """Write the scaling curve as a page (FILE.html) or an image (FILE.svg)."""
 
 
@@ -147,7 +147,7 @@ ESTIMATE_FLAT_NAMES = {"from": "source"}
 class BoardSettings(Section):
     """muralist board ROOT: serve a page with every run, generation folder and evaluation under a folder, live."""
 
-    root: str
+    root: Annotated[str, LocalPath]
     """Folder to read, with its sub-folders; nothing outside it is shown, nothing in it is changed."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 makes the page reachable from other machines."""

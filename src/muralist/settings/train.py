@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
-from muralist.settings.section import Fraction, FractionBelowOne, NonIdentity, Section
+from muralist.settings.section import Fraction, FractionBelowOne, LocalPath, NonIdentity, Section
 
 Strategy = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 DistBackend = Literal["auto", "nccl", "gloo"]
@@ -17,7 +17,7 @@ Precision = Literal["auto", "fp8"]
 class DataSettings(Section):
     """The data set and its batches."""
 
-    path: str | list[str] | None = None
+    path: Annotated[str | list[str] | None, LocalPath] = None
     """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tar files, Parquet, .npz, a folder by
     `muralist pack`, a HunyuanDiT index, or driving_world (built in). Several paths are concatenated."""
     batch_size: PositiveInt = 64
@@ -74,7 +74,7 @@ class ModelSettings(Section):
 
     name: str = "JiT-B/4"
     """JiT-{B,L,H,G,S,T}/{patch}, for any patch size that divides img_size; or HunyuanDiT."""
-    path: str | None = None
+    path: Annotated[str | None, LocalPath] = None
     """HunyuanDiT: the folder in diffusers layout to fine-tune; none: build and train a small model."""
     img_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 64
     """Side of the square images in pixels, or height and width (HunyuanDiT)."""
@@ -182,10 +182,10 @@ class CheckpointSettings(Section):
     """Number of newest checkpoints to keep."""
     keep_every: Annotated[PositiveInt | None, NonIdentity] = None
     """Keep checkpoints whose step is a multiple of this for good."""
-    resume: Annotated[str, NonIdentity] = "auto"
+    resume: Annotated[str, NonIdentity, LocalPath] = "auto"
     """auto: resume this run if it has a checkpoint; PATH: resume from that checkpoint; none: start at step 0, refused
     if the run has a checkpoint."""
-    init_from: str = "default"
+    init_from: Annotated[str, LocalPath] = "default"
     """Initial weights: a run, a checkpoint, an official .pth file, a PEFT LoRA folder, auto (the newest unconditional
     run of this model and size) or none; default: auto with --enable_condition, else none."""
 
@@ -266,9 +266,9 @@ class TrainSettings(Section):
     auto: as use_amp says."""
     compile: Annotated[bool | Literal["auto"], NonIdentity] = "auto"
     """torch.compile the training step; auto: on GPUs."""
-    results_dir: Annotated[str, NonIdentity] = "results"
+    results_dir: Annotated[str, NonIdentity, LocalPath] = "results"
     """Folder that holds the runs."""
-    run_name: Annotated[str | None, NonIdentity] = None
+    run_name: Annotated[str | None, NonIdentity, LocalPath] = None
     """Folder under results_dir; default: derived from the settings, so that the same command finds its own run."""
 
     @property

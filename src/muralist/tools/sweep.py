@@ -418,7 +418,7 @@ class Sweep:
         images = self.root / folder / combination.name
         paths = {"prompts_csv": str(self.root / _PROMPTS), "output_dir": str(images)}
         settings = self._generate_settings(combination, **paths, num_samples=count, seed_start=seed_start)
-        status = generate(settings, preflight=check_generation)
+        status = generate(settings, preflight=check_generation).status
         if status == INTERRUPTED:
             raise KeyboardInterrupt
         if status:

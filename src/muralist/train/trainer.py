@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -12,7 +13,7 @@ from enum import IntEnum
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -89,16 +90,16 @@ class Trainer:
         self.peak_flops = matmul_rate(world.device, self.state.autocast or torch.float32)
         self._log_summary()
 
-    def train(self) -> None:
-        """Train until the last step or a request to stop."""
+    def train(self) -> bool:
+        """Train until the last step, or a request to stop; returns whether the last step was reached."""
         if not self.steps:
             done = f"the run is at step {self.steps.start} of {self.steps.stop}"
             log.info("Nothing left to do: %s. Raise --epochs or --max_steps to continue.", done)
-            return
+            return True
         batches = self._open_batches()
         if batches is None:
             self._log_stopped(self.steps.start)
-            return
+            return False
         self._warm_up()
         with ExitStack() as stack:
             self._open_outputs(stack)
@@ -113,7 +114,7 @@ class Trainer:
                 if request == Request.STOP:
                     self._finish_saving()
                     self._log_stopped(step)
-                    return
+                    return False
                 self.watchdog.report("computing", step)
                 result = self.state.step(step_batches)
                 self.recorder.add(step + 1, result, waited)
@@ -125,6 +126,7 @@ class Trainer:
             self.recorder.forecast.conclude()
             self._finish_saving()
             log.info("Finished at step %d.", self.steps.stop)
+        return True
 
     def validate_save_sample(self, step: int) -> None:
         """Compute the held-out loss, write a checkpoint, generate samples."""
@@ -320,8 +322,17 @@ class Trainer:
         log.info("Stopped by %s at step %d: %s. Run the same command to resume.", by, step, what)
 
 
-def train(settings: TrainSettings, name: str, preflight: Callable[[TrainSettings, Path], None] | None = None) -> int:
-    """Train until the last step or a request to stop; returns the exit status.
+class TrainedRun(NamedTuple):
+    """A run that training has left: `finished` at its last step, or stopped by a signal with its state saved."""
+
+    folder: RunDir
+    finished: bool
+
+
+def train(
+    settings: TrainSettings, name: str, preflight: Callable[[TrainSettings, Path], None] | None = None
+) -> TrainedRun:
+    """Train until the last step or a request to stop.
 
     `preflight` raises a UserError if the run in a folder cannot work on this machine (GPUs, disk, memory, network).
     """
@@ -339,16 +350,16 @@ def train(settings: TrainSettings, name: str, preflight: Callable[[TrainSettings
         try:
             if size > 1 and preflight:  # here the other processes are told of an error
                 preflight(settings, run.root)
-            _train_in_world(settings, data, run, watchdog)
+            finished = _train_in_world(settings, data, run, watchdog)
         except RuntimeError as error:
             if size == 1 or not is_lost_peer(error):
                 raise
             what = f"Rank {rank} lost contact with the other processes."
             raise UserError(what, watchdog.diagnosis(), RESUME_HINT) from None
-    return 0
+    return TrainedRun(run, finished)
 
 
-def _train_in_world(settings: TrainSettings, data: TrainingData, run: RunDir, watchdog: Watchdog) -> None:
+def _train_in_world(settings: TrainSettings, data: TrainingData, run: RunDir, watchdog: Watchdog) -> bool:
     distributed = settings.distributed
     world = World(distributed.strategy, distributed.dist_timeout, watchdog, distributed.dist_backend)
     try:
@@ -363,8 +374,9 @@ def _train_in_world(settings: TrainSettings, data: TrainingData, run: RunDir, wa
             start_log(run.log, world.rank)
             signals = SignalHandler(run.save_request)
             stack.enter_context(signals.installed())
-            Trainer(settings, data, run, world, watchdog, signals).train()
+            finished = Trainer(settings, data, run, world, watchdog, signals).train()
             world.barrier()
+            return finished
     except Exception as error:
         explained = _explain(error, run)
         if world.size == 1 or not is_lost_peer(error):
@@ -399,7 +411,13 @@ class SignalHandler:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Take SIGTERM, SIGINT and SIGUSR1 (SLURM, before a time limit) as requests to stop; a second SIGINT ends."""
+        """Take SIGTERM, SIGINT and SIGUSR1 (SLURM, before a time limit) as requests to stop; a second SIGINT ends.
+
+        Only the main thread may have handlers: in another one, signals are left to the main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         handled = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         before = {number: signal.signal(number, self._handle) for number in handled}
         try:

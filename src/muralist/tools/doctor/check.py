@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from muralist.core.errors import UserError
-from muralist.data.prompts import open_prompt_table
+from muralist.data.prompts import open_prompts
 from muralist.generate.model_info import ModelInfo, inspect_model
+from muralist.generate.output_dir import keep_folder_settings
 from muralist.settings import GenerateSettings, TrainSettings
 
 if TYPE_CHECKING:
@@ -93,14 +94,13 @@ class CheckContext:
     def model(self) -> ModelInfo:
         """Model of a generation, inspected once; a UserError if the model folder is unusable."""
         assert self.generate
-        return inspect_model(self.generate)
+        return inspect_model(keep_folder_settings(self.generate))
 
     @cached_property
     def images(self) -> int:
         """Number of images that a generation will write."""
         assert self.generate
-        rows = len(open_prompt_table(self.generate.prompts_csv, self.generate.num_samples))
-        return rows * self.generate.images_per_prompt
+        return len(open_prompts(self.generate)) * self.generate.images_per_prompt
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from muralist.core.hardware import available_cpus, select_devices
 from muralist.core.run_dir import RunDir
 from muralist.core.slurm import expand_hosts, expand_tasks_per_node
 from muralist.data.image_inputs import ImageInputs, load_inputs
-from muralist.data.prompts import open_prompt_table
+from muralist.data.prompts import open_prompts
 from muralist.generate.image_inputs import choose_pipeline
 from muralist.generate.model_info import settings_identity
 from muralist.generate.output_dir import Header, OutputDir
@@ -134,7 +134,7 @@ def check_output_folder(context: CheckContext) -> Finding:
         return ok("the folder has no images yet")
     if context.generate.overwrite:
         return ok("existing images will be generated again")
-    table = open_prompt_table(context.generate.prompts_csv, context.generate.num_samples)
+    table = open_prompts(context.generate)
     model = choose_pipeline(context.model, table, context.generate)
     folder.check_settings(settings_identity(context.generate, model), header)
     return ok("existing images were generated with the same settings")
@@ -185,7 +185,7 @@ def check_prompts(context: CheckContext) -> Finding:
     Fix: Correct the table; the message names file and line.
     """
     assert context.generate
-    table = open_prompt_table(context.generate.prompts_csv, context.generate.num_samples)
+    table = open_prompts(context.generate)
     rows = table.rows(_subset(len(table)))
     message = f"{len(table):,} rows, {len(rows)} of them read, such as {rows[0].prompt[:60]!r}"
     if table.notes:
@@ -202,7 +202,7 @@ def check_image_inputs(context: CheckContext) -> Finding:
     Fix: Correct the column or the file that is named; paths are relative to the table's folder.
     """
     assert context.generate
-    table = open_prompt_table(context.generate.prompts_csv, context.generate.num_samples)
+    table = open_prompts(context.generate)
     inputs = choose_pipeline(context.model, table, context.generate).inputs
     if inputs is None:
         return skipped("the images are made from text alone")
@@ -211,7 +211,7 @@ def check_image_inputs(context: CheckContext) -> Finding:
     for row in rows:
         given = row.inputs or ImageInputs()
         try:
-            load_inputs(given, tuple(c for c in inputs.images if c in inputs.required or c in given.cells))
+            load_inputs(given, inputs.images_of(given))
         except UserError as error:
             broken.append(error.what)
     message = f"{inputs.task}, the inputs of {len(rows)} rows decoded"
