@@ -40,11 +40,6 @@ _ACCEPTED = (
 _UNSUPPORTED_IMAGES = (
     "QwenImageEditPipeline", "FluxFillPipeline", "StableDiffusionUpscalePipeline", "WanImageToVideoPipeline",
 )  # fmt: skip
-    "QwenImageEditPipeline",
-    "FluxFillPipeline",
-    "StableDiffusionUpscalePipeline",
-    "WanImageToVideoPipeline",
-)
 
 
 @pytest.mark.parametrize("name", _UNSUPPORTED_IMAGES)

@@ -122,8 +122,8 @@ def equality_page(rows: list[Row]) -> str:
 
 `muralist generate` makes the images that a plain call of diffusers makes with the same prompt, negative prompt, size, steps,
 guidance scale and `generator=torch.Generator("cpu").manual_seed(seed)`. The second column lists the arguments of
-diffusers that have to be given for it; a negative prompt there takes the place of an empty one. The differences are the maximum
-over all pixels of three images, in gray levels of 255. The table has {classes} pipeline classes.
+diffusers that have to be given for it; a negative prompt there takes the place of an empty one. The differences are the
+maximum over all pixels of three images, in gray levels of 255. The table has {classes} pipeline classes.
 
 | pipeline | arguments of diffusers | difference, one image at a time | difference, in batches of 3 |
 |---|---|---|---|
