@@ -94,6 +94,42 @@ def test_packages_are_functions_and_packages() -> None:
 # Generating.
 
 
+def test_image_inputs_have_the_pixels_of_the_command(
+    tmp_path: Path, tiny_pipeline: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_pipeline("sd")
+    for row, color in enumerate(("red", "green", "blue")):
+        Image.new("RGB", (32, 40), color).save(tmp_path / f"{row}.png")
+    rows = [{"prompt": f"a cat {row}", "image": f"{row}.png", "strength": (0.6, 0.9)[row % 2]} for row in range(3)]
+    steps = ("--num_inference_steps", 3, "--dtype", "fp32", "--batch_size", 2)
+    expected = stored_pixels(command(model, tmp_path / "command", rows, *steps), tmp_path / "command")
+    monkeypatch.chdir(tmp_path)
+    settings = {"num_inference_steps": 3, "dtype": "fp32"}
+    with_paths = [row | {"image": Path(str(row["image"]))} for row in rows]
+    records = muralist.generate(model, with_paths, "api", **settings, batch_size=2)
+    assert [record.error for record in records] == [None] * 3 and {record.height for record in records} == {40}
+    assert stored_pixels(read_images(tmp_path / "api"), tmp_path / "api") == expected
+    with muralist.load_pipeline(model, "cpu", **settings) as pipeline:
+        text = pixels(pipeline("a cat 0", height=40, width=32))
+        assert pixels(pipeline(rows, batch_size=2)) == expected
+        assert pixels(pipeline("a cat 0", height=40, width=32)) == text != expected[:1]  # loaded again
+        with pytest.raises(muralist.UserError, match="gone.png does not exist"):
+            pipeline([{"prompt": "a cat", "image": "gone.png"}])
+        with pytest.raises(muralist.UserError, match="The image of a row is <PIL.Image.Image .*, not a path"):
+            pipeline([{"prompt": "a cat", "image": Image.new("RGB", (8, 8))}])
+        assert pixels(pipeline(rows, batch_size=2)) == expected
+
+
+def test_pipelines_that_need_images_can_be_loaded(tmp_path: Path, tiny_pipeline: Callable[[str], Path]) -> None:
+    Image.new("RGB", (32, 40), "red").save(tmp_path / "red.png")
+    settings: dict[str, Any] = {"num_inference_steps": 2, "dtype": "fp32"}
+    with muralist.load_pipeline(tiny_pipeline("sd_controlnet"), "cpu", **settings) as pipeline:
+        images = pipeline([{"prompt": "a cat", "control_image": tmp_path / "red.png"}])
+        assert images[0].size == (32, 40)
+        with pytest.raises(muralist.UserError, match="needs the column control_image, which prompts does not have"):
+            pipeline("a cat")
+
+
 def test_generate_makes_the_files_of_the_command_and_resumes(tmp_path: Path, pets: Path) -> None:
     rows: list[dict[str, Any]] = [{"prompt": name} for name in ("cat", "dog", "bird", "dog", "cat")]
     rows[1] |= {"seed": 7, "image_id": "seven"}

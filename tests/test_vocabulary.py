@@ -10,7 +10,7 @@ from tests.conftest import REPOSITORY
 
 # A private word (regular expression) and the standard term. Matching ignores case unless the pattern starts with (?-i:.
 TERMS = {
-    r"\w*paint(?:er|ers|s|ed|ing)?(?:_\w+)?": "generate, or pipeline",
+    r"\w*(?<!in)paint(?:er|ers|s|ed|ing)?(?:_\w+)?": "generate, or pipeline",
     r"(?:\w+_)?pictures?(?:_\w+)?": "image",
     r"(?:\w+_)?fleets?(?:_\w+)?": "scheduler",
     r"(?:\w+_)?crews?(?:_\w+)?": "worker pool",

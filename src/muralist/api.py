@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +136,7 @@ def generate(
     from muralist.settings.load import load_values
 
     names = {"model_path": "model", "prompts_csv": "prompts"}
-    with _call("generate", names), _prompt_table(prompts) as table:
+    with _call("generate", names), _prompt_table(prompts, settings) as table:
         _refuse_launcher("generate")
         given = {"model_path": model, "prompts_csv": table, "output_dir": output_dir}
         checked = load_values(GenerateSettings, _merged(given, settings, names), {})
@@ -242,17 +242,17 @@ class LoadedPipeline:
             rows = _with_seeds(_rows(prompts), seeds)
             if not rows:
                 return []
-            with _prompt_table(rows) as table:
+            with _prompt_table(rows, settings) as table:
                 checked = _pipeline_settings(self._values | settings, table)
                 from muralist.generate.command import read_plan
                 from muralist.generate.model_info import inspect_model
 
                 model = inspect_model(checked) if settings else self._process.model
-                checked = checked.model_copy(update=model.resolved)
-                samples = list(read_plan(checked).samples(np.arange(len(rows))))
+                checked, model, plan = read_plan(checked, model)
+                samples = list(plan.samples(np.arange(len(rows))))
             # The table is gone: what it held is in the samples.
             plain = checked.model_copy(update={"prompts_csv": self._values["prompts_csv"]})
-            arrays = self._process.generate(plain, samples, batch_size)
+            arrays = self._process.generate(plain, model, samples, batch_size)
         if arrays[0].ndim == 4:
             clips: list[Any] = [[Image.fromarray(frame) for frame in clip] for clip in arrays]
             return clips
@@ -329,14 +329,16 @@ def _with_seeds(rows: list[dict[str, Any]], seeds: int | Sequence[int] | None) -
 
 
 @contextmanager
-def _prompt_table(prompts: Prompts | os.PathLike[str]) -> Iterator[str]:
+def _prompt_table(prompts: Prompts | os.PathLike[str], settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield the path of a table with these prompts; rows in memory become a temporary one, which errors call `prompts`."""
-    from muralist.data.prompts import is_table_name
+    from muralist.data.prompts import ColumnNames, is_table_name
 
     if isinstance(prompts, os.PathLike) or (isinstance(prompts, str) and is_table_name(prompts)):
         yield os.fspath(prompts)
         return
-    rows = _rows(prompts)
+    named = (settings.get(f"{role}_column") for role in ColumnNames._fields)
+    roles = {str(column).strip().lower() for column in named if column is not None}
+    rows = [_with_absolute_paths(row, roles) for row in _rows(prompts)]
     if not rows:
         raise UserError("prompts is empty.", fix="Give at least one prompt.")
     with tempfile.TemporaryDirectory(prefix="muralist-") as folder:
@@ -347,6 +349,23 @@ def _prompt_table(prompts: Prompts | os.PathLike[str]) -> Iterator[str]:
         except UserError as error:
             _reword(error, lambda text: text.replace(str(table), "prompts"))
             raise
+
+
+def _with_absolute_paths(row: dict[str, Any], roles: Collection[str]) -> dict[str, Any]:
+    """Let paths of image inputs be relative to the working directory; `roles` are columns that hold something else."""
+    from muralist.data.image_inputs import IMAGE_COLUMNS
+
+    paths: dict[str, Any] = {}
+    for name, value in row.items():
+        column = str(name).strip().lower()
+        if column not in IMAGE_COLUMNS or column in roles or value is None or value == "":
+            continue
+        if not isinstance(value, str | os.PathLike):
+            raise UserError(
+                f"The {column} of a row is {value!r:.60}, not a path.", fix="Give the path of an image file."
+            )
+        paths[name] = str(Path(value).absolute())
+    return row | paths
 
 
 def _plain(value: Any) -> Any:

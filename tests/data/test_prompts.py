@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 from muralist.core.errors import UserError
 from muralist.data import tables
+from muralist.data.image_inputs import ImageInputs
 from muralist.data.prompts import (
     PromptRow,
+    PromptTable,
     image_file_stem,
     open_prompt_table,
     open_prompts,
@@ -136,7 +138,7 @@ def test_ids_that_are_numbers_keep_their_form(tmp_path: Path) -> None:
 
 def test_numbers_as_pandas_writes_them(tmp_path: Path) -> None:
     table = open_prompt_table(write(tmp_path, "prompt,seed,width,height\nx,42.0, 64 ,32.\nx,,,\n"))
-    assert table.row(0)[3:] == (42, None, 32, 64) and table.row(1)[3:] == (None, None, None, None)
+    assert table.row(0)[3:7] == (42, None, 32, 64) and table.row(1)[3:7] == (None, None, None, None)
     frame = {"prompt": ["x", None], "seed": [4611686018427387903.0 / 2**10, float("nan")]}
     pyarrow.parquet.write_table(pyarrow.table(frame), tmp_path / "p.parquet")
     rows = open_prompt_table(str(tmp_path / "p.parquet")).rows([0, 1])
@@ -424,3 +426,15 @@ def test_prompts_are_not_held_in_memory(tmp_path: Path) -> None:
     assert held < 10_000 * 60, "a few numbers per row"
     assert most < Path(path).stat().st_size * 0.75, "a block of rows at a time"
     assert table.row(9_999).seed == 9_999
+
+
+def test_image_inputs_without_a_file_and_columns_with_another_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, "prompt,image,mask,strength\na,1.png,,0.5\n")
+    table = open_prompt_table(path, columns={"id": "Image"})
+    assert table.input_columns == ("mask", "strength") and table.row(0).id == "1.png"
+    assert table.row(0).inputs == ImageInputs(strength=0.5, folder=str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    rows = PromptTable("rows", tables.ListTable([{"prompt": "a", "image": "1.png"}]))
+    assert rows.row(0).inputs == ImageInputs("1.png", folder=str(Path.cwd()))

@@ -32,9 +32,23 @@ _REFUSED = {
 _ACCEPTED = (
     "StableDiffusionPipeline", "StableDiffusionXLPipeline", "FluxPipeline", "WanPipeline", "ZImagePipeline",
     "HunyuanDiTPipeline", "SanaPipeline", "QwenImagePipeline", "PixArtSigmaPipeline", "StableDiffusion3Pipeline",
-    "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline", "FluxKontextPipeline", "QwenImageEditPipeline",
+    "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline", "FluxKontextPipeline",
     "StableDiffusionInstructPix2PixPipeline", "StableDiffusionXLControlNetPipeline", "StableDiffusionSAGPipeline",
 )  # fmt: skip
+
+
+_UNSUPPORTED_IMAGES = (
+    "QwenImageEditPipeline", "FluxFillPipeline", "StableDiffusionUpscalePipeline", "WanImageToVideoPipeline",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _UNSUPPORTED_IMAGES)
+def test_classes_whose_image_inputs_are_not_supported_are_refused(name: str) -> None:
+    source = read_pipeline_source(name)
+    assert source
+    for parameters in (source.parameters, None):  # None: a class that inherits its call
+        with pytest.raises(UserError, match=f"{name} needs image inputs that generate does not support"):
+            check_pipeline_class(name, parameters)
 
 
 @pytest.mark.parametrize("name", [*_REFUSED, *_ACCEPTED])

@@ -393,11 +393,74 @@ def hunyuanvideo() -> Any:
     )  # fmt: skip
 
 
+# -- Pipelines with image inputs; image-to-image and inpainting use the folders of text pipelines too.
+
+
+def sd_inpaint() -> Any:
+    """The U-Net of the inpainting checkpoints: latents, mask and masked image are nine channels."""
+    parts = sd().components | {
+        "unet": diffusers.UNet2DConditionModel(cross_attention_dim=WIDTH, **_UNET | {"in_channels": 9})
+    }
+    return diffusers.StableDiffusionInpaintPipeline(**_without(parts, "image_encoder"), requires_safety_checker=False)
+
+
+def sd3_16() -> Any:
+    """With the 16 latent channels of the real one, without which inpainting is refused."""
+    parts = sd3().components
+    config = dict(parts["transformer"].config) | {"in_channels": 16, "out_channels": 16}
+    changed = {
+        "vae": _vae(shift_factor=0.0, latent_channels=16),
+        "transformer": diffusers.SD3Transformer2DModel.from_config(config),
+    }
+    return diffusers.StableDiffusion3Pipeline(**_without(parts, "image_encoder", "feature_extractor") | changed)
+
+
+def pix2pix() -> Any:
+    parts = sd().components | {
+        "unet": diffusers.UNet2DConditionModel(cross_attention_dim=WIDTH, **_UNET | {"in_channels": 8})
+    }
+    return diffusers.StableDiffusionInstructPix2PixPipeline(**parts, requires_safety_checker=False)
+
+
+def _controlnet(unet: Any) -> Any:
+    """A ControlNet with random instead of zero output convolutions: its image makes a difference."""
+    controlnet = diffusers.ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(16,) * 4)
+    for layer in (controlnet.controlnet_cond_embedding.conv_out, controlnet.controlnet_mid_block,
+                  *controlnet.controlnet_down_blocks):  # fmt: skip
+        torch.nn.init.normal_(layer.weight, std=1.0)
+    return controlnet
+
+
+def sd_controlnet() -> Any:
+    parts = sd().components
+    return diffusers.StableDiffusionControlNetPipeline(
+        **parts, controlnet=_controlnet(parts["unet"]), requires_safety_checker=False
+    )
+
+
+def sdxl_controlnet() -> Any:
+    parts = sdxl().components
+    return diffusers.StableDiffusionXLControlNetPipeline(
+        **parts, controlnet=_controlnet(parts["unet"]), add_watermarker=False
+    )
+
+
+def kontext() -> Any:
+    return diffusers.FluxKontextPipeline(**flux().components)
+
+
+def _without(parts: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: part for name, part in parts.items() if name not in names}
+
+
 _ALL = (
     hunyuan, hunyuan11, sd, sdxl, sd3, flux, schnell, pixart, sana, wan21, wan22, zimage, qwenimage, pixart_alpha,
     sana_sprint, lcm, auraflow, lumina2, cogview3, cogview4, chroma, klein, ltx, cogvideox, hunyuanvideo,
 )  # fmt: skip
 BUILDERS: dict[str, Callable[[], Any]] = {build.__name__: build for build in _ALL}
+IMAGE_BUILDERS: dict[str, Callable[[], Any]] = {
+    build.__name__: build for build in (sd_inpaint, sd3_16, pix2pix, sd_controlnet, sdxl_controlnet, kontext)
+}
 
 
 def build_pipeline(name: str, folder: Path) -> Path:
@@ -408,7 +471,7 @@ def build_pipeline(name: str, folder: Path) -> Path:
     aside = folder / f".{name}.{os.getpid()}"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipeline = BUILDERS[name]()
+        pipeline = (BUILDERS | IMAGE_BUILDERS)[name]()
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 import sys
 from array import array
@@ -18,6 +19,7 @@ from muralist import data
 from muralist.core.errors import UserError, closest_match
 from muralist.core.formatting import format_list
 from muralist.core.run_dir import check_exists
+from muralist.data.image_inputs import INPUT_COLUMNS, STRENGTH, ImageInputs, parse_inputs
 from muralist.data.source import check_caption, first_present, short_hash
 from muralist.data.tables import (
     TEXT_SUFFIXES,
@@ -63,9 +65,14 @@ class ColumnNames(NamedTuple):
     seed: tuple[str, ...] = ("seed",)
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns of image inputs, without those that the user gave another role."""
+        return tuple(name for name in INPUT_COLUMNS if name not in (*self.prompt, *self.id, *self.seed))
+
+    @property
     def used(self) -> tuple[str, ...]:
         """All columns that are read."""
-        return (*self.prompt, *self.id, *self.seed, "negative_prompt", "height", "width")
+        return (*self.prompt, *self.id, *self.seed, "negative_prompt", "height", "width", *self.inputs)
 
 
 _SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".json")
@@ -89,6 +96,7 @@ class PromptRow(NamedTuple):
     negative_prompt: str | None
     height: int | None
     width: int | None
+    inputs: ImageInputs | None = None  # None without any of their columns
 
 
 class PromptTable:
@@ -116,6 +124,11 @@ class PromptTable:
         """Seeds, int64 [N], -1 for empty cells; None without such a column."""
         self.id_hashes: np.ndarray | None = None
         """Hashes of the ids, int64 [N]; None if ids are row numbers."""
+        self.input_columns: tuple[str, ...] = ()
+        """The columns of image inputs that the table has."""
+        self.strengths: np.ndarray | None = None
+        """Strengths of image inputs, float64 [N], NaN for empty cells; None without such a column."""
+        self._folder = str(path.absolute().parent if path else Path.cwd())
         if table.columns:
             self._check_columns(table.columns)
         self._scan(limit)
@@ -136,24 +149,33 @@ class PromptTable:
                 fix="Run the same command again; images of unchanged rows are kept.",
             )
         found = self._table.read(int(self._positions[index]) for index in indices)
-        return [_parse_row(*row, self.name, self._names) for row in zip(found, indices, strict=True)]
+        return [self._parse(cells, index, self.name) for cells, index in zip(found, indices, strict=True)]
 
     def where(self, index: int) -> str:
         """Return the place of a row for error messages; reads the table up to there."""
         row = next(islice(self._table.stream(), index, None))
         return f"{self._table.unit} {row.number}"
 
+    def _parse(self, cells: Cells, index: int, where: str) -> PromptRow:
+        row = _parse_row(cells, index, where, self._names)
+        if cells.keys().isdisjoint(self._names.inputs):
+            return row
+        inputs = {name: cells[name] for name in self._names.inputs if name in cells}
+        return row._replace(inputs=parse_inputs(inputs, where, self._folder))
+
     def _scan(self, limit: int | None) -> None:
         positions, hashes, seeds, sizes = array("q"), array("q"), array("q"), array("i")
+        strengths = array("d")
         columns, names = set(self._table.columns), self._names
         empty, changed, example = 0, 0, ""
         for position, number, cells in islice(self._table.stream(), limit):
-            row = _parse_row(cells, len(positions), f"{self._table.unit} {number} of {self.name}", names)
+            row = self._parse(cells, len(positions), f"{self._table.unit} {number} of {self.name}")
             positions.append(position)
             # Python's hashes differ between processes, but these are only compared with each other.
             hashes.append(hash(row.id))
             seeds.append(-1 if row.seed is None else row.seed)
             sizes.extend((row.height or 0, row.width or 0))
+            strengths.append(row.inputs.strength or math.nan if row.inputs else math.nan)
             if not self._table.columns:
                 columns.update(cells)
             if not row.prompt:
@@ -172,6 +194,9 @@ class PromptTable:
             self.seeds = np.frombuffer(seeds, np.int64)
         if not columns.isdisjoint(("height", "width")):
             self.sizes = np.frombuffer(sizes, np.int32).reshape(-1, 2)
+        self.input_columns = tuple(name for name in names.inputs if name in columns)
+        if STRENGTH in self.input_columns:
+            self.strengths = np.frombuffer(strengths, np.float64)
         count = len(positions)
         if limit is not None and count < limit:
             self.notes.append(f"{self.name} has only {count:,} of the {limit:,} requested rows: all of them are used.")

@@ -26,6 +26,7 @@ from muralist.core.slurm import set_rank_environment
 from muralist.data.prompts import open_prompts, reads_stdin
 from muralist.generate import console, output_dir
 from muralist.generate.console import INTERRUPTED, ProgressLines, WorkerProgress
+from muralist.generate.image_inputs import choose_pipeline, read_input_sizes
 from muralist.generate.model_info import SHARD_SETTINGS, ModelInfo, inspect_model, settings_identity
 from muralist.generate.output_dir import Header, OutputDir
 from muralist.generate.plan import Plan
@@ -109,8 +110,7 @@ class _Command:
             log.setLevel(logging.ERROR)  # rank 0 logs for all
         settings = output_dir.keep_folder_settings(settings)
         model = inspect_model(settings)
-        settings = settings.model_copy(update=model.resolved)
-        plan = read_plan(settings)
+        settings, model, plan = read_plan(settings, model)
         if model.is_jit:
             _check_class_names(plan, model)
         if preflight:  # before torch looks for GPUs: it would wait for a driver that does not answer
@@ -231,7 +231,8 @@ class _Command:
             if self._is_first:
                 all_labels = ranks.labels if ranks else labels
                 on_cpu = "cpu" in devices.values()
-                job = self.settings, self.identity, self.plan, todo, all_labels, on_cpu, self.model.origins
+                task = self.model.inputs.task if self.model.inputs else ""
+                job = self.settings, self.identity, self.plan, todo, all_labels, on_cpu, self.model.origins, task
                 display.print(console.describe_job(*job))
             scheduler.run(labels, ranks.own if ranks else todo)
             finished, grace = True, _EXIT_SECONDS
@@ -338,18 +339,35 @@ class _Command:
             )  # fmt: skip
 
 
-def read_plan(settings: GenerateSettings) -> Plan:
-    """Read the table of resolved settings and refuse one whose rows would overwrite each other's files."""
-    assert settings.height and settings.width
+def read_plan(settings: GenerateSettings, model: ModelInfo) -> tuple[GenerateSettings, ModelInfo, Plan]:
+    """Read the table; choose the pipeline that its image inputs ask for, and resolve the settings with its defaults.
+
+    Refuses a table whose rows would overwrite each other's files, or whose inputs the model cannot use.
+    """
     table = open_prompts(settings)
     for note in table.notes:
         log.warning("%s", note)
-    extension = output_dir.file_extension(settings)
-    size = (settings.height, settings.width)
-    copies, per_tar = settings.images_per_prompt, settings.shards or 0
-    plan = Plan(table, copies, settings.seed_start, settings.negative_prompt, size, extension, per_tar)
+    model = choose_pipeline(model, table, settings)
+    sizes = read_input_sizes(model, table, settings) if model.inputs else None
+    if sizes is not None:
+        model = model.without_default_size()
+    settings = settings.model_copy(update=model.resolved)
+    assert settings.height and settings.width
+    columns = tuple(model.inputs.arguments) if model.inputs else ()
+    size, copies = (settings.height, settings.width), settings.images_per_prompt
+    plan = Plan(
+        table,
+        copies,
+        settings.seed_start,
+        settings.negative_prompt,
+        size,
+        output_dir.file_extension(settings),
+        settings.shards or 0,
+        columns,
+        sizes,
+    )
     plan.check_file_names()
-    return plan
+    return settings, model, plan
 
 
 def _check_class_names(plan: Plan, model: ModelInfo) -> None:

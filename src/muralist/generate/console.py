@@ -158,6 +158,7 @@ def describe_job(
     labels: list[str],
     on_cpu: bool,
     origins: str = "",
+    task: str = "",
 ) -> str:
     """Describe what is about to happen; `origins` says which settings are the model's."""
     sizes = {plan.size_of(index) for index in todo.tolist()}
@@ -172,10 +173,11 @@ def describe_job(
         guidance += f" for {settings.cfg_truncation_step} steps"
     last = ", the official last step" if settings.official_last_step else ""
     frames = f" of {settings.num_frames} frames" if settings.num_frames > 1 else ""
+    purpose = f"{task}, " if task else ""
     weights = f", {settings.weights}" if "weights" in identity else ""
     scheduler = "".join(f", {word}" for word in (settings.scheduler, *settings.scheduler_options) if word)
     return (
-        f"{len(todo):,} {noun(settings, len(todo))}{frames}, {size}, from {plan.table.name} with "
+        f"{len(todo):,} {noun(settings, len(todo))}{frames}, {size}, {purpose}from {plan.table.name} with "
         f"{identity['model']} ({settings.dtype}{weights}, {settings.num_inference_steps} steps, {guidance}{last}{scheduler}"
         f"{f'; {origins}' if origins else ''}) "
         f"on {len(labels)} {kind[len(labels) > 1]}: {' '.join(labels)}. Loading the model."

@@ -88,6 +88,8 @@ class DenoisingLoop:
         scheduler = pipe.scheduler
         scheduler.set_timesteps = self._wrap_set_timesteps(scheduler, scheduler.set_timesteps)
         scheduler.step = self._wrap_step(scheduler.step)
+        if hasattr(pipe, "get_timesteps"):
+            pipe.get_timesteps = self._wrap_get_timesteps(pipe.get_timesteps)
         for network in denoisers(pipe):
             network.forward = self._wrap_forward(copies.suspended(self._graphs.wrap(network.forward)))
 
@@ -97,19 +99,22 @@ class DenoisingLoop:
         self._known_half: int | None = None
         self._known_first = False
 
-    def _start(self, stages: int, timesteps: tuple[float, ...] = ()) -> None:
+    def _start(self, stages: int, timesteps: tuple[float, ...] = (), skipped: int = 0) -> None:
+        """Begin a loop over the stages of a scheduler, of which image-to-image pipelines have `skipped` the first."""
+        self._stages = stages
         self._step = self._calls = self._rows = 0
-        self._timesteps = timesteps
+        self._timesteps = timesteps[skipped:]
         self._conditional_half: int | None = None
         self._conditional_output: Any = None
         self._outputs: dict[int, list[tuple[float, Any]]] = {}  # by index of the call within a step
         cached = self._step_caching and not self._exact
         guided = self._truncation
         if guided is None and cached:
-            guided = cached_guided_steps(self._steps)
+            left = self._steps * (stages - skipped) / max(1, stages)
+            guided = cached_guided_steps(round(left))
         # Heun and other schedulers run several stages per step.
         self._truncated_from = math.inf if guided is None else math.ceil(guided * stages / self._steps)
-        self._computed = computed_stages(stages) if cached and timesteps else None
+        self._computed = computed_stages(stages - skipped) if cached and timesteps else None
 
     @contextmanager
     def running(
@@ -167,6 +172,17 @@ class DenoisingLoop:
             if type(scheduler).__name__ in _TIMESTEPS_WITH_END:
                 timesteps = timesteps[:-1]
             self._start(len(timesteps), tuple(map(float, timesteps)) if self._step_caching else ())
+
+        return wrapped
+
+    def _wrap_get_timesteps(self, get_timesteps: Callable[..., Any]) -> Callable[..., Any]:
+        """Begin again with the last timesteps only, where `strength` skips the first."""
+
+        @functools.wraps(get_timesteps)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = get_timesteps(*args, **kwargs)
+            self._start(self._stages, self._timesteps, skipped=self._stages - len(result[0]))
+            return result
 
         return wrapped
 

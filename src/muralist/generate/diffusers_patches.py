@@ -25,8 +25,10 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF, ZImageTransformer2DModel
 from diffusers.utils import torch_utils
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from muralist.core.hardware import copy_to_device
 
@@ -96,6 +98,8 @@ def cache_text_embeddings(pipe: Any) -> Callable[[], None]:
 def _with_cache(encode: Callable[..., Any], cache: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(encode)
     def cached(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, (Tensor, Image.Image)) for leaf in tree_leaves((args, kwargs))):
+            return encode(*args, **kwargs)  # the embeddings of an edited image, which `repr` does not tell apart
         key = repr((args, kwargs))  # texts, numbers, devices and dtypes
         result = cache.pop(key) if key in cache else encode(*args, **kwargs)
         cache[key] = result

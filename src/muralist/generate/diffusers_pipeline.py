@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import pickle
 import re
 import warnings
@@ -20,6 +21,7 @@ import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
+from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
@@ -29,10 +31,11 @@ from transformers.utils import logging as transformers_logging
 
 from muralist.core.errors import UserError
 from muralist.core.hardware import copy_to_device, copy_to_host
+from muralist.data.image_inputs import STRENGTH
 from muralist.generate import diffusers_patches
 from muralist.generate.denoising import DenoisingLoop, denoisers
 from muralist.generate.lora_check import PEFT_CONFIG
-from muralist.generate.model_info import FP8_PIPELINES, LoraAdapter, check_adapters
+from muralist.generate.model_info import FP8_PIPELINES, LoraAdapter, ModelInfo, check_adapters
 from muralist.generate.native_settings import read_json
 from muralist.generate.noise_schedulers import (
     SchedulerChoice,
@@ -62,6 +65,7 @@ from muralist.generate.pipeline import (
     StepCallback,
     Truncation,
 )
+from muralist.generate.pipeline_class import PipelineInputs
 from muralist.kernels.fp8 import has_fp8
 from muralist.models.weights import check_finite_file, first_non_finite
 from muralist.settings import GenerateSettings
@@ -84,9 +88,14 @@ class DiffusersPipeline(Pipeline):
     """A diffusers pipeline on one device."""
 
     def __init__(
-        self, pipe: Any, settings: GenerateSettings, device: torch.device, optimizations: Optimizations
+        self,
+        pipe: Any,
+        settings: GenerateSettings,
+        device: torch.device,
+        optimizations: Optimizations,
+        inputs: PipelineInputs | None = None,
     ) -> None:
-        self._pipe, self._name = pipe, type(pipe).__name__
+        self._pipe, self._name, self._inputs = pipe, type(pipe).__name__, inputs
         self._parameters = inspect.signature(pipe.__call__).parameters
         self._check_pipeline()
         self._read_sampling(settings)
@@ -113,6 +122,8 @@ class DiffusersPipeline(Pipeline):
             encoder.forward = self._copies.suspended(self._graphs.wrap(encoder.forward))
         if getattr(pipe, "vae", None) is not None:
             pipe.vae.decode = self._copies.suspended(pipe.vae.decode)
+            if inputs:
+                pipe.vae.encode = self._copies.suspended(pipe.vae.encode)
         self._reset_text_cache = diffusers_patches.cache_text_embeddings(pipe)
 
     def _read_sampling(self, settings: GenerateSettings) -> None:
@@ -138,8 +149,14 @@ class DiffusersPipeline(Pipeline):
         folder: Path | None = None,
         components: dict[str, Any] | None = None,
         optimizations: Optimizations | None = None,
+        model: ModelInfo | None = None,
     ) -> DiffusersPipeline:
-        """Load a pipeline's folder onto a device; `components` replace those in the folder."""
+        """Load a pipeline's folder onto a device; `components` replace those in the folder.
+
+        `model` names another class for it, where rows have image inputs.
+        """
+        inputs = model.inputs if model else None
+        pipeline_class = getattr(diffusers, model.pipeline_class) if model and inputs else DiffusionPipeline
         folder, dtype = folder or Path(settings.model_path), DTYPES[settings.dtype]
         for library in (diffusers_logging, transformers_logging):
             library.disable_progress_bar()
@@ -152,7 +169,7 @@ class DiffusersPipeline(Pipeline):
         if replaces_scheduler:  # before the weights are read
             _check_scheduler(folder / "scheduler", settings)
         try:
-            pipe: Any = DiffusionPipeline.from_pretrained(
+            pipe: Any = pipeline_class.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(components or {})
             )
         except (*_LOAD_ERRORS, pickle.UnpicklingError) as error:
@@ -174,7 +191,7 @@ class DiffusersPipeline(Pipeline):
         if not offloaded:  # before the optimizations, which quantize and reorder weights faster on the GPU
             pipe.to(device)
         _check_finite(pipe, folder, settings, components or {})  # on the GPU, which reads its memory in milliseconds
-        pipeline = cls(pipe, settings, device, optimizations)
+        pipeline = cls(pipe, settings, device, optimizations, inputs)
         if offloaded:
             # Last: offloading wraps the components' calls and unwraps them again, so it must be outermost.
             pipe.enable_model_cpu_offload(gpu_id=device.index or 0)
@@ -188,7 +205,7 @@ class DiffusersPipeline(Pipeline):
             for name, parameter in self._parameters.items()
             if parameter.default is parameter.empty
             and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            and name != "prompt"
+            and name not in ("prompt", *(self._inputs.arguments.values() if self._inputs else ()))
         ]
         if "prompt" not in self._parameters or required:
             why = f"It needs {', '.join(required)}." if required else "It takes no prompt."
@@ -214,8 +231,8 @@ class DiffusersPipeline(Pipeline):
         return {"num_frames": frames}
 
     def supports_batching(self) -> bool:
-        """Whether embeddings of one shape can be joined."""
-        return self._text_batching is not _TextBatching.NEVER
+        """Whether embeddings of one shape can be joined, and image inputs are scaled to one size."""
+        return self._text_batching is not _TextBatching.NEVER and not (self._inputs and self._inputs.own_resize)
 
     def groups_by_text(self) -> bool:
         """Whether embeddings are as long as the prompt."""
@@ -268,7 +285,7 @@ class DiffusersPipeline(Pipeline):
         """Return the operators of the denoiser's first step."""
         eagerly = self._optimizations.active(self._device, True)
         with eagerly, self._graphs.enabled(False), self._loop.tracing(len(requests)) as trace:
-            self._call(requests, size, MEMORY_PROBE_STEPS, num_frames=1)
+            self._call(requests, size, self._probe_steps, num_frames=1)
         return trace.operators
 
     def text_groups(self, requests: Requests) -> list[str]:
@@ -343,11 +360,40 @@ class DiffusersPipeline(Pipeline):
             exact_matmuls(self._fp8_layers if exact else ()),
             self._loop.running(len(requests), on_step, lambda: self._embeddings.prompt_embeds, exact),
         ):
-            images = self._fetch(self._call(requests, size, MEMORY_PROBE_STEPS if probe else self._steps), size)
+            images = self._fetch(self._call(requests, size, self._probe_steps if probe else self._steps), size)
         if mode is not GenerationMode.DEFAULT:
             self._loop.clock.reset()
         self._embeddings.evict()
         return images
+
+    @property
+    def _probe_steps(self) -> int:
+        """The steps of a memory probe or a trace, of which image-to-image runs only the fraction `strength`."""
+        strength = self._parameters[STRENGTH].default if self._inputs and STRENGTH in self._parameters else 1.0
+        return math.ceil(MEMORY_PROBE_STEPS / strength)
+
+    def _input_arguments(self, requests: Requests, size: Size) -> dict[str, Any]:
+        """The arguments for image inputs, scaled to the size of the images as diffusers scales them."""
+        arguments: dict[str, Any] = {}
+        for column, argument in self._inputs.arguments.items() if self._inputs else ():
+            assert self._inputs
+            if column == STRENGTH:
+                strength = requests[0].inputs.strength if requests[0].inputs else None  # all of a batch have this one
+                if strength is not None:
+                    arguments[argument] = strength
+                continue
+            images = [request.inputs.images.get(column) if request.inputs else None for request in requests]
+            if column in self._inputs.required:  # black images, where only texts are encoded or memory is measured
+                images = [image or Image.new("RGB", size[::-1]) for image in images]
+            if None in images:
+                continue
+            if self._inputs.own_resize:  # one at a time
+                arguments[argument] = images[0]
+            else:
+                arguments[argument] = [self._pipe.image_processor.resize(image, *size) for image in images]
+        if self._inputs and "max_area" in self._parameters:
+            arguments["max_area"] = size[0] * size[1]  # else FluxKontextPipeline would change the size
+        return arguments
 
     def _call(self, requests: Requests, size: Size, steps: int, **changes: Any) -> Any:
         generators = [torch.Generator("cpu").manual_seed(request.seed) for request in requests]
@@ -363,6 +409,7 @@ class DiffusersPipeline(Pipeline):
             "clean_caption": False,  # it would depend on which packages are installed
             **self._guidance,
             **self._frames,
+            **self._input_arguments(requests, size),
             **self._eta,
             **changes,
         }

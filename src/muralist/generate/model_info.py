@@ -7,8 +7,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,13 @@ from muralist.generate.native_settings import (
     script_value,
     user_value,
 )
-from muralist.generate.pipeline_class import check_pipeline_class, diffusers_pipelines, read_pipeline_source
+from muralist.generate.pipeline_class import (
+    PIPELINES,
+    PipelineInputs,
+    check_pipeline_class,
+    diffusers_pipelines,
+    read_pipeline_source,
+)
 from muralist.models.configs import JIT_GUIDANCE
 from muralist.models.integrity import check_base, check_integrity, fingerprint
 from muralist.models.spec import ModelFamily, find_family_by_key
@@ -93,7 +99,21 @@ class ModelInfo:
     folder: Path | None = None  # in diffusers layout: the model, or what it was fine-tuned from; None for a JiT
     components: tuple[str, ...] = ()  # the names of that folder's components
     pipeline_class: str = ""  # the diffusers class that generates the images
-    origins: str = ""  # which of these settings are the model's, in words
+    inputs: PipelineInputs | None = None  # of that class
+    default_owners: Mapping[str, Sequence[str]] = field(default_factory=dict)  # as `Resolution.owners`
+
+    @property
+    def origins(self) -> str:
+        """Which of the resolved settings are whose defaults, in words; empty if every value is the user's."""
+        return describe_origins(self.default_owners)
+
+    def without_default_size(self) -> ModelInfo:
+        """Return the model for rows whose sizes are those of their image inputs."""
+        owners = {
+            owner: [name for name in names if name not in ("height", "width")]
+            for owner, names in self.default_owners.items()
+        }
+        return replace(self, default_owners=owners)
 
     @property
     def is_jit(self) -> bool:
@@ -156,7 +176,7 @@ def _check_format(settings: GenerateSettings) -> None:
 def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
     name, components = _read_index(folder)
     files = ModelFiles.read(folder, name, components)
-    found, origins = resolve_settings(files, settings)
+    found, owners = resolve_settings(files, settings)
     distilled = files.network.get("guidance_embeds") is True and not name.startswith("Sana")
     guidance = found["guidance_scale"]
     least = 0.0 if name.startswith("ZImage") else 1.0
@@ -165,7 +185,7 @@ def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
     _check_loras(settings, folder, components, name)
     fingerprints = {part: fingerprint(folder / part) for part in components}
     identity = _identity(name, fingerprints, settings)
-    return ModelInfo(resolved, identity, folder=folder, components=components, pipeline_class=name, origins=origins)
+    return ModelInfo(resolved, identity, {}, folder, components, name, PIPELINES.get(name), owners)
 
 
 def _read_index(folder: Path) -> tuple[str, tuple[str, ...]]:
@@ -179,8 +199,7 @@ def _read_index(folder: Path) -> tuple[str, tuple[str, ...]]:
     for part in components:
         _check_library(folder, part, index[part][0])
     source = read_pipeline_source(name)
-    if source:
-        check_pipeline_class(name, source.parameters)
+    check_pipeline_class(name, source.parameters if source else None)
     if "scheduler" not in components:
         raise UserError(
             f"{name} is several pipelines in one.",
@@ -218,14 +237,14 @@ def _fine_tuned(path: Path, family: ModelFamily, description: dict[str, Any], se
     size = description["img_size"]
     own = (size, size) if isinstance(size, int) else tuple(size)
     name = family.pipeline_class or ""
-    found, origins = resolve_settings(ModelFiles.read(base, name, components), settings, (own[0], own[1]))
+    found, owners = resolve_settings(ModelFiles.read(base, name, components), settings, (own[0], own[1]))
     _check_truncation(settings, family.name, guided=found["guidance_scale"] > 1)
     resolved = found | _resolved_frames(_requested_frames(settings))
     _check_loras(settings, base, components, name)
     fingerprints = {part: fingerprint(base / part) for part in components}
     fingerprints["trained"] = fingerprint(weights_file(path, "ema1"))
     identity = _identity(f"{family.name} trained here", fingerprints, settings)
-    return ModelInfo(resolved, identity, description, base, components, name, origins)
+    return ModelInfo(resolved, identity, description, base, components, name, default_owners=owners)
 
 
 def _refuse_jit_flags(settings: GenerateSettings, kind: str) -> None:
@@ -275,11 +294,10 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
     resolved |= _resolved_frames(_requested_frames(settings))
     own = [] if asked_steps else ["num_inference_steps"]
     own += ["guidance_scale"] if asked_guidance is None else []
-    origins = describe_origins({"the model's {}": own} if own else {})
     identity = _identity(f"{spec.name} at {side} px", {"weights": fingerprint(file)}, settings)
     # Defaults are left out, so that older ledgers keep their identity.
     identity |= settings.model_dump(mode="json", include=set(_JIT_FLAGS), exclude_defaults=True)
-    return ModelInfo(resolved, identity, spec.describe(), origins=origins)
+    return ModelInfo(resolved, identity, spec.describe(), default_owners={"the model's {}": own})
 
 
 def _resolved_frames(frames: int) -> dict[str, Any]:

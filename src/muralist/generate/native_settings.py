@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from muralist.core.errors import UserError
 from muralist.generate.diffusers_source import Configs, find_class
 from muralist.generate.noise_schedulers import check_arguments, choose_scheduler
+from muralist.generate.pipeline_class import PIPELINES, text_class
 from muralist.settings import GenerateSettings
 from muralist.settings.generate import scheduler_name
 
@@ -224,7 +225,10 @@ def native_settings(files: ModelFiles) -> Native:
     source = find_class(files.pipeline, "pipelines")
     found: dict[str, Any] = {}
     parameters = source.parameters("__call__") if source else {}
-    if source and (size := source.default_size(files.configs)):
+    sized = source
+    if files.pipeline in PIPELINES:  # classes with image inputs take the size from them, or have no argument for it
+        sized = find_class(text_class(files.pipeline), "pipelines")
+    if sized and (size := sized.default_size(files.configs)):
         found["height"], found["width"] = size
     scale = "guidance_scale"
     if "true_cfg_scale" in parameters and files.network.get("guidance_embeds") is not True:
@@ -275,8 +279,8 @@ class Resolution(NamedTuple):
     """Settings with all defaults applied, and where these come from."""
 
     settings: dict[str, Any]
-    origins: str
-    """One sentence for the user; empty if every value is the user's."""
+    owners: dict[str, list[str]]
+    """The names of settings by their origin, as `describe_origins` takes them."""
 
 
 def user_value(settings: GenerateSettings, name: str) -> Any:
@@ -346,7 +350,7 @@ def resolve_settings(
             fix="Leave --num_inference_steps out.",
         )
     values |= {"timesteps": timesteps, "distilled": None} | _resolve_scheduler(files, settings, preset, timesteps)
-    return Resolution(values, describe_origins(origins))
+    return Resolution(values, origins)
 
 
 def _resolve_scheduler(
@@ -370,7 +374,7 @@ def describe_origins(origins: Mapping[str, Sequence[str]]) -> str:
     words = {"num_inference_steps": "steps", "guidance_scale": "guidance"}
     parts = []
     for origin, names in origins.items():
-        if origin:
+        if origin and names:
             sizes = [name for name in names if name in ("height", "width")]
             shown = ["size"] if len(sizes) == 2 else sizes
             shown += [words[name] for name in names if name in words]

@@ -33,6 +33,7 @@ from muralist.core.errors import UserError
 from muralist.core.images import encode_jpeg, encode_png, encode_webp, exif_metadata
 from muralist.core.run_dir import FileLock, atomic_write, disk_write_error, hold_lock, is_disk_full, open_no_follow
 from muralist.data import ledger_reader
+from muralist.data.image_inputs import IMAGE_COLUMNS
 from muralist.data.ledger_reader import (
     DONE,
     FAILED,
@@ -57,10 +58,15 @@ PSNR = "psnr_to_exact"
 """In an image's line, in fast mode: the PSNR to the same image in exact mode, in dB."""
 INDEX = "index.parquet"
 """With --shards: one row per sample."""
+INPUTS = "inputs"
+"""In a line: the image inputs of the row, as the table writes them."""
+INPUT_FILES = "input_files"
+"""In an image's line: size, hash and modification time of the files of its inputs, by column."""
 _FAILURES = "failed_prompts_gpu"
 _OTHER_FOLDER = "choose another --output_dir, or give --overwrite to start anew in this one."
 _MODEL_DEFAULTS = ("num_inference_steps", "guidance_scale", "height", "width")  # when these flags are left out
 _FRAMES_PER_SECOND = 16  # Wan's own
+_NO_FILE = {"bytes": -1, "sha256": "", "changed": 0}
 
 
 class OutputDir:
@@ -165,6 +171,7 @@ class OutputDir:
             in_tar[shard.first : shard.last + 1] = True
         for sample, line in self.last_lines(plan):
             if line["status"] == DONE:  # a row that failed may have been corrected
+                self._check_input_files(sample, line)
                 self._check_row(sample, line)
                 index = sample.sample_index
                 done[index] = in_tar[index] or is_intact(self.root / sample.file, line)
@@ -215,11 +222,28 @@ class OutputDir:
             (self.root / name).unlink(missing_ok=True)
         return list(lost.values())
 
+    def _check_input_files(self, sample: Sample, line: dict[str, Any]) -> None:
+        """Refuse an image whose inputs are not the files any more from which it was made."""
+        files = line.get(INPUT_FILES)
+        if sample.inputs is None or line.get(INPUTS) != sample.inputs.cells or not isinstance(files, dict):
+            return  # another row, which `_check_row` refuses
+        for column, record in files.items():
+            if column not in IMAGE_COLUMNS:
+                continue
+            path = sample.inputs.path(column)
+            if not isinstance(record, dict) or not is_intact(path, _NO_FILE | record):
+                state = "changed since" if path.exists() else "is missing, and"
+                raise UserError(
+                    f"The {column} of row {sample.row + 1}, {path}, {state} {sample.file} was made from it.",
+                    "Every image of a folder belongs to the row and the files that its ledger records.",
+                    f"Restore the file, or {_OTHER_FOLDER}",
+                )
+
     def _check_row(self, sample: Sample, line: dict[str, Any]) -> None:
         if line["key"] == sample.key:
             return
-        now = sample._asdict()
-        names = ("id", "seed", "prompt", "negative_prompt", "height", "width")
+        now = sample._asdict() | {INPUTS: sample.inputs.cells if sample.inputs else None}
+        names = ("id", "seed", "prompt", "negative_prompt", "height", "width", INPUTS)
         changes = [
             f"{name} {line.get(name)!r:.80} -> {now[name]!r:.80}" for name in names if line.get(name) != now[name]
         ]
@@ -370,6 +394,7 @@ class Shard:
             "negative_prompt": sample.negative_prompt,
             "height": sample.height,
             "width": sample.width,
+            **({INPUTS: sample.inputs.cells} if sample.inputs else {}),
             "file": sample.file,
             "gpu": gpu,
             "seconds": round(seconds, 4),
@@ -462,6 +487,8 @@ def file_extension(settings: GenerateSettings) -> str:
 def encode_image(pixels: np.ndarray, sample: Sample, facts: dict[str, Any], settings: GenerateSettings) -> bytes:
     """Encode pixels [H, W, 3] or frames [F, H, W, 3] with prompt, seed, model and settings as metadata."""
     metadata = {"prompt": sample.prompt, "negative_prompt": sample.negative_prompt, "seed": str(sample.seed)}
+    if sample.inputs:
+        metadata[INPUTS] = json.dumps(sample.inputs.cells)
     metadata |= {name: value if isinstance(value, str) else json.dumps(value) for name, value in facts.items()}
     if pixels.ndim == 4:
         return _webp(pixels, metadata) if settings.video_format == "webp" else _mp4(pixels, metadata)

@@ -17,6 +17,7 @@ from torch import Tensor
 from muralist.core.compile_cache import imports_without_gc
 from muralist.core.errors import UserError
 from muralist.core.hardware import copy_to_host
+from muralist.data.image_inputs import LoadedInputs
 from muralist.generate.model_info import ModelInfo, inspect_model
 from muralist.settings import GenerateSettings
 
@@ -145,6 +146,7 @@ class SampleRequest(NamedTuple):
     prompt: str
     negative_prompt: str
     seed: int
+    inputs: LoadedInputs | None = None  # None: none, or, to encode text or probe memory, images that stand for them
 
 
 Requests = Sequence[SampleRequest]
@@ -258,4 +260,4 @@ def load_pipeline(settings: GenerateSettings, device: torch.device, model: Model
 
         spec, dtype = find_family_by_key(model.description["family"]).spec_class(), DTYPES[settings.dtype]
         components = spec.trained_components(read_weights(settings.model_path), model.description, dtype)
-    return DiffusersPipeline.load(settings, device, model.folder, components)
+    return DiffusersPipeline.load(settings, device, model.folder, components, model=model)

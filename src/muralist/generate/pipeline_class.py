@@ -1,18 +1,77 @@
-"""What a diffusers pipeline class needs, read from its source: importing diffusers and torch would take seconds."""
+"""What a diffusers pipeline class needs, and which classes with image inputs are supported.
+
+Parameters are read from the class's source: importing diffusers and torch would take seconds.
+"""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from muralist.core.errors import UserError
+from muralist.data.image_inputs import STRENGTH, ImageInputs
 
 _IMAGE_INPUT = re.compile(
     r"(?!num_|.*(embed|attention|latent))(.*_)?(images?|mask)(_.*)?"
 )  # arguments that hold images
+
+# Names of diffusers' classes that generate nothing from text alone.
+_NEEDS_IMAGES = re.compile(
+    "Img2Img|Inpaint|Control|Edit|Pix2Pix|Fill|Adapter|Upscale|SuperResolution|Depth2Img|Variation|Redux"
+    "|Image(To|2)Video|VideoToVideo"
+)
+
+
+class PipelineInputs(NamedTuple):
+    """The image inputs of a pipeline's class."""
+
+    task: str
+    arguments: Mapping[str, str]
+    """The argument of the pipeline's call for each column."""
+    optional: tuple[str, ...] = (STRENGTH,)
+    own_resize: bool = False
+    """The pipeline scales its input itself, to about a megapixel; its images have any size. One image at a time, because
+    it would scale all inputs of a call to the size of the first."""
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """The columns of images."""
+        return tuple(column for column in self.arguments if column != STRENGTH)
+
+    def images_of(self, given: ImageInputs) -> tuple[str, ...]:
+        """The columns of images to read for a row: those that it has, and those that it must have."""
+        return tuple(name for name in self.images if name in self.required or getattr(given, name) is not None)
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The columns without which a row has no image."""
+        return tuple(column for column in self.images if column not in self.optional)
+
+
+IMAGE_TO_IMAGE, INPAINTING = "image-to-image", "inpainting"
+_IMG2IMG = PipelineInputs(IMAGE_TO_IMAGE, {"image": "image", STRENGTH: STRENGTH})
+_INPAINT = PipelineInputs(INPAINTING, {"image": "image", "mask": "mask_image", STRENGTH: STRENGTH})
+_CONTROL = {"control_image": "control_image"}
+_FAMILIES = ("StableDiffusion", "StableDiffusionXL", "StableDiffusion3", "Flux", "QwenImage", "ZImage")
+_CONTROL_FAMILIES = ("StableDiffusionControlNet", "StableDiffusionXLControlNet")
+
+PIPELINES: dict[str, PipelineInputs] = {
+    **{f"{family}Img2ImgPipeline": _IMG2IMG for family in _FAMILIES},
+    **{f"{family}InpaintPipeline": _INPAINT for family in _FAMILIES},
+    **{f"{family}Pipeline": PipelineInputs("ControlNet", {"control_image": "image"}) for family in _CONTROL_FAMILIES},
+    **{
+        f"{family}{kind}Pipeline": PipelineInputs(f"ControlNet {inputs.task}", {**inputs.arguments, **_CONTROL})
+        for family in _CONTROL_FAMILIES
+        for kind, inputs in (("Img2Img", _IMG2IMG), ("Inpaint", _INPAINT))
+    },
+    "StableDiffusionInstructPix2PixPipeline": PipelineInputs("image editing", {"image": "image"}),
+    "FluxKontextPipeline": PipelineInputs("image editing", {"image": "image"}, ("image",), own_resize=True),
+}
+"""Every supported class with image inputs; each is compared with diffusers alone in a test."""
 
 
 class PipelineSource(NamedTuple):
@@ -68,8 +127,25 @@ def _parameters(arguments: ast.arguments) -> dict[str, bool]:
     return {name: required for name, required in found.items() if name != "self"}
 
 
-def check_pipeline_class(name: str, parameters: dict[str, bool]) -> None:
-    """Refuse a class that no table of prompts, sizes and image files can run, by the parameters of its `__call__`."""
+def text_class(name: str) -> str:
+    """Return the text-to-image class that a class with image inputs was made from."""
+    return re.sub("Img2Img|Inpaint|ControlNet|InstructPix2Pix", "", name)
+
+
+def check_pipeline_class(name: str, parameters: dict[str, bool] | None) -> None:
+    """Refuse a class that no table can run, by its name and the parameters of its `__call__`, if these are known."""
+    if parameters is not None:
+        _check_parameters(name, parameters)
+    needed = [each for each, required in (parameters or {}).items() if required and _IMAGE_INPUT.fullmatch(each)]
+    if name not in PIPELINES and (needed or _NEEDS_IMAGES.search(name)):
+        raise UserError(
+            f"{name} needs image inputs that generate does not support.",
+            "docs/generating.md lists the pipelines that it supports.",
+            "Give another --model_path.",
+        )
+
+
+def _check_parameters(name: str, parameters: dict[str, bool]) -> None:
     images = [each for each in parameters if _IMAGE_INPUT.fullmatch(each)]
     needed = [each for each, required in parameters.items() if required and each not in ("prompt", *images)]
     first = next(iter(parameters), "")

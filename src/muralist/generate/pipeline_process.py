@@ -6,6 +6,7 @@ notebook for example, keeps its threads, its random state and its settings of to
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import traceback
@@ -19,6 +20,7 @@ import numpy as np
 from muralist.core.errors import UserError
 from muralist.core.hardware import check_gpu_ids, select_devices
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited
+from muralist.data.image_inputs import LoadedInputs, load_inputs
 from muralist.generate.model_info import ModelInfo, inspect_model
 from muralist.generate.plan import Sample, batch_slot, split_by_slot
 from muralist.generate.workers import prepare_process
@@ -33,10 +35,11 @@ _POLL = 1.0  # seconds
 
 
 class _Call(NamedTuple):
-    """Generate samples with resolved settings, in batches of `batch_size`."""
+    """Generate samples with resolved settings and the model's class for their inputs, in batches of `batch_size`."""
 
     number: int
     settings: GenerateSettings
+    model: ModelInfo
     samples: tuple[Sample, ...]
     batch_size: int
 
@@ -104,17 +107,20 @@ class PipelineProcess:
             self.close()
             raise
 
-    def generate(self, settings: GenerateSettings, samples: Sequence[Sample], batch_size: int) -> list[np.ndarray]:
+    def generate(
+        self, settings: GenerateSettings, model: ModelInfo, samples: Sequence[Sample], batch_size: int
+    ) -> list[np.ndarray]:
         """Return the images of samples: uint8 [H, W, 3] each, or clips [F, H, W, 3].
 
-        They have the bytes of `muralist generate --batch_size N` for the same rows.
+        They have the bytes of `muralist generate --batch_size N` for the same rows. If their image inputs need another
+        class of the model's family than the call before, the model is loaded again.
         """
         images: dict[int, np.ndarray] = {}
         with self._lock:
             if not self.close.alive:
                 raise UserError("The pipeline is closed.", fix="Load it again with muralist.load_pipeline.")
             number = next(self._numbers)
-            self._pool.send(_LABEL, _Call(number, settings, tuple(samples), batch_size))
+            self._pool.send(_LABEL, _Call(number, settings, model, tuple(samples), batch_size))
             try:
                 while len(images) < len(samples):
                     message = self._receive(number)
@@ -151,6 +157,7 @@ def _serve(inbox: Inbox, send: Send, settings: GenerateSettings, model: ModelInf
     from muralist.generate.pipeline import load_pipeline, make_deterministic
 
     loaded = settings.model_copy(update=model.resolved)
+    pipeline: Pipeline | None
     try:
         make_deterministic(own_device)
         compile_cache.use_compile_cache()
@@ -164,6 +171,11 @@ def _serve(inbox: Inbox, send: Send, settings: GenerateSettings, model: ModelInf
         if not isinstance(call, _Call):
             continue
         try:
+            if pipeline is None or call.model.pipeline_class != model.pipeline_class:
+                pipeline = None  # its memory is needed
+                gc.collect()
+                model, loaded = call.model, settings.model_copy(update=call.model.resolved)
+                pipeline = load_pipeline(settings, own_device, model)
             if call.settings != loaded:
                 pipeline.configure(call.settings)
                 loaded = call.settings
@@ -183,17 +195,27 @@ def _generate(pipeline: Pipeline, call: _Call, inbox: Inbox, send: Send) -> None
 
     batch_size = call.batch_size if pipeline.supports_batching() else 1
     texts = pipeline.text_groups([sample_request(sample) for sample in call.samples])
-    shapes = [(sample.height, sample.width, text) for sample, text in zip(call.samples, texts, strict=True)]
+    strengths = [sample.inputs and sample.inputs.strength for sample in call.samples]
+    sizes = [(sample.height, sample.width) for sample in call.samples]
+    shapes = list(zip(sizes, strengths, texts, strict=True))
     for shape in dict.fromkeys(shapes):
-        size = shape[:2]
+        size = shape[0]
         same = [sample for sample, own in zip(call.samples, shapes, strict=True) if own == shape]
         for batch in split_by_slot(same, batch_size):
-            requests = padded_requests(batch, batch_size)
+            requests = padded_requests(batch, batch_size, _load_inputs(batch, call.model))
             pipeline.prepare(requests)
             pixels = pipeline.generate(requests, size, stop_if_cancelled)
             slots = {sample.sample_index: pixels[batch_slot(sample.row, sample.copy, batch_size)] for sample in batch}
             truncated = [sample.prompt for sample in batch if pipeline.truncation(sample.prompt)]
             send(_Images(call.number, slots, truncated))
+
+
+def _load_inputs(samples: Sequence[Sample], model: ModelInfo) -> dict[Sample, LoadedInputs]:
+    return {
+        sample: load_inputs(sample.inputs, model.inputs.images_of(sample.inputs))
+        for sample in samples
+        if model.inputs and sample.inputs
+    }
 
 
 def _for_caller(error: Exception, batch_size: int = 0) -> Exception:

@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from muralist.data.image_inputs import STRENGTH, ImageInputs
 from muralist.data.prompts import PromptRow, PromptTable, image_file_stem, refuse_collision
 
 SEED_STRIDE = 1_000_000
@@ -33,11 +34,14 @@ class Sample(NamedTuple):
     height: int
     width: int
     file: str
+    inputs: ImageInputs | None = None  # of the columns that the pipeline uses
 
     @property
     def key(self) -> str:
         """Hash of everything that the row determines."""
-        parts = (self.id, self.seed, self.prompt, self.negative_prompt, self.height, self.width)
+        parts: tuple[Any, ...] = (self.id, self.seed, self.prompt, self.negative_prompt, self.height, self.width)
+        if self.inputs is not None:
+            parts += (self.inputs.cells,)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -52,6 +56,8 @@ class Plan:
     size: tuple[int, int]  # height and width of rows that have none
     extension: str
     samples_per_tar: int = 0  # of --shards; 0: images stay files
+    input_columns: tuple[str, ...] = ()  # of image inputs that the pipeline uses
+    input_sizes: np.ndarray | None = None  # of rows that have none, from their image inputs: as `PromptTable.sizes`
 
     def __len__(self) -> int:
         return len(self.table) * self.copies
@@ -70,10 +76,11 @@ class Plan:
     def _sample(self, index: int, row: PromptRow) -> Sample:
         row_index, copy = divmod(index, self.copies)
         seed = int(self.row_seeds[row_index]) + copy * SEED_STRIDE
-        height, width = (row.height, row.width) if row.height and row.width else self.size
+        height, width = self.size_of(index)
         negative = self.negative_prompt if row.negative_prompt is None else row.negative_prompt
         file = f"{image_file_stem(row.id, seed)}.{self.extension}"
-        return Sample(index, row_index, copy, row.id, seed, row.prompt, negative, height, width, file)
+        inputs = (row.inputs or ImageInputs()).keep(self.input_columns) if self.input_columns else None
+        return Sample(index, row_index, copy, row.id, seed, row.prompt, negative, height, width, file, inputs)
 
     @cached_property
     def row_seeds(self) -> np.ndarray:
@@ -85,8 +92,18 @@ class Plan:
     @cached_property
     def _row_sizes(self) -> np.ndarray | None:
         """Height and width of each row, where rows differ."""
-        own = self.table.sizes
+        own, inputs = self.table.sizes, self.input_sizes
+        if own is not None and inputs is not None:
+            own = np.where(own == 0, inputs, own)
+        elif own is None:
+            own = inputs
         return None if own is None else np.where(own == 0, np.array(self.size, dtype=own.dtype), own)
+
+    @cached_property
+    def _strengths(self) -> np.ndarray | None:
+        """The strength of each row, a scalar argument of a pipeline's call, where rows differ; -1 for none."""
+        own = self.table.strengths if STRENGTH in self.input_columns else None
+        return None if own is None else np.nan_to_num(own, nan=-1.0)
 
     def slot(self, index: int, batch_size: int) -> int:
         """Return a sample's slot in a batch, without reading its row."""
@@ -99,12 +116,24 @@ class Plan:
         height, width = self._row_sizes[index // self.copies].tolist()
         return height, width
 
+    def batch_key(self, index: int) -> tuple[int, int, float]:
+        """Return what all samples of a batch share, size and strength, without reading the row."""
+        strength = -1.0 if self._strengths is None else float(self._strengths[index // self.copies])
+        return *self.size_of(index), strength
+
     def grouped_by_size(self, indices: np.ndarray) -> np.ndarray:
-        """Order samples as they are generated: as in the table, but one size after another."""
-        if self._row_sizes is None:
+        """Order samples as they are generated: as in the table, but one size and strength after another."""
+        if self._row_sizes is None and self._strengths is None:
             return indices
-        sizes = self._row_sizes[indices // self.copies].astype(np.int64)
-        _, first, which = np.unique(sizes[:, 0] << 32 | sizes[:, 1], return_index=True, return_inverse=True)
+        rows = indices // self.copies
+        groups = np.zeros(len(indices), dtype=np.int64)
+        if self._row_sizes is not None:
+            sizes = self._row_sizes[rows].astype(np.int64)
+            groups = np.unique(sizes[:, 0] << 32 | sizes[:, 1], return_inverse=True)[1]
+        if self._strengths is not None:
+            levels, strengths = np.unique(self._strengths[rows], return_inverse=True)
+            groups = groups * len(levels) + strengths
+        _, first, which = np.unique(groups, return_index=True, return_inverse=True)
         return indices[np.argsort(first[which], kind="stable")]
 
     def check_file_names(self) -> None:

@@ -274,17 +274,17 @@ class Scheduler:
         by_size = self.plan.grouped_by_size(np.sort(indices)).tolist()
         if not self.groups_by_text:
             return by_size
-        rank = {size: place for place, size in enumerate(dict.fromkeys(map(self.plan.size_of, by_size)))}
+        rank = {key: place for place, key in enumerate(dict.fromkeys(map(self.plan.batch_key, by_size)))}
 
         def place(index: int) -> tuple[bool, int, str]:
             group = self.text_groups.get(index)
-            return group is None, rank[self.plan.size_of(index)], group or ""
+            return group is None, rank[self.plan.batch_key(index)], group or ""
 
         return sorted(by_size, key=place)
 
     def _can_share(self, index: int, other: int) -> bool:
         same_text = self.text_groups.get(index) == self.text_groups.get(other)
-        return same_text and self.plan.size_of(index) == self.plan.size_of(other)
+        return same_text and self.plan.batch_key(index) == self.plan.batch_key(other)
 
     def _group_by_text(self, worker: _Worker, source: deque[int]) -> None:
         """Ask a worker for the text groups of the next samples, which are its own from now on."""

@@ -221,8 +221,9 @@ def _member_names(sample: Sample) -> tuple[str, str, str]:
 def _add_sample(file: _HashingFile, sample: Sample, image: bytes, digest: str) -> int:
     """Write the members of a sample; returns the offset of its image."""
     facts: dict[str, Any] = {
-        name: value for name, value in sample._asdict().items() if name not in ("sample_index", "row")
+        name: value for name, value in sample._asdict().items() if name not in ("sample_index", "row", "inputs")
     }
+    facts |= {"inputs": sample.inputs.cells} if sample.inputs else {}
     facts |= {"index": sample.row, "settings": digest, "sha256": hashlib.sha256(image).hexdigest()}
     text = sample.prompt.encode(errors="replace")  # of lone surrogates; JSON escapes them
     contents = (image, json.dumps(facts, sort_keys=True).encode(), text)

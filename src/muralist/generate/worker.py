@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -27,9 +27,18 @@ from muralist.core import compile_cache
 from muralist.core.errors import UserError
 from muralist.core.run_dir import atomic_write
 from muralist.core.worker_pool import Inbox
+from muralist.data.image_inputs import LoadedInputs, load_inputs
 from muralist.generate import output_dir, workers
 from muralist.generate.optimizations import is_out_of_memory
-from muralist.generate.output_dir import PROMPT_TOKENS, PROMPT_TRUNCATED, PSNR, OutputDir, Shard, explain_write_errors
+from muralist.generate.output_dir import (
+    INPUT_FILES,
+    PROMPT_TOKENS,
+    PROMPT_TRUNCATED,
+    PSNR,
+    OutputDir,
+    Shard,
+    explain_write_errors,
+)
 from muralist.generate.pipeline import (
     GenerationMode,
     PendingBatch,
@@ -136,6 +145,7 @@ class Worker:
     running: _RunningBatch | None = None
     on_device: tuple[int, ...] = ()  # samples that the device works on while the next batch is started
     exact: dict[Sample, np.ndarray] = field(default_factory=dict)  # images of exact mode, until fast mode has made them
+    inputs: dict[Sample, LoadedInputs] = field(default_factory=dict)  # of samples that are being generated
     last_end: float = 0.0
     last_heartbeat: float = 0.0
 
@@ -175,6 +185,9 @@ class Worker:
 
     def _run(self, batch: GenerateBatch) -> None:
         """Start a batch, then save the one before it; in fast mode, generate some samples in exact mode first."""
+        batch = self._load_inputs(batch)
+        if not batch.samples:
+            return
         self._encode_prompts([batch, *self.waiting])
         fast = self.settings.preset == "fast"
         compared = tuple(sample for sample in batch.samples if fast and sample.row < _COMPARED_ROWS and not sample.copy)
@@ -199,9 +212,26 @@ class Worker:
         if self.running is not None:
             self.on_device = following  # in case a sample of the running batch is tried alone
             images = self._collect(self.running)
+            for sample in self.running.batch.samples:
+                self.inputs.pop(sample, None)
             self.running, self.on_device = None, ()
             self._wait_until_saved()  # at most one batch waits for the disk
             self.saving = [self.savers.submit(self._save, *image) for image in images]
+
+    def _load_inputs(self, batch: GenerateBatch) -> GenerateBatch:
+        """Decode the image inputs of a batch; samples whose inputs are broken fail and are left out."""
+        if self.job.model.inputs is None:
+            return batch
+        usable = []
+        for sample in batch.samples:
+            assert sample.inputs is not None
+            started = time.monotonic()
+            try:
+                self.inputs[sample] = load_inputs(sample.inputs, self.job.model.inputs.images_of(sample.inputs))
+                usable.append(sample)
+            except UserError as error:
+                self._record_failure(sample, _describe(error), time.monotonic() - started)
+        return batch._replace(samples=tuple(usable))
 
     def _wait_until_saved(self) -> None:
         for future in self.saving:
@@ -297,11 +327,13 @@ class Worker:
             fields["gpu_busy"] = round(call.pending.gpu_busy, 4)
         if truncation := self.pipeline.truncation(sample.prompt):
             fields |= {PROMPT_TRUNCATED: True, PROMPT_TOKENS: truncation}
+        if sample in self.inputs:
+            fields[INPUT_FILES] = self.inputs[sample].files
         return fields
 
     def _calls(self, samples: tuple[Sample, ...], batch_size: int, mode: GenerationMode) -> list[_Call]:
         """Start as many pipeline calls as needed: tried twice when memory is short, then in halves where allowed."""
-        requests = padded_requests(samples, batch_size)
+        requests = padded_requests(samples, batch_size, self.inputs)
         size = (samples[0].height, samples[0].width)
         for _ in range(2):
             try:
@@ -387,16 +419,18 @@ class Worker:
         return _describe(error)
 
 
-def sample_request(sample: Sample) -> SampleRequest:
-    """Return what a pipeline needs to know of a sample."""
-    return SampleRequest(sample.prompt, sample.negative_prompt, sample.seed)
+def sample_request(sample: Sample, inputs: LoadedInputs | None = None) -> SampleRequest:
+    """Return what a pipeline needs to know of a sample; text encoders and memory probes need no image inputs."""
+    return SampleRequest(sample.prompt, sample.negative_prompt, sample.seed, inputs)
 
 
-def padded_requests(samples: Sequence[Sample], batch_size: int) -> list[SampleRequest]:
+def padded_requests(
+    samples: Sequence[Sample], batch_size: int, inputs: Mapping[Sample, LoadedInputs]
+) -> list[SampleRequest]:
     """Return the requests of a batch, each in its sample's slot; the first sample fills slots that nobody has."""
-    requests = [sample_request(samples[0])] * batch_size
+    requests = [sample_request(samples[0], inputs.get(samples[0]))] * batch_size
     for sample in samples:
-        requests[batch_slot(sample.row, sample.copy, batch_size)] = sample_request(sample)
+        requests[batch_slot(sample.row, sample.copy, batch_size)] = sample_request(sample, inputs.get(sample))
     return requests
 
 

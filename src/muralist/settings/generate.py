@@ -33,8 +33,9 @@ class GenerateSettings(Section):
 
     prompts_csv: Annotated[str | None, LocalPath] = None
     """CSV, TSV, JSONL or Parquet table with a column prompt or caption (optional: image_id, seed, negative_prompt,
-    width, height), a .txt file with one prompt per line (# begins a comment), MS-COCO captions (.json), - for standard
-    input (lines, JSONL or CSV), or muralist: 100 built-in prompts."""
+    width, height; image inputs: image, mask, control_image, strength), a .txt file with one prompt per line (# begins
+    a comment), MS-COCO captions (.json), - for standard input (lines, JSONL or CSV), or muralist: 100 built-in
+    prompts."""
     prompt: Annotated[list[str], Repeatable] = []
     """One or several prompts instead of a table; the flag can be repeated."""
     prompt_column: str | None = None
@@ -46,7 +47,8 @@ class GenerateSettings(Section):
     output_dir: Annotated[str, LocalPath]
     """Folder for the images, ledger.jsonl and failed_prompts_gpuN.txt; the same command resumes there."""
     model_path: Annotated[str, LocalPath]
-    """A text-to-image or text-to-video pipeline in diffusers layout, or a run or checkpoint of muralist train."""
+    """A pipeline in diffusers layout, text-to-image, text-to-video or with image inputs, or a run or checkpoint of
+    muralist train."""
     num_samples: PositiveInt | None = None
     """Use only the first N rows; default: all."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []

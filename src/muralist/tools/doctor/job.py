@@ -19,7 +19,9 @@ from muralist.core.formatting import format_list
 from muralist.core.hardware import available_cpus, select_devices
 from muralist.core.run_dir import RunDir
 from muralist.core.slurm import expand_hosts, expand_tasks_per_node
+from muralist.data.image_inputs import ImageInputs, load_inputs
 from muralist.data.prompts import open_prompts
+from muralist.generate.image_inputs import choose_pipeline
 from muralist.generate.model_info import settings_identity
 from muralist.generate.output_dir import Header, OutputDir
 from muralist.models.spec import find_family
@@ -132,7 +134,9 @@ def check_output_folder(context: CheckContext) -> Finding:
         return ok("the folder has no images yet")
     if context.generate.overwrite:
         return ok("existing images will be generated again")
-    folder.check_settings(settings_identity(context.generate, context.model), header)
+    table = open_prompts(context.generate)
+    model = choose_pipeline(context.model, table, context.generate)
+    folder.check_settings(settings_identity(context.generate, model), header)
     return ok("existing images were generated with the same settings")
 
 
@@ -186,6 +190,33 @@ def check_prompts(context: CheckContext) -> Finding:
     message = f"{len(table):,} rows, {len(rows)} of them read, such as {rows[0].prompt[:60]!r}"
     if table.notes:
         return warning(f"{message}. {' '.join(table.notes)}", "The table may have been misread.", "Check the table.")
+    return ok(message)
+
+
+@check("image inputs", "generate")
+def check_image_inputs(context: CheckContext) -> Finding:
+    """Check that the model can use the image inputs of the table, and decode those of a hundred rows.
+
+    Symptom: image-to-image, inpainting, ControlNet or editing with the columns `image`, `mask` and `control_image`
+    Otherwise: A pipeline without its inputs is refused, and a row with a broken input fails.
+    Fix: Correct the column or the file that is named; paths are relative to the table's folder.
+    """
+    assert context.generate
+    table = open_prompts(context.generate)
+    inputs = choose_pipeline(context.model, table, context.generate).inputs
+    if inputs is None:
+        return skipped("the images are made from text alone")
+    broken: list[str] = []
+    rows = table.rows(_subset(len(table)))
+    for row in rows:
+        given = row.inputs or ImageInputs()
+        try:
+            load_inputs(given, inputs.images_of(given))
+        except UserError as error:
+            broken.append(error.what)
+    message = f"{inputs.task}, the inputs of {len(rows)} rows decoded"
+    if broken:
+        return warning(f"{message}: {len(broken)} of them broken. {format_list(broken, 2)}")
     return ok(message)
 
 
