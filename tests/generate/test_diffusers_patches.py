@@ -46,7 +46,7 @@ SOURCES = [
     ("fuse_linear_gelu", "diffusers.models.activations:GELU", "532b42315ab1"),
     ("text_length_step", f"{_ZIMAGE}:ZImageTransformer2DModel._pad_with_ids", "d88fa2b77eb8"),
     ("text_length_step", f"{_ZIMAGE}:ZImageTransformer2DModel.patchify_and_embed", "3e3b2b2d5b23"),
-    ("diffusers_pipeline._padded", "diffusers:QwenImagePipeline.encode_prompt", "34bfa59e037d"),
+    ("text_embeddings._padded", "diffusers:QwenImagePipeline.encode_prompt", "34bfa59e037d"),
     ("repeated_blocks", "diffusers:ModelMixin.compile_repeated_blocks", "1ef7f2825f88"),
     (
         "models.hunyuan_dit.use_official_rope",

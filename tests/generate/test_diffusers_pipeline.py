@@ -18,7 +18,6 @@ from transformers import masking_utils
 
 from muralist.core.errors import UserError
 from muralist.generate import diffusers_pipeline
-from muralist.generate.diffusers_pipeline import text_encoders
 from muralist.generate.optimizations import NonBlockingCopies, Optimizations
 from muralist.generate.pipeline import (
     GenerationMode,
@@ -29,6 +28,7 @@ from muralist.generate.pipeline import (
     environment_info,
     make_deterministic,
 )
+from muralist.generate.text_embeddings import text_encoders
 from tests.support.equality import CASES
 from tests.support.graph_capture import FakeCudaGraphs
 from tests.support.pipeline_calls import (

@@ -11,8 +11,9 @@ import diffusers
 import pytest
 
 from muralist.core.errors import UserError
+from muralist.generate.diffusers_source import find_class
 from muralist.generate.model_info import inspect_model
-from muralist.generate.pipeline_class import check_pipeline_class, read_pipeline_source
+from muralist.generate.pipeline_class import check_pipeline_class
 from muralist.settings import GenerateSettings
 from tests.support.generating import generate_arguments, write_table
 from tests.support.runs import finish, start
@@ -44,38 +45,38 @@ _UNSUPPORTED_IMAGES = (
 
 @pytest.mark.parametrize("name", _UNSUPPORTED_IMAGES)
 def test_classes_whose_image_inputs_are_not_supported_are_refused(name: str) -> None:
-    source = read_pipeline_source(name)
+    source = find_class(name, "pipelines")
     assert source
-    for parameters in (source.parameters, None):  # None: a class that inherits its call
+    for known in (source, None):  # None: a class that the source does not have
         with pytest.raises(UserError, match=f"{name} needs image inputs that generate does not support"):
-            check_pipeline_class(name, parameters)
+            check_pipeline_class(name, known)
 
 
 @pytest.mark.parametrize("name", [*_REFUSED, *_ACCEPTED])
 def test_the_source_says_what_the_class_says(name: str) -> None:
-    source = read_pipeline_source(name)
+    source = find_class(name, "pipelines")
     assert source
     parameters = inspect.signature(getattr(diffusers, name).__call__).parameters
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    assert source.parameters == {
+    assert {each: parameter.required for each, parameter in source.parameters("__call__").items()} == {
         each: parameter.default is parameter.empty
         for each, parameter in parameters.items()
         if each != "self" and parameter.kind in kinds
     }
     if name in _ACCEPTED:
-        return check_pipeline_class(name, source.parameters)
+        return check_pipeline_class(name, source)
     with pytest.raises(UserError, match=f"{name} does not generate images from a table of prompts") as error:
-        check_pipeline_class(name, source.parameters)
+        check_pipeline_class(name, source)
     assert error.value.why == _REFUSED[name]
     return None
 
 
 def test_unknown_classes_are_left_to_the_loader() -> None:
-    assert read_pipeline_source("NoSuchPipeline") is None
+    assert find_class("NoSuchPipeline", "pipelines") is None
 
 
 def test_chat_templates() -> None:
-    needed = {name: read_pipeline_source(name) for name in ("ZImagePipeline", "QwenImagePipeline", "WanPipeline")}
+    needed = {name: find_class(name, "pipelines") for name in ("ZImagePipeline", "QwenImagePipeline", "WanPipeline")}
     assert [source and source.needs_chat_template for source in needed.values()] == [True, False, False]
 
 

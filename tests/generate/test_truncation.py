@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from muralist.generate.diffusers_pipeline import TokenCounter
+from muralist.generate.text_embeddings import TokenCounter
 from tests.support import tiny_text
 from tests.support.pipeline_calls import SampleRequest, generate, load
 

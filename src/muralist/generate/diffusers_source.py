@@ -29,28 +29,40 @@ class Parameter:
 
     annotation: str
     default: Any
+    required: bool
+
+
+def diffusers_folder() -> Path:
+    """Return the folder of the diffusers package."""
+    package = importlib.util.find_spec("diffusers")
+    assert package and package.origin  # a dependency
+    return Path(package.origin).parent
 
 
 @functools.cache
 def find_class(name: str, kind: Literal["pipelines", "schedulers"]) -> ClassSource | None:
     """Return the source of a pipeline or a scheduler; None if the installed diffusers has no such class."""
-    package = importlib.util.find_spec("diffusers")
-    if not name.isidentifier() or package is None or package.origin is None:
+    if not name.isidentifier():
         return None
     start = f"class {name}(".encode()
-    for file in sorted(Path(package.origin).parent.glob(_FOLDERS[kind])):
+    for file in sorted(diffusers_folder().glob(_FOLDERS[kind])):
         if start in (content := file.read_bytes()):
             for node in ast.parse(content).body:
                 if isinstance(node, ast.ClassDef) and node.name == name:
-                    return ClassSource(node, kind)
+                    return ClassSource(node, kind, content)
     return None
 
 
 class ClassSource:
     """The source of one class."""
 
-    def __init__(self, node: ast.ClassDef, kind: Literal["pipelines", "schedulers"]) -> None:
-        self._node, self._kind = node, kind
+    def __init__(self, node: ast.ClassDef, kind: Literal["pipelines", "schedulers"], module: bytes) -> None:
+        self._node, self._kind, self._module = node, kind, module
+
+    @property
+    def needs_chat_template(self) -> bool:
+        """Whether a pipeline wraps prompts in the tokenizer's chat template."""
+        return b"tokenizer.apply_chat_template" in self._module
 
     def parameters(self, method: str) -> dict[str, Parameter]:
         """Return the parameters of a method, except self; empty if the class and its bases do not define it."""
@@ -61,7 +73,9 @@ class ClassSource:
         defaults = [None] * (len(given.args) - len(given.defaults)) + list(given.defaults)
         pairs = [*zip(given.args, defaults, strict=True), *zip(given.kwonlyargs, given.kw_defaults, strict=True)]
         return {
-            argument.arg: Parameter(ast.unparse(argument.annotation) if argument.annotation else "", _literal(default))
+            argument.arg: Parameter(
+                ast.unparse(argument.annotation) if argument.annotation else "", _literal(default), default is None
+            )
             for argument, default in pairs
             if argument.arg != "self"
         }

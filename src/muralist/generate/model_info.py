@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import check_exists, exists
+from muralist.generate.diffusers_source import diffusers_folder, find_class
 from muralist.generate.lora_check import PEFT_CONFIG, check_lora
 from muralist.generate.native_settings import (
     ModelFiles,
@@ -28,8 +29,6 @@ from muralist.generate.pipeline_class import (
     PIPELINES,
     PipelineInputs,
     check_pipeline_class,
-    diffusers_pipelines,
-    read_pipeline_source,
 )
 from muralist.models.configs import JIT_GUIDANCE
 from muralist.models.integrity import check_base, check_integrity, fingerprint
@@ -198,8 +197,8 @@ def _read_index(folder: Path) -> tuple[str, tuple[str, ...]]:
     components = {part: str(origin[-1]) for part, origin in origins.items() if origin[:1] not in ([], [None])}
     for part in components:
         _check_library(folder, part, index[part][0])
-    source = read_pipeline_source(name)
-    check_pipeline_class(name, source.parameters if source else None)
+    source = find_class(name, "pipelines")
+    check_pipeline_class(name, source)
     if "scheduler" not in components:
         raise UserError(
             f"{name} is several pipelines in one.",
@@ -219,7 +218,7 @@ def _read_index(folder: Path) -> tuple[str, tuple[str, ...]]:
 
 def _check_library(folder: Path, part: str, library: Any) -> None:
     """Refuse components of other libraries: to load one, diffusers imports whatever module is named there."""
-    own = isinstance(library, str) and library.isidentifier() and (diffusers_pipelines() / library).is_dir()
+    own = isinstance(library, str) and library.isidentifier() and (diffusers_folder() / "pipelines" / library).is_dir()
     if (library not in _LIBRARIES and not own) or Path(part).name != part:
         raise UserError(
             f"The pipeline in {folder} was not loaded, because its component {part!r:.60} asks to run {library!r:.60}.",
