@@ -189,7 +189,7 @@ def test_rows_that_fail_have_an_error_and_no_path(tmp_path: Path, pets: Path) ->
         ({"prompts_csv": "x.csv"}, "prompts_csv is the argument prompts here. Leave prompts_csv out."),
         (
             {"height": 8},
-            "This JiT model generates images of 16 x 16 pixels, not 8 x 16. .* Leave height and width out.",
+            "This JiT model generates images of 16 x 16 pixels, not 16 x 8. .* Leave height and width out.",
         ),
         ({"model": "nothing"}, "The model nothing was not found. .* on this machine as model"),
     ],
