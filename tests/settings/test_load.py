@@ -535,7 +535,8 @@ def test_urls_are_refused_wherever_a_path_is_expected(url: str) -> None:
         with pytest.raises(
             UserError, match=r"is a URL, and muralist reads and writes local or mounted folders only\."
         ) as e:
-            load(model, [f"--{path}", url], {})
+            prompts = ["--prompt", "car"] if "prompt" in model.model_fields and path != "prompts_csv" else []
+            load(model, [f"--{path}", url, *prompts], {})
         assert url in e.value.what and e.value.fix
 
 
