@@ -47,7 +47,7 @@ from tests.support.pipeline_calls import (
     max_difference,
     no_callback,
 )
-from tests.support.pipelines import BUILDERS
+from tests.support.pipelines import BUILDERS, REPRESENTATIVE
 
 UNEVEN = ("zimage", "qwenimage", "cogview4")  # embeddings as long as the prompt: those of one length share a batch
 ALONE = ("lumina2",)  # the network computes other shapes for other texts
@@ -123,7 +123,7 @@ def test_prompts_of_one_text_group_share_a_batch_with_the_same_bytes(name: str, 
     assert max_difference(together[0], together[1]) > 5
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_an_image_does_not_depend_on_its_neighbors_in_bf16(name: str, tiny_pipeline: Build) -> None:
     pipeline = load(tiny_pipeline(name), dtype="bf16")
     first, last = generate(pipeline, CAR, NIGHT), generate(pipeline, SNOW, CAR)
@@ -131,7 +131,7 @@ def test_an_image_does_not_depend_on_its_neighbors_in_bf16(name: str, tiny_pipel
     assert max_difference(first[0], first[1]) > 5
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_prepared_prompts_are_not_encoded_again(name: str, pipelines: Get) -> None:
     pipeline = pipelines(name)
     pipeline.prepare([SNOW])
@@ -151,7 +151,7 @@ def test_prepared_prompts_are_not_encoded_again(name: str, pipelines: Get) -> No
     assert runs
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_an_image_depends_on_prompt_and_seed(name: str, pipelines: Get) -> None:
     image, other_seed, other_prompt = (
         generate(pipelines(name), request)[0]
@@ -173,7 +173,7 @@ def test_negative_prompts_have_an_effect_or_the_pipeline_says_why_not(name: str,
     assert expected.get(name, "") in reason and bool(reason) is (name in expected)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_prompts_of_any_length_and_script(name: str, pipelines: Get) -> None:
     requests = [SampleRequest(prompt, "", 5) for prompt in ("", LONG.prompt, "一只红色的猫坐在桌子上 🎨", "a red car")]
     images = generate(pipelines(name), *requests)
@@ -353,7 +353,7 @@ def load_with_graphs(tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch) -> L
     return load_pipeline
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_graphs_of_denoisers_and_text_encoders_give_the_same_bytes(name: str, load_with_graphs: Load) -> None:
     graphed, plain = load_with_graphs(name, True), load_with_graphs(name, False)
     capture, found = graphed._graphs, []

@@ -463,6 +463,12 @@ IMAGE_BUILDERS: dict[str, Callable[[], Any]] = {
 }
 
 
+REPRESENTATIVE = (
+    "hunyuan", "sd", "sdxl", "sd3", "flux", "pixart", "sana", "wan22", "zimage", "qwenimage", "cogview4", "lumina2",
+)  # fmt: skip
+"""One of each way to encode text, to guide and to schedule; the contract itself is tested on all of `BUILDERS`."""
+
+
 def build_pipeline(name: str, folder: Path) -> Path:
     """Write a tiny pipeline, or find the one that another process wrote; the folder appears complete."""
     final = folder / name
