@@ -357,12 +357,12 @@ def write_script(folder: Path, model: Path, code: str) -> str:
     return script
 
 
-@pytest.mark.parametrize("way", ["file", "module", "stdin", "notebook"])
+@pytest.mark.parametrize("way", ["file", "stdin", "notebook"])
 def test_a_caller_needs_no_main_guard(way: str, tmp_path: Path, pets: Path) -> None:
     """A file and a module would be imported by workers; the others have no file."""
     code = textwrap.dedent(GENERATE_TWICE if way == "file" else GENERATE)
     script = write_script(tmp_path, pets, code if way != "notebook" else f"CODE = {code!r}\n{NOTEBOOK}")
-    words = {"file": ["script.py"], "module": ["-m", "script"], "stdin": ["-"], "notebook": ["-c", script]}[way]
+    words = {"file": ["script.py"], "stdin": ["-"], "notebook": ["-c", script]}[way]
     given = script if way == "stdin" else None
     command = [sys.executable, *words]
     done = subprocess.run(

@@ -213,7 +213,8 @@ def test_the_size_is_of_the_row_else_of_the_command_else_of_the_input(tiny_pipel
 
 def test_batches_share_size_and_strength(tmp_path: Path) -> None:
     table = open_prompt_table(str(write_inputs(tmp_path)))
-    plan = Plan(table, 1, 42, "", (32, 32), "png", ("image", "strength"), np.array([[32, 32], [40, 48], [0, 0]] * 3))
+    sizes = np.array([[32, 32], [40, 48], [0, 0]] * 3)
+    plan = Plan(table, 1, 42, "", (32, 32), "png", input_columns=("image", "strength"), input_sizes=sizes)
     order = plan.grouped_by_size(np.arange(ROWS)).tolist()
     keys = [plan.batch_key(index) for index in order]
     assert (

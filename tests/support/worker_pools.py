@@ -70,11 +70,15 @@ class WatchedPipeline:
         self.ended = threading.Event()
         self.truncation, self.execution_info = self.pipeline.truncation, self.pipeline.execution_info
         self.ignores_negative_prompts = self.pipeline.ignores_negative_prompts
-        self.groups_by_text, self.text_groups = self.pipeline.groups_by_text, self.pipeline.text_groups
+        self.groups_by_text = self.pipeline.groups_by_text
 
     def supports_batching(self) -> bool:
         with _one_at_a_time:
             return self.pipeline.supports_batching()
+
+    def text_groups(self, requests: Sequence[SampleRequest]) -> list[str]:
+        with _one_at_a_time:
+            return self.pipeline.text_groups(requests)
 
     def prepare(self, requests: Sequence[SampleRequest]) -> None:
         with _one_at_a_time:

@@ -32,6 +32,7 @@ from muralist.tools.sweep import (
 )
 from tests.support.evaluating import inception_weights, scenes, write_images
 from tests.support.jit_models import checkpoint, family, network_of
+from tests.support.pipelines import build_pipeline
 from tests.support.runs import finish, only_run, start, train
 from tests.support.worker_pools import ModelThreadPool
 
@@ -209,8 +210,8 @@ def _npz(path: Path) -> Path:
 
 
 def test_other_models_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
-    assert main(words(tmp_path, tmp_path, tmp_path / "out")) == 1
+    build_pipeline("sd", tmp_path).rename(tmp_path / "model")
+    assert main(words(tmp_path / "model", tmp_path, tmp_path / "out")) == 1
     assert "is not a JiT model" in capsys.readouterr().err
 
 
