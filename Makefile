@@ -86,7 +86,6 @@ docs: setup
 	$(BIN)/python scripts/draw_docs.py docs
 	$(BIN)/python scripts/draw_fid_curve.py docs
 	$(BIN)/python scripts/write_troubleshooting.py docs
-	$(BIN)/python scripts/write_equality.py docs
 	$(BIN)/python -m mkdocs build --strict --quiet
 
 format: setup

@@ -357,16 +357,15 @@ def write_script(folder: Path, model: Path, code: str) -> str:
     return script
 
 
-@pytest.mark.parametrize("way", ["file", "stdin", "notebook"])
+@pytest.mark.parametrize("way", ["file", "notebook"])
 def test_a_caller_needs_no_main_guard(way: str, tmp_path: Path, pets: Path) -> None:
     """A file and a module would be imported by workers; the others have no file."""
     code = textwrap.dedent(GENERATE_TWICE if way == "file" else GENERATE)
     script = write_script(tmp_path, pets, code if way != "notebook" else f"CODE = {code!r}\n{NOTEBOOK}")
-    words = {"file": ["script.py"], "stdin": ["-"], "notebook": ["-c", script]}[way]
-    given = script if way == "stdin" else None
+    words = {"file": ["script.py"], "notebook": ["-c", script]}[way]
     command = [sys.executable, *words]
     done = subprocess.run(
-        command, input=given, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=240
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the script runs") == 1
@@ -559,7 +558,7 @@ def blocks_of_the_page() -> tuple[list[str], list[str]]:
     return [code for mark, code in found if not mark], [code for mark, code in found if mark]
 
 
-def test_the_page_is_a_script_and_a_notebook(tmp_path: Path) -> None:
+def test_the_page_is_a_script(tmp_path: Path) -> None:
     plain, _ = blocks_of_the_page()
     assert len(plain) == 4
     (tmp_path / "script.py").write_text("\n".join(plain))
@@ -568,10 +567,6 @@ def test_the_page_is_a_script_and_a_notebook(tmp_path: Path) -> None:
     assert "3 images; it compares two sets" in said
     first, again = (Image.open(tmp_path / name) for name in ("first.png", "images/000001_seed7.png"))
     assert first.size == again.size == (32, 32)
-    # Cell by cell, in a process without a script; everything is there already.
-    cells = f"for cell in {plain!r}:\n    exec(cell, globals())"
-    said = finish(start("python", "-c", cells, cwd=tmp_path))
-    assert "Nothing left to do: the run is at step 40 of 40" in said and "3 of 4 images exist already" in said
 
 
 def test_the_block_of_the_page_that_needs_weights(tmp_path: Path) -> None:

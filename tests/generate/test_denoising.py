@@ -31,12 +31,12 @@ from tests.support.pipeline_calls import (
     max_difference,
     no_callback,
 )
-from tests.support.pipelines import BUILDERS, REPRESENTATIVE
+from tests.support.pipelines import REPRESENTATIVE
 
 Build = Callable[[str], Path]
 DISTILLED = ("flux", "hunyuanvideo", "lcm", "sana_sprint")  # the scale is an input of the network
 UNEVEN = ("zimage", "qwenimage", "cogview4")
-GUIDED = [name for name in BUILDERS if name not in DISTILLED]
+GUIDED = [name for name in REPRESENTATIVE if name not in DISTILLED]
 SCALE = 7.5
 FAST_STEPS = 10
 
@@ -153,7 +153,7 @@ def test_cached_steps_depend_on_their_number_alone() -> None:
         assert steps - 1 in computed and set(range(min(2, steps))) <= computed
 
 
-@pytest.mark.parametrize("name", [name for name in GUIDED if name in REPRESENTATIVE])
+@pytest.mark.parametrize("name", GUIDED)
 def test_step_caching_saves_passes_and_no_image_depends_on_another(
     name: str, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import diffusers
 import pytest
 
+from muralist.cli import main
 from muralist.core.errors import UserError
+from muralist.generate import command
 from muralist.generate.diffusers_source import find_class
 from muralist.generate.noise_schedulers import SCHEDULERS, choose_scheduler
 from tests.support.equality import CASES
@@ -25,7 +26,7 @@ from tests.support.pipeline_calls import (
     load,
     max_difference,
 )
-from tests.support.runs import finish, start
+from tests.support.worker_pools import ModelThreadPool
 
 Build = Callable[[str], Path]
 DIFFUSION = {"_class_name": "DDIMScheduler", "beta_start": 0.1, "prediction_type": "epsilon", "solver_order": 2}
@@ -191,13 +192,17 @@ def test_a_pipeline_that_computes_its_own_sigmas_says_which_schedulers_it_cannot
         pipeline.supports_batching()
 
 
-def test_noise_of_schedulers_does_not_depend_on_workers_and_batches(tmp_path: Path, tiny_pipeline: Build) -> None:
+def test_noise_of_schedulers_does_not_depend_on_workers_and_batches(
+    tmp_path: Path, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "open_pool", ModelThreadPool)  # threads instead of processes
     table, model = write_table(tmp_path, 7), tiny_pipeline("sd")
     options = ("--distilled", "lcm", "--scheduler_options", "original_inference_steps=40")
     outputs = [tmp_path / "one", tmp_path / "three"]
     for output, gpus in zip(outputs, ([0], [0, 1, 2]), strict=True):
         words = generate_arguments(table, model, output, *options, "--gpu_ids", *gpus)
-        printed = finish(start(sys.executable, "-m", "muralist", "generate", *words))
+        assert main(["generate", *map(str, words)]) == 0
+        printed = capsys.readouterr().err
         assert (
             "4 steps, guidance 1, lcm, original_inference_steps=40; guidance is the default of --distilled lcm)"
             in printed

@@ -410,6 +410,7 @@ def test_auto_doubles_the_batch_until_the_limit_or_memory_ends(tmp_path: Path, m
     monkeypatch.setattr(cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
     monkeypatch.setattr(cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(cuda, "max_memory_reserved", lambda device: tried[-1])
+    monkeypatch.setattr(worker, "_free_memory", lambda: None)
 
     class Probed(WatchedPipeline):
         def generate(self, requests: Sequence[SampleRequest], *_: Any) -> list[np.ndarray]:
