@@ -20,7 +20,7 @@ def test_images_are_those_of_diffusers_as_the_page_says(name: str, tiny_pipeline
     row = measure(CASES[name], tiny_pipeline(name))
     assert row.alone == 0 and (row.batched or 0) <= 1
     assert str(row) in read_rows((REPOSITORY / "docs" / PAGE).read_text(encoding="utf-8")), (
-        "run `python scripts/write_equality.py docs`"
+        "run scripts/write_equality.py"
     )
 
 
@@ -35,4 +35,4 @@ def test_the_page_has_a_line_for_every_pipeline_and_at_least_sixteen_classes(tin
     drawn = equality_page([])
     assert [line for line in drawn.splitlines() if "pipeline classes" not in line] == [
         line for line in around if "pipeline classes" not in line
-    ], "run `python scripts/write_equality.py docs`"
+    ], "run scripts/write_equality.py"

@@ -141,6 +141,6 @@ Three rules make the difference to a call of diffusers with its defaults:
 - Noise is drawn on the CPU in float32, in every precision and on every device. In bf16 and fp16, diffusers draws other noise
   from the same seed; give it `latents=` in the model's precision to compare.
 
-This page is generated (`python scripts/write_equality.py docs`); `tests/generate/test_equality.py` measures every line again.
+`scripts/write_equality.py` writes this page; `tests/generate/test_equality.py` measures every line again.
 """
     return head + "".join(f"{row}\n" for row in rows) + foot
