@@ -242,7 +242,9 @@ def test_pipelines_that_are_not_text_to_image_are_refused(tiny_pipeline: Build, 
     with pytest.raises(UserError, match="cannot be loaded.*NoSuchPipeline"):
         load(copy)
     names(_class_name="DDPMPipeline", **{part: [None, None] for part in ("vae", "tokenizer", "text_encoder")})
-    with pytest.raises(UserError, match="DDPMPipeline does not generate images from text alone. It takes no prompt"):
+    with pytest.raises(
+        UserError, match="DDPMPipeline does not generate images from a table of prompts. It takes no prompt"
+    ):
         load(copy)
 
 
