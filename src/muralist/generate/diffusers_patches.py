@@ -4,8 +4,9 @@ Written for diffusers 0.42.1, transformers 5.22 and torch 2.11 to 2.13. `tests/g
 fails, patch by patch, when another version changes the patched code; pyproject.toml has upper bounds.
 
 Public methods that are wrapped on one pipeline's instances are elsewhere: the scheduler's `set_timesteps` and `step`
-and the denoiser's `forward` in denoising.py, `encode_prompt`, the tokenizers' `__call__`, the text encoders' `forward` and
-`vae.decode` in diffusers_pipeline.py, and `HunyuanDiT2DModel.forward`, for the official RoPE, in models/hunyuan_dit.py.
+and the denoiser's `forward` in denoising.py, `encode_prompt`, the tokenizers' `__call__`, the text encoders' `forward`
+and `vae.decode` in diffusers_pipeline.py, and `HunyuanDiT2DModel.forward`, for the official RoPE, in
+models/hunyuan_dit.py.
 """
 
 from __future__ import annotations
