@@ -135,7 +135,8 @@ def test_weights_and_guidance_interval_are_recorded(run: Path, tmp_path: Path, c
     table(tmp_path, "prompt\nmeadow\n")
     asked = ("--weights", "ema2", "--guidance_interval", 0, 0.5)
     images = generate(tmp_path, run, *asked)
-    assert "(fp32, ema2, 2 steps, guidance 2.9 between 0 and 0.5; " in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "(fp32, ema2, 2 steps, guidance 2.9 between 0 and 0.5; guidance is the model's default)" in printed
     told = json.loads(Image.open(images / "000001_seed42.png").info["settings"])  # type: ignore[arg-type]
     assert (told["weights"], told["guidance_interval"]) == ("ema2", [0, 0.5])
     generate(tmp_path, run, *asked)

@@ -321,7 +321,7 @@ class Header:
         try:
             with path.open(encoding="utf-8") as file:
                 return cls.parse(file.readline())
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError):
             raise UserError(
@@ -337,7 +337,7 @@ def keep_folder_settings(settings: GenerateSettings) -> GenerateSettings:
     The model's defaults may change: they depend on the versions of muralist and diffusers.
     """
     output = OutputDir(Path(settings.output_dir).absolute())
-    header = None if settings.overwrite else Header.read(output.ledger)
+    header = Header.read(output.ledger) if output.ledger.is_file() and not settings.overwrite else None
     if header is None or not output.has_images():
         return settings
     kept = {name: header.settings[name] for name in _MODEL_DEFAULTS if name in header.settings}
