@@ -58,7 +58,7 @@ TEXT_METHODS = {
     "sana": {"_get_gemma_prompt_embeds"},
     "qwenimage": {"_get_qwen_prompt_embeds"},
 }
-SILENT = ("wan21", "wan22", "sana", "zimage", "qwenimage")  # do not warn that they truncated a prompt
+SILENT = ("wan21", "wan22", "sana", "zimage", "qwenimage", "chroma", "klein")  # do not warn that they truncated a prompt
 REPEATED_BLOCKS = {
     "wan21": {"WanTransformerBlock"},
     "hunyuan": {"HunyuanDiTBlock"},
@@ -107,8 +107,9 @@ def test_pipelines_have_what_the_wrappers_rely_on(name: str, tiny_pipeline: Buil
     assert methods >= TEXT_METHODS.get(name, set())
     scheduler = pipe.scheduler
     assert "device" in inspect.signature(scheduler.set_timesteps).parameters and callable(scheduler.step)
-    scheduler.set_timesteps(3)
-    assert scheduler.timesteps.device.type == "cpu" and len(scheduler.timesteps) >= 3
+    more = {"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}
+    scheduler.set_timesteps(2, **more)
+    assert scheduler.timesteps.device.type == "cpu" and len(scheduler.timesteps) >= 2
     if name not in SILENT:
         assert "truncated" in inspect.getsource(sys.modules[type(pipe).__module__])
 
