@@ -58,7 +58,8 @@ TEXT_METHODS = {
     "sana": {"_get_gemma_prompt_embeds"},
     "qwenimage": {"_get_qwen_prompt_embeds"},
 }
-SILENT = ("wan21", "wan22", "sana", "zimage", "qwenimage", "chroma", "klein")  # do not warn that they truncated a prompt
+# do not warn that they truncated a prompt
+SILENT = ("wan21", "wan22", "sana", "sana_sprint", "zimage", "qwenimage", "chroma", "klein")
 REPEATED_BLOCKS = {
     "wan21": {"WanTransformerBlock"},
     "hunyuan": {"HunyuanDiTBlock"},
