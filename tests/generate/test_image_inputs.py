@@ -123,7 +123,7 @@ def test_image_inputs_give_the_pixels_of_diffusers_whatever_the_neighbors(
     assert all(image.shape == (*SIZE, 3) for image in probe)
 
 
-@pytest.mark.parametrize(("name", "folder"), CASES)
+@pytest.mark.parametrize(("name", "folder"), CASES[::3])  # of each task; the equality above holds for all
 def test_every_input_matters(name: str, folder: str, tiny_pipeline: Build, photos: Path) -> None:
     pipeline, inputs = load_class(tiny_pipeline(folder), name), PIPELINES[name]
     one = request(photos, "one", tuple(inputs.arguments))
