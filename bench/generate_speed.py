@@ -38,7 +38,7 @@ from muralist.core.run_dir import atomic_write_json
 from muralist.data.ledger_reader import read_lines
 from muralist.generate.diffusers_patches import per_sample_noise
 from muralist.generate.diffusers_pipeline import DiffusersPipeline
-from muralist.generate.model_info import cached_guided_steps, computed_stages
+from muralist.generate.model_info import STEP_CACHING
 from muralist.generate.optimizations import Optimizations
 from muralist.generate.pipeline import SampleRequest, make_deterministic
 from muralist.generate.worker import psnr
@@ -176,7 +176,9 @@ class Case:
     def _record_setup(self) -> None:
         operations = self.model.operations(*self.model.size)
         total = 2 * STEPS * operations["pass"] + operations["decoding"] + 2 * operations["text"]
-        passes = sum(2 if step < cached_guided_steps(STEPS) else 1 for step in computed_stages(STEPS))
+        fast = STEP_CACHING["fast"]
+        assert fast
+        passes = sum(2 if step < fast.guided_steps(STEPS) else 1 for step in fast.computed_stages(STEPS))
         short = passes * operations["pass"] + operations["decoding"] + operations["text"]
         self.results |= {
             "size": list(self.size),

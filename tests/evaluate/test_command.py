@@ -233,9 +233,9 @@ def test_the_report_compares_fast_with_exact_mode(tmp_path: Path, clip: Path) ->
     scores = found["per_image"]["clip_score"]
     assert distance["clip_score"]["fast"] == pytest.approx(np.mean(scores[:3]), abs=1e-3)
     assert distance["clip_score"]["exact"] != distance["clip_score"]["fast"]
-    warnings = [warning for warning in found["warnings"] if "--preset fast: 31.0 dB PSNR (worst 30.0 dB)" in warning]
+    warnings = [warning for warning in found["warnings"] if "in fast mode: 31.0 dB PSNR (worst 30.0 dB)" in warning]
     assert len(warnings) == 1 and "CLIP score" in warnings[0]
-    assert "--preset fast: 31.0 dB" in (tmp_path / "out" / "report" / "index.html").read_text()
+    assert "in fast mode: 31.0 dB" in (tmp_path / "out" / "report" / "index.html").read_text()
     assert found["speed"]["0"]["gpu_busy"] == 0.5
     assert read_ledger(write_images(tmp_path / "others", scenes(2, 0))).exact_pairs is None
 

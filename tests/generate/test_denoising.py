@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from muralist.generate.denoising import DenoisingLoop
-from muralist.generate.model_info import cached_guided_steps, computed_stages, describe_step_caching
+from muralist.generate.model_info import STEP_CACHING, describe_step_caching
 from muralist.generate.optimizations import CudaGraphs, NonBlockingCopies
 from muralist.generate.pipeline import GenerationMode, PipelineError, SampleRequest
 from muralist.generate.worker import psnr
@@ -143,28 +144,34 @@ def test_a_pipeline_that_runs_the_negative_prompt_first_is_refused(tiny_pipeline
 
 
 def test_cached_steps_depend_on_their_number_alone() -> None:
-    assert sorted(computed_stages(20)) == [0, 1, 2, 3, 5, 7, 9, 11, 13, 15, 17, 19]
-    assert cached_guided_steps(20) == 10
-    described = describe_step_caching("WanPipeline", 20)
+    fast, faster = STEP_CACHING["fast"], STEP_CACHING["faster"]
+    assert fast and faster
+    assert sorted(fast.computed_stages(20)) == [0, 1, 2, 3, 5, 7, 9, 11, 13, 15, 17, 19]
+    assert sorted(faster.computed_stages(20)) == [0, 1, 2, 4, 7, 10, 13, 16, 19]
+    assert (fast.guided_steps(20), faster.guided_steps(20)) == (10, 5)
+    described = describe_step_caching("fast", "WanPipeline", 20)
     assert described == "fast: guidance in 10 and the network in 12 of 20 steps, fp8"
-    assert describe_step_caching("FluxPipeline", 20, 3) == "fast: guidance in 3 and the network in 12 of 20 steps"
-    for steps in range(1, 60):
-        computed = computed_stages(steps)
+    truncated = describe_step_caching("faster", "FluxPipeline", 20, 3)
+    assert truncated == "faster: guidance in 3 and the network in 9 of 20 steps"
+    for steps, caching in product(range(1, 60), (fast, faster)):
+        computed = caching.computed_stages(steps)
         assert steps - 1 in computed and set(range(min(2, steps))) <= computed
 
 
-@pytest.mark.parametrize("name", GUIDED)
+@pytest.mark.parametrize(
+    ("name", "preset", "passes"), [*((name, "fast", 9) for name in GUIDED), ("wan21", "faster", 7), ("sd", "faster", 7)]
+)
 def test_step_caching_saves_passes_and_no_image_depends_on_another(
-    name: str, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch
+    name: str, preset: str, passes: int, tiny_pipeline: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_pipeline(name)
     with batch_sizes(monkeypatch, folder) as sizes:
-        pipeline = load(folder, preset="fast", num_inference_steps=FAST_STEPS, guidance_scale=SCALE)
+        pipeline = load(folder, preset=preset, num_inference_steps=FAST_STEPS, guidance_scale=SCALE)
         pipeline.supports_batching()  # may run the denoiser
         sizes.clear()
         other = _other_request(name)
         first = generate(pipeline, CAR, other)
-    assert sum(sizes) == 2 * 9  # of 2 * 20
+    assert sum(sizes) == 2 * passes  # of 2 * 20
     assert np.array_equal(first[0], generate(pipeline, SNOW, CAR)[1])
     exact = generate(load(folder, num_inference_steps=FAST_STEPS, guidance_scale=SCALE), CAR, other)
     assert max_difference(first[0], exact[0]) > 0
@@ -180,7 +187,8 @@ def test_step_caching_without_guidance(name: str, tiny_pipeline: Build, monkeypa
         pipeline.supports_batching()  # may run the denoiser
         sizes.clear()
         generate(pipeline, CAR)
-    assert len(sizes) == len(computed_stages(FAST_STEPS)) == 6
+    fast = STEP_CACHING["fast"]
+    assert fast and len(sizes) == len(fast.computed_stages(FAST_STEPS)) == 6
 
 
 @pytest.mark.parametrize(("name", "least"), [("wan21", 20.0), ("sdxl", 20.0), ("sd3", 15.0)])

@@ -326,13 +326,13 @@ class Evaluation:
         self.scores[name] = {"value": estimate.value, "low": low, "high": high, "note": note}
 
     def _compare_with_exact_mode(self, pairs: ExactPairs) -> dict[str, Any]:
-        """Compare images of `generate --preset fast` with the same rows in exact mode."""
+        """Compare images of `generate --preset fast` or `faster` with the same rows in exact mode."""
         found: dict[str, Any] = {
             "pictures": len(pairs.fast),
             "psnr_db": {"mean": round(float(np.mean(pairs.psnr)), 2), "worst": min(pairs.psnr)},
         }
         summary = (
-            f"The images were generated with --preset fast: {found['psnr_db']['mean']:.1f} dB PSNR (worst "
+            f"The images were generated in fast mode: {found['psnr_db']['mean']:.1f} dB PSNR (worst "
             f"{found['psnr_db']['worst']:.1f} dB) to exact mode on the {len(pairs.fast)} rows generated in both modes"
         )
         if self.inception and (rows := self._pair_features(self.inception, pairs)):

@@ -27,7 +27,7 @@ from muralist.data.tar_members import TAR, TarImage, tar_images
 from muralist.evaluate.inception import FEATURES
 from muralist.evaluate.metrics import Moments
 
-_EXACT_DIR = ".exact"  # beside the images of `generate --preset fast`: some of them again, generated in exact mode
+_EXACT_DIR = ".exact"  # beside the images of fast mode: some of them again, generated in exact mode
 _SEED_SUFFIX = re.compile(r"(.*)_seed(\d+)")
 
 
@@ -173,7 +173,7 @@ class LedgerFacts:
 
 @dataclass(frozen=True)
 class ExactPairs:
-    """Images that `generate --preset fast` generated in exact mode too."""
+    """Images of `generate --preset fast` or `faster` that were generated in exact mode too."""
 
     fast: list[Path]
     exact: list[Path]

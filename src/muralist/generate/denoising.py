@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from muralist.core.hardware import copy_to_device
-from muralist.generate.model_info import cached_guided_steps, computed_stages
+from muralist.generate.model_info import StepCaching
 from muralist.generate.optimizations import CudaGraphs, NonBlockingCopies
 from muralist.generate.pipeline import GpuClock, PipelineError, StepCallback, no_guidance_error
 
@@ -68,7 +68,7 @@ class DenoisingLoop:
         pipe: Any,
         steps: int,
         truncation: int | None,
-        step_caching: bool,
+        step_caching: StepCaching | None,
         device: torch.device,
         graphs: CudaGraphs,
         copies: NonBlockingCopies,
@@ -93,6 +93,11 @@ class DenoisingLoop:
         for network in denoisers(pipe):
             network.forward = self._wrap_forward(copies.suspended(self._graphs.wrap(network.forward)))
 
+    @property
+    def caches_steps(self) -> bool:
+        """Whether the denoiser runs in some steps only, unless a call is exact."""
+        return self._step_caching is not None
+
     def configure(self, steps: int, truncation: int | None) -> None:
         """Take another number of steps from the next call on, with guidance in the first `truncation`."""
         self._steps, self._truncation = steps, truncation
@@ -107,14 +112,14 @@ class DenoisingLoop:
         self._conditional_half: int | None = None
         self._conditional_output: Any = None
         self._outputs: dict[int, list[tuple[float, Any]]] = {}  # by index of the call within a step
-        cached = self._step_caching and not self._exact
+        caching = None if self._exact else self._step_caching
         guided = self._truncation
-        if guided is None and cached:
+        if guided is None and caching:
             left = self._steps * (stages - skipped) / max(1, stages)
-            guided = cached_guided_steps(round(left))
+            guided = caching.guided_steps(round(left))
         # Heun and other schedulers run several stages per step.
         self._truncated_from = math.inf if guided is None else math.ceil(guided * stages / self._steps)
-        self._computed = computed_stages(stages - skipped) if cached and timesteps else None
+        self._computed = caching.computed_stages(stages - skipped) if caching and timesteps else None
 
     @contextmanager
     def running(
@@ -212,7 +217,7 @@ class DenoisingLoop:
             raise PipelineError(
                 f"Guidance cannot be truncated with {self._name}.",
                 f"It runs the denoiser {self._rows / self._batch_size:g} times per step, not twice.",
-                "Leave --cfg_truncation_step and --preset fast out.",
+                "Leave --cfg_truncation_step and --preset out.",
             )
 
     def _wrap_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -285,7 +290,7 @@ class DenoisingLoop:
             raise PipelineError(
                 f"Guidance cannot be truncated with {self._name}.",
                 "It runs the denoiser for the negative prompt first, so the prompt's output cannot take its place.",
-                "Leave --cfg_truncation_step and --preset fast out.",
+                "Leave --cfg_truncation_step and --preset out.",
             )
 
     def _has_prompt(self, arguments: dict[str, Any], start: int) -> bool:

@@ -28,7 +28,7 @@ from muralist.data.image_inputs import STRENGTH
 from muralist.generate import diffusers_patches
 from muralist.generate.denoising import DenoisingLoop, denoisers
 from muralist.generate.lora_check import PEFT_CONFIG
-from muralist.generate.model_info import FP8_PIPELINES, LoraAdapter, ModelInfo, check_adapters
+from muralist.generate.model_info import FP8_PIPELINES, STEP_CACHING, LoraAdapter, ModelInfo, check_adapters
 from muralist.generate.native_settings import read_json
 from muralist.generate.noise_schedulers import (
     SchedulerChoice,
@@ -99,10 +99,10 @@ class DiffusersPipeline(Pipeline):
         self._read_sampling(settings)
         self._dtype = settings.dtype
         self._device, self._optimizations = device, optimizations
-        self._fast = settings.preset == "fast"
+        step_caching = STEP_CACHING[settings.preset]
         networks = denoisers(pipe)
         self._fp8_layers: list[Fp8Linear] = []
-        if self._fast and self._name in FP8_PIPELINES and has_fp8(device):
+        if step_caching and self._name in FP8_PIPELINES and has_fp8(device):
             blocks = (diffusers_patches.repeated_blocks(network) for network in networks)
             self._fp8_layers = use_fp8(block for each in blocks for block in each)
         self._graphs = CudaGraphs(optimizations.cuda_graphs and device.type == "cuda")
@@ -112,7 +112,7 @@ class DiffusersPipeline(Pipeline):
         self._embeddings = PromptEmbeddingCache(pipe, self._tokens, length_step)
         self._encoder_shapes = EncoderShapes(text_encoders(pipe))
         self._loop = DenoisingLoop(
-            pipe, self._steps, settings.cfg_truncation_step, self._fast, device, self._graphs, self._copies
+            pipe, self._steps, settings.cfg_truncation_step, step_caching, device, self._graphs, self._copies
         )
         self._execution_info = optimizations.apply(pipe, networks, device)
         for encoder in text_encoders(pipe):
@@ -350,7 +350,7 @@ class DiffusersPipeline(Pipeline):
         """Queue images, or clips."""
         exact, probe = mode is GenerationMode.EXACT, mode is GenerationMode.MEMORY_PROBE
         # A memory probe would compile a graph for every batch size; so would an exact image in fast mode.
-        eager = not self._compiled or probe or (exact and self._fast)
+        eager = not self._compiled or probe or (exact and self._loop.caches_steps)
         self._embeddings.begin()
         self._loop.clock.enter()
         with (

@@ -47,7 +47,7 @@ def choose_pipeline(model: ModelInfo, table: PromptTable, settings: GenerateSett
         log.warning("The column %s of %s has no effect: %s has no such input.", STRENGTH, table.name, name)
     _check_controlnet(model)
     guided_in_pairs = inputs.task in (IMAGE_TO_IMAGE, INPAINTING)
-    for flag, is_given in (("preset fast", settings.preset == "fast"),
+    for flag, is_given in ((f"preset {settings.preset}", settings.preset != "exact"),
                            ("cfg_truncation_step", settings.cfg_truncation_step is not None)):  # fmt: skip
         if is_given and not guided_in_pairs:
             raise UserError(

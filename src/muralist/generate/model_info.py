@@ -79,9 +79,6 @@ SHARD_SETTINGS = ("shards", "images_per_prompt")
 _LIBRARIES = ("diffusers", "transformers")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = (".pth", ".pt", ".safetensors")
-_GUIDED = 0.5  # fraction of the steps, from the first on, that step caching guides
-_BEGINNING = 0.2  # fraction of the steps, from the first on, in all of which the denoiser runs: they form the layout
-_INTERVAL = 2  # afterwards the denoiser runs in every second step, the last one included
 FP8_PIPELINES = ("WanPipeline", "HunyuanDiTPipeline")
 """Pipelines whose large matmuls run in FP8 in fast mode; U-Nets spend their time in convolutions."""
 
@@ -274,9 +271,10 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
             "It was trained at that size and has no other.",
             "Leave --height and --width out.",
         )
-    fast = settings.preset == "fast"
     refused = {name: getattr(settings, name) for name in ("scheduler", "scheduler_options", "timesteps", "distilled")}
-    for flag, value in (refused | {"lora": settings.lora, "preset fast": fast}).items():
+    for flag, value in (
+        refused | {"lora": settings.lora, f"preset {settings.preset}": settings.preset != "exact"}
+    ).items():
         if value:
             raise UserError(f"--{flag} is for diffusers pipelines, and this is a JiT model.", fix="Leave it out.")
     if settings.num_frames > 1:
@@ -371,10 +369,10 @@ def settings_identity(settings: GenerateSettings, model: ModelInfo) -> dict[str,
         identity |= {"image_format": settings.image_format, "image_quality": settings.resolved_quality}
     if settings.shards:
         identity |= {name: getattr(settings, name) for name in SHARD_SETTINGS}
-    if settings.preset == "fast":  # exact mode has no entry: folders from before there were presets stay valid
+    if settings.preset != "exact":  # exact mode has no entry: folders from before there were presets stay valid
         assert settings.num_inference_steps != "auto", "resolved by inspect_model"
         steps, truncation = settings.num_inference_steps, settings.cfg_truncation_step
-        identity["preset"] = describe_step_caching(model.pipeline_class, steps, truncation)
+        identity["preset"] = describe_step_caching(settings.preset, model.pipeline_class, steps, truncation)
     return identity
 
 
@@ -425,24 +423,39 @@ def _check_loras(settings: GenerateSettings, folder: Path, components: Sequence[
             check_finite_file(file, "Copy the LoRA again, or use one from before its weights diverged.")
 
 
-# Step caching of `--preset fast` guides the first steps only; after a beginning, the denoiser runs in some steps only and
-# is extrapolated in between. The schedule depends on the number of steps alone: caches that look at the data, such as
-# FirstBlockCache, decide for the entire batch, so that an image would depend on its neighbors.
+class StepCaching(NamedTuple):
+    """Step caching guides the first steps only; after a beginning, the denoiser runs in some steps only.
+
+    In between its output is extrapolated. The schedule depends on the number of steps alone: caches that look at the
+    data, such as FirstBlockCache, decide for the entire batch, so that an image would depend on its neighbors.
+    """
+
+    guided: float  # fraction of the steps, from the first on
+    beginning: (
+        float  # fraction of the steps, from the first on, in all of which the denoiser runs: they form the layout
+    )
+    interval: int  # afterwards the denoiser runs in every second or third step, the last one included
+
+    def guided_steps(self, steps: int) -> int:
+        """The number of guided steps."""
+        return math.ceil(self.guided * steps)
+
+    def computed_stages(self, stages: int) -> frozenset[int]:
+        """The stages of a scheduler in which the denoiser runs."""
+        beginning = max(2, math.ceil(self.beginning * stages))  # a line needs two points
+        computed = (stage for stage in range(stages) if stage < beginning or (stages - 1 - stage) % self.interval == 0)
+        return frozenset(computed)
 
 
-def cached_guided_steps(steps: int) -> int:
-    """The number of guided steps."""
-    return math.ceil(_GUIDED * steps)
+STEP_CACHING = {"exact": None, "fast": StepCaching(0.5, 0.2, 2), "faster": StepCaching(0.25, 0.15, 3)}
+"""By --preset."""
 
 
-def computed_stages(stages: int) -> frozenset[int]:
-    """The stages of a scheduler in which the denoiser runs."""
-    beginning = max(2, math.ceil(_BEGINNING * stages))  # a line needs two points
-    return frozenset(stage for stage in range(stages) if stage < beginning or (stages - 1 - stage) % _INTERVAL == 0)
-
-
-def describe_step_caching(pipeline_class: str, steps: int, truncation: int | None = None) -> str:
+def describe_step_caching(preset: str, pipeline_class: str, steps: int, truncation: int | None = None) -> str:
     """One line for the ledger and the user; `truncation` replaces the number of guided steps."""
-    guided = cached_guided_steps(steps) if truncation is None else truncation
-    line = f"fast: guidance in {guided} and the network in {len(computed_stages(steps))} of {steps} steps"
+    caching = STEP_CACHING[preset]
+    assert caching, "exact mode has no step caching"
+    guided = caching.guided_steps(steps) if truncation is None else truncation
+    computed = len(caching.computed_stages(steps))
+    line = f"{preset}: guidance in {guided} and the network in {computed} of {steps} steps"
     return f"{line}, fp8" if pipeline_class in FP8_PIPELINES else line

@@ -189,7 +189,7 @@ class Worker:
         if not batch.samples:
             return
         self._encode_prompts([batch, *self.waiting])
-        fast = self.settings.preset == "fast"
+        fast = self.settings.preset != "exact"
         compared = tuple(sample for sample in batch.samples if fast and sample.row < _COMPARED_ROWS and not sample.copy)
         if batch.exclusive or compared:
             self._complete()  # the time for comparing would count as that of the batch before

@@ -73,9 +73,9 @@ class GenerateSettings(Section):
     """Width in pixels of rows that have none; default: the model's."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Precision of the model."""
-    preset: Literal["exact", "fast"] = "exact"
-    """fast: apply guidance and run the network at some of the steps only, with FP8 matmuls on GPUs that support them;
-    the first rows are generated in both modes and their PSNR is reported."""
+    preset: Literal["exact", "fast", "faster"] = "exact"
+    """fast and faster: apply guidance and run the network at some of the steps only, with FP8 matmuls on GPUs that
+    support them; the first rows are generated in exact mode too and their PSNR is reported."""
     cfg_truncation_step: Annotated[int, Field(ge=0)] | None = None
     """Apply guidance to the first N steps only; the others need half the compute."""
     num_frames: PositiveInt = 1
