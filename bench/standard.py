@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 TREE = Path(__file__).resolve().parents[1]
-OURS, BASELINE, OLD = "muralist", "baseline", "old"
+OURS, BASELINE, OLD, ONE_BY_ONE = "muralist", "baseline", "old", "muralist, one at a time"
 SOLVER_STEPS, GENERATION_STEPS, GENERATION_GUIDANCE = 50, 20, 7.5
 PROMPT = "a quiet street with {} parked cars and {} trees in the rain"
 _GPU_FIELDS = "clocks.sm,power.draw,temperature.gpu"
@@ -46,12 +46,14 @@ _PACKAGES = ("torch", "triton", "diffusers", "transformers", "numpy")
 class Item(NamedTuple):
     """One benchmark: what is timed, on which model, image size and batch."""
 
-    kind: str  # train, sample, generate or fid
+    kind: str  # train, sample, generate, lengths (prompts of various lengths) or fid
     model: str
     size: tuple[int, int]
     batch: int
     calls: int  # of the timed work in a round
     precision: str = "bf16"
+    steps: int = GENERATION_STEPS
+    guidance: float = GENERATION_GUIDANCE
 
 
 ITEMS = {
@@ -66,19 +68,24 @@ ITEMS = {
     "generate-wan": Item("generate", "Wan-2.1-1.3B", (480, 832), 8, 4),
     "generate-hunyuan": Item("generate", "HunyuanDiT-1.5B", (1024, 1024), 4, 3),
     "generate-sdxl": Item("generate", "SDXL", (1024, 1024), 8, 3),
+    "lengths-zimage": Item("lengths", "Z-Image-6B", (512, 512), 16, 8, steps=9, guidance=0.0),  # as the Turbo model
+    "lengths-qwen": Item("lengths", "Qwen-Image, 20 of 60 layers", (512, 512), 16, 4, steps=10, guidance=4.0),
     "fid-256": Item("fid", "Inception-v3", (256, 256), 50, 5000),
     "fid-32": Item("fid", "Inception-v3", (32, 32), 50, 5000),
 }
 _BUILDERS = {"Wan-2.1-1.3B": "full_wan.build_full_wan", "HunyuanDiT-1.5B": "full_hunyuan.build_full_hunyuan",
-             "SDXL": "full_sdxl.build_full_sdxl"}  # fmt: skip
+             "SDXL": "full_sdxl.build_full_sdxl", "Z-Image-6B": "full_zimage.build_full_zimage",
+             "Qwen-Image, 20 of 60 layers": "full_zimage.build_full_qwen_image"}  # fmt: skip
 _COMMAND_BATCHES = 8  # of `muralist generate` in a round; the first two and the last are not timed
+_LENGTHS = (18, 25, 31, 40, 52, 64, 80, 99)  # letters of prompts, which are their tokens
 _WARM_SHARE = 0.2  # of the images of FID's features, before the rate is measured
 
 
 def shrink(item: Item) -> Item:
     """Return a small version of an item, which tries the script itself."""
     model = {"train": "JiT-T/8", "sample": "JiT-T/8"}.get(item.kind, item.model)
-    return item._replace(model=model, size=(64, 64), batch=2, calls=200 if item.kind == "fid" else 2)
+    steps = 2 if item.kind in ("generate", "lengths") else item.steps
+    return item._replace(model=model, size=(64, 64), batch=2, calls=200 if item.kind == "fid" else 2, steps=steps)
 
 
 # The process of one side.
@@ -132,13 +139,51 @@ def build(side: str, item: Item, options: argparse.Namespace, device: str) -> tu
         if side == BASELINE:
             return baselines.official_sampler(options.official, item.model, side_length, item.batch), item.batch
         return our_sampler(item.model, side_length, item.batch, where, 2 if options.tiny else SOLVER_STEPS), item.batch
-    if item.kind == "generate":
-        settings = {"num_inference_steps": GENERATION_STEPS, "guidance_scale": GENERATION_GUIDANCE}
+    if item.kind in ("generate", "lengths"):
+        if side != BASELINE:
+            batch = 1 if side == ONE_BY_ONE else item.batch
+            return _our_batches(options.folder, item, where, batch), batch
+        guidance = "true_cfg_scale" if item.model.startswith("Qwen") else "guidance_scale"
+        settings = {"num_inference_steps": item.steps, guidance: item.guidance}
+        settings |= {"negative_prompt": " "} if item.model.startswith("Qwen") else {}
+        prompt = prompt_of if item.kind == "generate" else varied_prompt
         dtype = "bf16" if device == "cuda" else "fp32"
-        settings |= {"num_inference_steps": 2} if options.tiny else {}
-        return baselines.plain_diffusers(options.folder, item.size, settings, prompt_of, device, dtype), 1
+        return baselines.plain_diffusers(options.folder, item.size, settings, prompt, device, dtype), 1
     paths = sorted(options.folder.glob("*.png"))
     return (_their_features if side == BASELINE else _our_features)(paths, options), len(paths)
+
+
+def _our_batches(folder: Path, item: Item, device: Any, batch: int) -> Callable[[], Any]:
+    """Return the next batch of prompts of one text group; groups take turns, as in a table with all lengths."""
+    from muralist.generate.pipeline import SampleRequest, load_pipeline, make_deterministic
+    from muralist.settings import GenerateSettings
+
+    make_deterministic(device)
+    settings = GenerateSettings(
+        prompt=["a"], output_dir="unused", model_path=str(folder), height=item.size[0], width=item.size[1],
+        num_inference_steps=item.steps, guidance_scale=item.guidance, dtype="bf16" if device.type == "cuda" else "fp32",
+    )  # fmt: skip
+    pipeline = load_pipeline(settings, device)
+    assert pipeline.supports_batching() and pipeline.groups_by_text()
+    requests = [SampleRequest(varied_prompt(row), "", row) for row in range(item.batch * len(_LENGTHS))]
+    groups: dict[str, list[Any]] = {}
+    for request, group in zip(requests, pipeline.text_groups(requests), strict=True):
+        groups.setdefault(group, []).append(request)
+    batches = [rows[at : at + batch] for rows in groups.values() for at in range(0, len(rows) // batch * batch, batch)]
+    batches = [*batches[::2], *batches[1::2]]
+    number, pending = 0, None
+
+    def work() -> None:
+        nonlocal number, pending
+        chosen = batches[number % len(batches)]
+        number += 1
+        pipeline.prepare(chosen)
+        started = pipeline.generate_async(chosen, item.size, lambda: None)
+        if pending is not None:
+            pending.wait()
+        pending = started
+
+    return work
 
 
 def _our_features(paths: list[Path], options: argparse.Namespace) -> Callable[[], dict[str, float]]:
@@ -189,6 +234,12 @@ class Marks:
 def prompt_of(row: int) -> str:
     """Return the prompt of a row; all rows differ."""
     return PROMPT.format(row, row * row)
+
+
+def varied_prompt(row: int) -> str:
+    """Return the prompt of a row; every length occurs equally often."""
+    words = f"{row} parked cars in the rain " * 8
+    return words[: _LENGTHS[row % len(_LENGTHS)]]
 
 
 def matmul_rate() -> float:
@@ -274,7 +325,7 @@ class GenerateCommand:
         output, item = self.folder / str(self.rounds), self.item
         settings = {"prompts_csv": self.table, "output_dir": output, "model_path": self.model, "gpu_ids": 0,
                     "batch_size": item.batch, "height": item.size[0], "width": item.size[1],
-                    "num_inference_steps": 2 if self.tiny else GENERATION_STEPS, "guidance_scale": GENERATION_GUIDANCE,
+                    "num_inference_steps": item.steps, "guidance_scale": item.guidance,
                     "dtype": "fp32" if self.tiny else "bf16"}  # fmt: skip
         command = [sys.executable, "-m", "muralist", "generate"]
         command += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
@@ -376,12 +427,15 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         folder = Path(temporary)
         flags += ["--folder", temporary]
         sides: dict[str, Side | GenerateCommand] = {}
-        if item.kind == "generate":
+        if item.model in _BUILDERS:
             module, function = _BUILDERS[item.model].split(".")
             code = f"from pathlib import Path; from bench import {module}; "
             code += f"{module}.{function}(Path({temporary!r}), {options.tiny})"
             subprocess.run([sys.executable, "-c", code], env=tree_environment(TREE), cwd=TREE, check=True)
+        if item.kind == "generate":
             sides = {side: GenerateCommand(tree, folder, item, options.tiny) for side, tree in trees.items()}
+        elif item.kind == "lengths":
+            trees = {OURS: TREE, ONE_BY_ONE: TREE}
         elif item.kind == "fid":
             with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as writers:
                 list(writers.map(partial(write_image, folder, item.size[0]), range(item.calls), chunksize=50))
