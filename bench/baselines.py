@@ -145,6 +145,11 @@ def import_pytorch_fid(package: Path, weights: Path) -> Any:
 
     classifier = {"fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}
     inception.load_state_dict_from_url = lambda *_, **__: {**load_inception(weights).state_dict(), **classifier}
+    sqrtm = fid_score.linalg.sqrtm
+    if (
+        "disp" not in inspect.signature(sqrtm).parameters
+    ):  # removed from SciPy; pytorch-fid asks for two results with it
+        fid_score.linalg.sqrtm = lambda matrix, disp=True: (sqrtm(matrix), 0.0)
     return fid_score
 
 

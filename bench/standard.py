@@ -19,6 +19,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -54,6 +55,7 @@ class Item(NamedTuple):
     precision: str = "bf16"
     steps: int = GENERATION_STEPS
     guidance: float = GENERATION_GUIDANCE
+    preset: str = "exact"  # of `muralist generate`; the plain loop is measured beside exact mode only
 
 
 ITEMS = {
@@ -66,6 +68,8 @@ ITEMS = {
     "sample-b4-256": Item("sample", "JiT-B/4", (64, 64), 256, 1),
     "sample-b16-128": Item("sample", "JiT-B/16", (256, 256), 128, 1),
     "generate-wan": Item("generate", "Wan-2.1-1.3B", (480, 832), 8, 4),
+    "generate-wan-fast": Item("generate", "Wan-2.1-1.3B", (480, 832), 8, 4, preset="fast"),
+    "generate-wan-faster": Item("generate", "Wan-2.1-1.3B", (480, 832), 8, 4, preset="faster"),
     "generate-hunyuan": Item("generate", "HunyuanDiT-1.5B", (1024, 1024), 4, 3),
     "generate-sdxl": Item("generate", "SDXL", (1024, 1024), 8, 3),
     "lengths-zimage": Item("lengths", "Z-Image-6B", (512, 512), 16, 8, steps=9, guidance=0.0),  # as the Turbo model
@@ -76,7 +80,8 @@ ITEMS = {
 _BUILDERS = {"Wan-2.1-1.3B": "full_wan.build_full_wan", "HunyuanDiT-1.5B": "full_hunyuan.build_full_hunyuan",
              "SDXL": "full_sdxl.build_full_sdxl", "Z-Image-6B": "full_zimage.build_full_zimage",
              "Qwen-Image, 20 of 60 layers": "full_zimage.build_full_qwen_image"}  # fmt: skip
-_COMMAND_BATCHES = 8  # of `muralist generate` in a round; the first two and the last are not timed
+_COMMAND_BATCHES = {"exact": 8, "fast": 13, "faster": 13}
+"""By preset, of `muralist generate` in a round; the first two and the last are not timed."""
 _LENGTHS = (18, 25, 31, 40, 52, 64, 80, 99)  # letters of prompts, which are their tokens
 _WARM_SHARE = 0.2  # of the images of FID's features, before the rate is measured
 
@@ -97,7 +102,7 @@ def serve(side: str, item: Item, options: argparse.Namespace) -> None:
 
     on_gpu = torch.cuda.is_available()
     started = time.perf_counter()
-    run, images = build(side, item, options, "cuda" if on_gpu else "cpu")
+    run, images = build(side, item, options, "cuda:0" if on_gpu else "cpu")
     first = [run() for _ in range(5)] if item.kind == "train" else [run()]
     answer: dict[str, Any] = {"seconds to build": round(time.perf_counter() - started, 1)}
     if item.kind == "train":
@@ -131,7 +136,7 @@ def build(side: str, item: Item, options: argparse.Namespace, device: str) -> tu
 
         if side == BASELINE:
             return baselines.official_step(options.official, item.model, side_length, item.batch), item.batch
-        variant = (["graphs"] if device == "cuda" else []) + (["fp8"] if item.precision == "fp8" else [])
+        variant = (["graphs"] if device != "cpu" else []) + (["fp8"] if item.precision == "fp8" else [])
         return our_step(item.model, side_length, item.batch, where, variant), item.batch
     if item.kind == "sample":
         from bench.jit_generate_speed import our_sampler
@@ -147,7 +152,7 @@ def build(side: str, item: Item, options: argparse.Namespace, device: str) -> tu
         settings = {"num_inference_steps": item.steps, guidance: item.guidance}
         settings |= {"negative_prompt": " "} if item.model.startswith("Qwen") else {}
         prompt = prompt_of if item.kind == "generate" else varied_prompt
-        dtype = "bf16" if device == "cuda" else "fp32"
+        dtype = "bf16" if device != "cpu" else "fp32"
         return baselines.plain_diffusers(options.folder, item.size, settings, prompt, device, dtype), 1
     paths = sorted(options.folder.glob("*.png"))
     return (_their_features if side == BASELINE else _our_features)(paths, options), len(paths)
@@ -312,7 +317,7 @@ class GenerateCommand:
         self.tree, self.model, self.item, self.tiny = tree, model, item, tiny
         self.folder, self.rounds = Path(tempfile.mkdtemp()), 0
         self.table = self.folder / "prompts.csv"
-        rows = "".join(f'"{prompt_of(row)}"\n' for row in range(item.batch * _COMMAND_BATCHES))
+        rows = "".join(f'"{prompt_of(row)}"\n' for row in range(item.batch * _COMMAND_BATCHES[item.preset]))
         self.table.write_text("prompt\n" + rows)
 
     def read(self) -> dict[str, Any]:
@@ -326,7 +331,7 @@ class GenerateCommand:
         settings = {"prompts_csv": self.table, "output_dir": output, "model_path": self.model, "gpu_ids": 0,
                     "batch_size": item.batch, "height": item.size[0], "width": item.size[1],
                     "num_inference_steps": item.steps, "guidance_scale": item.guidance,
-                    "dtype": "fp32" if self.tiny else "bf16"}  # fmt: skip
+                    "dtype": "fp32" if self.tiny else "bf16", "preset": item.preset}  # fmt: skip
         command = [sys.executable, "-m", "muralist", "generate"]
         command += [word for name, value in settings.items() for word in (f"--{name}", str(value))]
         started = time.time()
@@ -337,6 +342,8 @@ class GenerateCommand:
         ended = time.time()
         if done.returncode:
             raise RuntimeError(f"status {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        first = re.search(r"the first after ([\d.]+) s", done.stdout + done.stderr)
+        quality = [line["psnr_to_exact"] for line in _ledger(output) if "psnr_to_exact" in line]
         written = sorted(file.stat().st_mtime - started for file in output.glob("*.png"))
         batches = [round(seconds, 2) for seconds in written[item.batch - 1 :: item.batch]]
         # From the second batch to the last but one: the last is fetched early, because no batch follows it.
@@ -345,7 +352,9 @@ class GenerateCommand:
         return {
             "images/s": round(warm, 4),
             "images/s, whole command": round(len(written) / (ended - started), 4),
+            "seconds to the first image, as the command says": float(first[1]) if first else None,
             "seconds to the last file of each batch": batches,
+            "PSNR to exact mode, dB": round(statistics.mean(quality), 2) if quality else None,
             "share of the time in which a kernel ran": round(statistics.mean(busy), 4) if busy else None,
             "GPU": state,
         }
@@ -442,7 +451,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             trees = {OURS: TREE}
         if item.kind != "generate":
             sides = {side: Side(side, name, tree, flags) for side, tree in trees.items()}
-        if has_baseline.get(item.kind, True) and item.precision == "bf16":
+        if has_baseline.get(item.kind, True) and (item.precision, item.preset) == ("bf16", "exact"):
             sides[BASELINE] = Side(BASELINE, name, TREE, flags)
         with ThreadPoolExecutor(len(sides)) as pool:
             first = dict(zip(sides, pool.map(lambda each: each.read(), sides.values()), strict=True))

@@ -28,7 +28,7 @@ from muralist.generate.optimizations import CudaGraphs, NonBlockingCopies
 from muralist.generate.pipeline import GpuClock, PipelineError, StepCallback, no_guidance_error
 
 _DENOISERS = ("transformer", "transformer_2", "unet")
-_TIMESTEPS_WITH_END = ("SCMScheduler",)  # whose last timestep is the image: no step starts there
+_SCM = "SCMScheduler"  # its last timestep is the image; Sana Sprint computes with its timesteps on the GPU
 _SUMS = re.compile(r"mm|matmul|linear|conv|attention|softmax|norm|mean|sum|var|einsum|fft|pool")
 _NOT_BATCHED = ("rotary", "rope", "freqs", "img_ids", "txt_ids")  # positions, shared by all images
 
@@ -167,15 +167,14 @@ class DenoisingLoop:
             if self._text_only:
                 raise _Ended
             bound = signature.bind(*args, **kwargs)
-            if "device" in bound.arguments:
+            is_scm = type(scheduler).__name__ == _SCM
+            if "device" in bound.arguments and not is_scm:
                 # Pipelines and schedulers read the timestep of every step: on a GPU each read would wait for its queue.
                 bound.arguments["device"] = torch.device("cpu")
             if not scheduler.config.get("use_dynamic_shifting"):
                 bound.arguments.pop("mu", None)  # FlowMatchEulerDiscrete ignores it then, other schedulers raise
             set_timesteps(*bound.args, **bound.kwargs)
-            timesteps = scheduler.timesteps
-            if type(scheduler).__name__ in _TIMESTEPS_WITH_END:
-                timesteps = timesteps[:-1]
+            timesteps = scheduler.timesteps[:-1] if is_scm else scheduler.timesteps
             self._start(len(timesteps), tuple(map(float, timesteps)) if self._step_caching else ())
 
         return wrapped
