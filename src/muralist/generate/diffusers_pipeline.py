@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ from muralist.generate.optimizations import (
     Optimizations,
     exact_matmuls,
     use_fp8,
-    weights_moving,
 )
 from muralist.generate.pipeline import (
     DTYPES,
@@ -189,10 +187,7 @@ class DiffusersPipeline(Pipeline):
         offloaded = device.type == "cuda" and _wants_offload(pipe, settings, device)
         optimizations = optimizations or Optimizations.choose(settings.compile, device)
         if not offloaded:  # before the optimizations, which quantize and reorder weights faster on the GPU
-            with weights_moving(_modules(pipe), device):
-                if optimizations.compiled:  # takes a second, in which the copies need no interpreter
-                    pass
-            pipe.to(device)  # the rest
+            pipe.to(device)
         _check_finite(pipe, folder, settings, components or {})  # on the GPU, which reads its memory in milliseconds
         pipeline = cls(pipe, settings, device, optimizations, inputs)
         if offloaded:

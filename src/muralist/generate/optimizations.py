@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,7 +33,6 @@ _ATTENTION = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-_COPY_THREADS = 4
 _MIN_FP8_SIDE = 1024  # below it quantization costs more than the matmul gains
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
 _MAX_GRAPHS = 16  # of one network; each keeps its list of kernels on the GPU
@@ -99,27 +97,6 @@ class Optimizations:
             if self.cudnn_attention and nvidia_capability(device) >= _HOPPER:
                 stack.enter_context(sdpa_kernel(_ATTENTION, set_priority=True))
             yield
-
-
-@contextmanager
-def weights_moving(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
-    """Move weights to a GPU in threads meanwhile: copies from pageable memory are bound by one CPU core each."""
-    if device.type != "cuda":
-        yield
-        return
-
-    def use_own_stream() -> None:  # copies of one stream come one after the other
-        torch.cuda.set_stream(torch.cuda.Stream(device))
-
-    def move(weight: nn.Parameter) -> None:
-        weight.data = weight.data.to(device)
-
-    weights = {id(weight): weight for module in modules for weight in module.parameters()}  # some are shared
-    with ThreadPoolExecutor(_COPY_THREADS, initializer=use_own_stream) as pool:
-        moves = [pool.submit(move, weight) for weight in weights.values()]
-        yield
-        for each in moves:
-            each.result()
 
 
 def compile_deterministically() -> None:

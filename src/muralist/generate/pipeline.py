@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -231,6 +229,8 @@ def make_deterministic(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # writes twice
     if device.type == "cpu":
         torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(device)
 
 
 def environment_info(device: torch.device) -> dict[str, str]:
@@ -242,33 +242,15 @@ def environment_info(device: torch.device) -> dict[str, str]:
     }
 
 
-@contextmanager
-def _cuda_context(device: torch.device) -> Iterator[None]:
-    """Create the CUDA context in a thread meanwhile: it takes two seconds, as long as importing diffusers."""
-    if device.type != "cuda":
-        yield
-        return
-    creating = threading.Thread(target=_touch, args=(device,), daemon=True)
-    creating.start()
-    yield
-    creating.join()
-    torch.cuda.set_device(device)
-
-
-def _touch(device: torch.device) -> None:
-    with suppress(Exception):  # the caller's first use of the device raises it again
-        torch.zeros(1, device=device)
-
-
 def load_pipeline(settings: GenerateSettings, device: torch.device, model: ModelInfo | None = None) -> Pipeline:
     """Load the model at --model_path; `model` is what `inspect_model` found there, if it was called before."""
     model = model or inspect_model(settings)
     settings = settings.model_copy(update=model.resolved)
     if model.is_jit:
-        with _cuda_context(device):
-            from muralist.generate.jit_pipeline import JiTPipeline
+        from muralist.generate.jit_pipeline import JiTPipeline
+
         return JiTPipeline.load(settings, device, model.description)
-    with _cuda_context(device), imports_without_gc():
+    with imports_without_gc():
         from muralist.generate.diffusers_pipeline import DiffusersPipeline
 
     components = {}
