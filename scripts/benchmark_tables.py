@@ -20,7 +20,8 @@ RESULTS = ROOT / "bench" / "results"
 STANDARD = "standard_h200.json"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(\n<!-- end of benchmarks -->)", re.DOTALL)
-_WORK = {"train": "training step", "sample": "sampling", "generate": "`muralist generate`", "fid": "FID features"}
+_WORK = {"train": "training step", "sample": "sampling", "generate": "`muralist generate`", "fid": "FID features",
+         "lengths": "prompts of various lengths"}  # fmt: skip
 _BASELINE = {"train": "official code", "sample": "official code", "generate": "plain diffusers", "fid": "pytorch-fid"}
 _TOKENS = 256  # per image, of every JiT in the table
 _SUMMARY = {
@@ -79,6 +80,7 @@ def table(record: Path = RESULTS / STANDARD) -> str:
         size = f"{width} x {height}" if height != width else f"{height} px"
         setting = f"{_WORK[item['kind']]}, batch {item['batch']}" if item["kind"] != "fid" else _WORK["fid"]
         setting += ", `--precision fp8`" if item["precision"] == "fp8" else ""
+        setting += f", `--preset {item['preset']}`" if item.get("preset", "exact") != "exact" else ""
         ours, baseline, ratio = _medians(item)
         row = f"| {item['model']}, {size} | {setting} | {ours} | {baseline} | {ratio} |"
         rows.append(row + (f" {_whole(item)} |" if has_commands else ""))
@@ -191,7 +193,8 @@ def conditions() -> str:
         f"*One {' or '.join(machines)}, {first['cores']} virtual cores, {versions}, bf16; {named}. Medians of "
         f"{rounds} alternating rounds ([record](bench/results/{STANDARD}) with clocks, power and matmul rate of "
         "every round). Ours: training step and sampler compiled, with CUDA graphs. Baseline: the official JiT at the same "
-        "batch, with its own compiled blocks and float32 attention scores. Sampling: 50 Heun steps, guidance 2.9 on "
+        "batch, with its own compiled blocks and float32 attention scores; for generation plain diffusers, not compiled, "
+        "one prompt at a time, which is bound by the host's CPU. Generation: 20 steps, guidance, random weights. Sampling: 50 Heun steps, guidance 2.9 on "
         "[0.1, 1], which is 198 network passes there and 187 here.*"
     )
 
