@@ -5,6 +5,8 @@ With CI set, as .ci/run sets it, a test may be skipped only for what no build ma
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TERM"] = "dumb"
 
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -97,3 +99,40 @@ def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
         return build_pipeline(name, shared)
 
     return build
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_modules() -> None:
+    """Hide from the garbage collector what earlier tests and imports have left: diffusers alone costs it half a second.
+
+    Every training ends with a collection.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """Let commands that tests call in their own process fork workers from one that has imported everything heavy.
+
+    Commands that tests start as processes spawn theirs, as everywhere; so do all on a machine with a GPU.
+    """
+    import torch
+
+    from muralist.core import worker_pool
+    from tests.support.fork_server import fork_workers, shared_server
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(worker_pool, "multiprocessing", fork_workers(lambda: shared_server().address))
+        yield
+    if shared_server.cache_info().currsize:
+        shared_server().close()
+
+
+@pytest.fixture
+def spawned_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spawn workers in spite of `forked_workers`, for tests of the processes themselves."""
+    from muralist.core import worker_pool
+
+    monkeypatch.setattr(worker_pool, "multiprocessing", multiprocessing)

@@ -24,7 +24,8 @@ import pyarrow.ipc
 import pytest
 from PIL import Image
 
-from tests.support.runs import HARDWARE
+from tests.support.fork_server import Command
+from tests.support.runs import HARDWARE, finish
 
 FIXTURES = Path(__file__).parent / "fixtures" / "v0_1"
 INCEPTION = Path(os.environ.get("MURALIST_INCEPTION") or Path(__file__).parent.parent / ".cache" / "default_1.pt")
@@ -55,12 +56,7 @@ def place(tmp_path: Path) -> Path:
 
 def muralist(place: Path, *words: object) -> str:
     """Run a command and return its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "muralist", *map(str, words)],
-        cwd=place, env=environment(place), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return finish(Command([*map(str, words)], place, environment(place)), timeout=240)
 
 
 def environment(place: Path) -> dict[str, str]:

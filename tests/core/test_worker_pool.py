@@ -14,6 +14,8 @@ import pytest
 
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited
 
+pytestmark = pytest.mark.usefixtures("spawned_workers")
+
 
 def echo(inbox: Inbox, send: Send, greeting: str) -> None:
     send((greeting, os.getpid()))

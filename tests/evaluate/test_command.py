@@ -354,17 +354,31 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.fixture(scope="module")
+def undisturbed(dinov2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[object], Path]:
+    """Return arguments of the command and the result of a command that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    images = write_images(folder / "images", scenes(600, 0))
+    reference = write_images(folder / "reference", scenes(50, 1))
+    arguments = ["--images", images, "--reference", reference, "--dinov2_path", dinov2]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MURALIST_INCEPTION", "CUDA_VISIBLE_DEVICES"):
+            patch.delenv(name, raising=False)
+        patch.setenv("NPROC", "2")
+        patch.setenv("XDG_CACHE_HOME", str(folder))  # which the report names
+        evaluate(folder / "out", *arguments)
+    return arguments, folder / "out"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["command", "worker"])
-def test_evaluation_survives_sigkill(tmp_path: Path, dinov2: Path, victim: str) -> None:
+def test_evaluation_survives_sigkill(tmp_path: Path, undisturbed: tuple[list[object], Path], victim: str) -> None:
     """A killed command resumes from the cached features, a killed worker's share is taken over: same digits."""
-    images = write_images(tmp_path / "images", scenes(600, 0))
-    reference = write_images(tmp_path / "reference", scenes(50, 1))
-    arguments = ["--images", images, "--reference", reference, "--dinov2_path", dinov2]
+    arguments, expected = undisturbed
 
     def start(output: Path) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "muralist", "evaluate", *arguments, "--output_dir", output]
-        environment = os.environ | {"NPROC": "2"}
+        environment = os.environ | {"NPROC": "2", "XDG_CACHE_HOME": str(expected.parent)}
         return subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, env=environment)
 
     def cached(output: Path) -> dict[int, int]:
@@ -372,7 +386,7 @@ def test_evaluation_survives_sigkill(tmp_path: Path, dinov2: Path, victim: str) 
         files = output.glob("features/*/*.bin")
         return {int(path.name.partition("-")[0]): path.stat().st_size // RECORD for path in files}
 
-    output, undisturbed = tmp_path / "out", tmp_path / "undisturbed"
+    output = tmp_path / "out"
     process = start(output)
     while not any(count > 10 for count in cached(output).values()):
         assert process.poll() is None
@@ -396,6 +410,5 @@ def test_evaluation_survives_sigkill(tmp_path: Path, dinov2: Path, victim: str) 
         assert process.returncode == 0
         assert "was killed by SIGKILL. The others take over its share." in told
         assert 10 < cached(output)[busy] < 650
-    assert start(undisturbed).wait(timeout=600) == 0
-    assert digits(output) == digits(undisturbed)
+    assert digits(output) == digits(expected)
     assert digits(output)["scores"]["fd_dinov2"]["low"] is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from muralist.evaluate.decoders import DecoderPool, FeatureItem, PendingDecode, 
 from muralist.evaluate.features import compute_features, hash_files
 from tests.support.colors import MeanColor
 from tests.support.evaluating import scenes, write_images
+
+pytestmark = pytest.mark.usefixtures("spawned_workers")
 
 
 def wanted(folder: Path) -> list[FeatureItem]:
@@ -34,6 +37,7 @@ def test_pool_decodes_the_same_pixels_as_this_process(tmp_path: Path) -> None:
     folder = write_images(tmp_path / "images", scenes(17, 0, side=24))
     write_images(folder, scenes(2, 1, side=300))  # another size: 000000 and 000001
     (folder / "torn ü\n.png").write_bytes((folder / "000004.png").read_bytes()[:60])
+    resource_tracker.ensure_running()  # its pipe stays open
     files, descriptors = wanted(folder), len(list(Path("/proc/self/fd").iterdir()))
     with DecoderPool(2, ahead=1) as decoders:
         found = decoders.decode(files).rows()

@@ -135,6 +135,7 @@ def processes() -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("spawned_workers")
 def test_the_others_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four processes one fails, one is killed and one hangs; the features are equal."""
     captured: list[str] = []
@@ -167,6 +168,7 @@ def test_the_others_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("spawned_workers")
 def test_the_same_command_resumes_when_all_processes_died(tmp_path: Path) -> None:
     items = items_of(tmp_path, 12)
 

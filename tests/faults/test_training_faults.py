@@ -12,7 +12,7 @@ import pytest
 
 from muralist.train import checkpoint
 from tests.support.disks import read_only_view
-from tests.support.runs import TINY, assert_same_state, finish, last_checkpoint, metrics, only_run, start
+from tests.support.runs import TINY, assert_same_state, finish, fork, last_checkpoint, metrics, only_run
 
 STEPS = 60
 
@@ -25,7 +25,7 @@ def command(data: Path, results: Path) -> list[object]:
 @pytest.fixture(scope="module")
 def undisturbed(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = tmp_path_factory.mktemp("undisturbed")
-    finish(start(*command(photo_folder, results)))
+    finish(fork(*command(photo_folder, results)))
     return only_run(results)
 
 
@@ -51,7 +51,7 @@ def assert_ends_alike(undisturbed: Path, results: Path) -> None:
 def test_signal_saves_and_ends_the_run(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
     stopped_at = 0
     for which in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        process = start(*command(photo_folder, tmp_path))
+        process = fork(*command(photo_folder, tmp_path))
         wait_until(lambda before=stopped_at: steps_written(tmp_path) > before + 2)  # type: ignore[misc]
         process.send_signal(which)
         output = finish(process)
@@ -59,18 +59,18 @@ def test_signal_saves_and_ends_the_run(photo_folder: Path, tmp_path: Path, undis
         assert f"Stopped by {which.name} at step {stopped_at}" in output
         assert before < stopped_at < STEPS
         assert len(metrics(only_run(tmp_path))) == stopped_at
-    assert f"at step {stopped_at}" in finish(start(*command(photo_folder, tmp_path)))
+    assert f"at step {stopped_at}" in finish(fork(*command(photo_folder, tmp_path)))
     assert_ends_alike(undisturbed, tmp_path)
 
 
 def test_killed_by_sigkill(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
     for name in ("step_0000020", "step_0000040"):
-        process = start(*command(photo_folder, tmp_path))
+        process = fork(*command(photo_folder, tmp_path))
         wait_until(lambda name=name: bool(list(tmp_path.glob(f"*/checkpoints/{name}"))))  # type: ignore[misc]
         time.sleep(0.1)
         process.kill()
         finish(process, expect=-signal.SIGKILL)
-    finish(start(*command(photo_folder, tmp_path)))
+    finish(fork(*command(photo_folder, tmp_path)))
     assert_ends_alike(undisturbed, tmp_path)
     assert not list(tmp_path.glob("*/checkpoints/.*"))
 
@@ -78,18 +78,18 @@ def test_killed_by_sigkill(photo_folder: Path, tmp_path: Path, undisturbed: Path
 def test_killed_while_checkpoints_are_written(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
     words = [*command(photo_folder, tmp_path), "--ckpt_every", "1"]
     for rounds, delay in enumerate((0.0, 0.013, 0.031), start=1):
-        process = start(*words)
+        process = fork(*words)
         wait_until(lambda goal=15 * rounds: steps_written(tmp_path) >= goal)  # type: ignore[misc]
         time.sleep(delay)
         process.kill()
         finish(process, expect=-signal.SIGKILL)
-    finish(start(*command(photo_folder, tmp_path)))
+    finish(fork(*command(photo_folder, tmp_path)))
     assert_ends_alike(undisturbed, tmp_path)
     assert not list(tmp_path.glob("*/checkpoints/.*"))
 
 
 def test_disk_that_becomes_read_only_at_a_save(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
-    process = start(*command(photo_folder, tmp_path))
+    process = fork(*command(photo_folder, tmp_path))
     wait_until(lambda: bool(list(tmp_path.glob("*/checkpoints/step_0000020"))))
     process.send_signal(signal.SIGSTOP)  # so that it is not through before the disk is read-only
     folder = only_run(tmp_path) / "checkpoints"
@@ -101,7 +101,7 @@ def test_disk_that_becomes_read_only_at_a_save(photo_folder: Path, tmp_path: Pat
     assert output.count("muralist: ") == 1, output
     assert sorted(path.name for path in folder.glob("step_*")) == there
     checkpoint.read_manifest(last_checkpoint(folder.parent))
-    finish(start(*command(photo_folder, tmp_path)))
+    finish(fork(*command(photo_folder, tmp_path)))
     assert_ends_alike(undisturbed, tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_save_file_requests_a_checkpoint(photo_folder: Path, tmp_path: Path) -> 
     words = command(photo_folder, tmp_path)
     words[words.index("--max_steps") + 1] = 100_000
     words[words.index("--ckpt_every") + 1] = 50_000
-    process = start(*words, "--epochs", "100000")
+    process = fork(*words, "--epochs", "100000")
     wait_until(lambda: steps_written(tmp_path) > 3)
     (only_run(tmp_path) / "save").touch()
     wait_until(lambda: bool(list(tmp_path.glob("*/checkpoints/step_*"))))
@@ -122,9 +122,9 @@ def test_save_file_requests_a_checkpoint(photo_folder: Path, tmp_path: Path) -> 
 def test_second_trainer_on_one_run_is_refused(photo_folder: Path, tmp_path: Path) -> None:
     words = command(photo_folder, tmp_path)
     words[words.index("--max_steps") + 1] = 100_000
-    first = start(*words, "--epochs", "100000")
+    first = fork(*words, "--epochs", "100000")
     wait_until(lambda: steps_written(tmp_path) > 1)
-    refused = finish(start(*words, "--epochs", "100000"), expect=1)
+    refused = finish(fork(*words, "--epochs", "100000"), expect=1)
     assert f"is being trained by process {first.pid}" in refused
     first.send_signal(signal.SIGTERM)
     finish(first)
@@ -138,22 +138,22 @@ def test_dead_loader_process_is_reported_and_the_run_is_saved(
     photo_folder: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     words = [*command(photo_folder, tmp_path), "--num_workers", "2"]
-    process = start(*words)
+    process = fork(*words)
     wait_until(lambda: steps_written(tmp_path) > 3)
     for child in children_of(process.pid):
         os.kill(child, signal.SIGKILL)
     output = finish(process, expect=1)
     assert "A DataLoader worker died" in output and "Traceback" not in output
     assert len(metrics(only_run(tmp_path))) == int(last_checkpoint(only_run(tmp_path)).name.removeprefix("step_"))
-    finish(start(*words))
+    finish(fork(*words))
     assert_ends_alike(undisturbed, tmp_path)
 
 
 def test_signal_to_the_process_group_saves_too(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
     words = [*command(photo_folder, tmp_path), "--num_workers", "2"]
-    process = start(*words, new_session=True)
+    process = fork(*words)
     wait_until(lambda: steps_written(tmp_path) > 3)
     os.killpg(process.pid, signal.SIGTERM)
     assert "Stopped by SIGTERM" in finish(process)
-    finish(start(*words))
+    finish(fork(*words))
     assert_ends_alike(undisturbed, tmp_path)

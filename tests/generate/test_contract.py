@@ -12,7 +12,7 @@ import pytest
 from muralist.cli import main
 from muralist.generate import command
 from tests.support.equality import CASES
-from tests.support.fork_server import ForkServer
+from tests.support.fork_server import PLAIN, ForkServer
 from tests.support.generating import generate_arguments, read_images
 from tests.support.pipelines import BUILDERS, REPRESENTATIVE
 from tests.support.worker_pools import ModelThreadPool
@@ -67,7 +67,7 @@ def test_every_pipeline_resumes_after_kill_9_with_the_same_bytes(
 ) -> None:
     """A command and its worker, real processes, are killed at the first image, and the same command resumes."""
     table = write_prompts(tmp_path, KILLED_ROWS)
-    server = ForkServer(tmp_path / "server")
+    server = ForkServer(tmp_path / "server", PLAIN)
     interrupted = []
     try:
         for name in KILLED:

@@ -15,7 +15,7 @@ from muralist.core.errors import UserError
 from muralist.generate.model_info import inspect_model
 from muralist.settings import GenerateSettings
 from tests.support.generating import generate_arguments, read_images, write_table
-from tests.support.runs import finish, start
+from tests.support.runs import finish, fork
 
 pytest.importorskip("peft")
 Build = Callable[[str], Path]
@@ -121,13 +121,13 @@ def test_the_commands_refuse_a_wrong_lora(tiny_pipeline: Build, tmp_path: Path) 
     wrong = write(matrices(folder, LAYER, "lora_A", "lora_B", width=48), tmp_path / "wrong.safetensors")
     arguments = generate_arguments(table, folder, tmp_path / "wrong", "--lora", wrong, steps=1)
     sentence = f"The LoRA at {wrong} does not fit StableDiffusionPipeline: its layer unet.{LAYER} is 64 x 48"
-    said = finish(start("muralist", "generate", *arguments), expect=1)
+    said = finish(fork("muralist", "generate", *arguments), expect=1)
     assert said.startswith(f"muralist: {sentence}") and "Traceback" not in said
-    assert sentence in finish(start("muralist", "doctor", "generate", *arguments), expect=1)
+    assert sentence in finish(fork("muralist", "doctor", "generate", *arguments), expect=1)
     # Names that only diffusers could convert, of which it finds none, are an error and not an image without LoRA.
     ignored = write({f"foreign.{LAYER}.lora_A.weight": torch.ones(2, 32)}, tmp_path / "ignored.safetensors")
     arguments = generate_arguments(table, folder, tmp_path / "ignored", "--lora", ignored, steps=1)
-    said = finish(start("muralist", "generate", *arguments), expect=1)
+    said = finish(fork("muralist", "generate", *arguments), expect=1)
     assert f"The LoRA at {ignored} does not fit StableDiffusionPipeline" in said
     assert not read_images(tmp_path / "ignored")
 
@@ -142,10 +142,10 @@ def test_non_finite_weights_are_found_by_file_and_tensor(tiny_pipeline: Build, t
     file.unlink()
     save_file(weights, file, {"format": "pt"})
     arguments = generate_arguments(write_table(tmp_path, 1), model, tmp_path / "images", steps=1)
-    said = finish(start("muralist", "generate", *arguments), expect=1)
+    said = finish(fork("muralist", "generate", *arguments), expect=1)
     assert f"muralist: {file} holds NaN or Inf in the tensor conv_in.weight." in said
     assert "--dtype" not in said and said.count("NaN or Inf") == 1
     weights["conv_in.weight"][0, 0, 0, 0] = 1e6  # finite, and too large for fp16
     save_file(weights, file, {"format": "pt"})
-    said = finish(start("muralist", "generate", *arguments, "--dtype", "fp16"), expect=1)
+    said = finish(fork("muralist", "generate", *arguments, "--dtype", "fp16"), expect=1)
     assert "The weights conv_in.weight of" in said and "Try --dtype bf16 or fp32." in said

@@ -23,7 +23,7 @@ from muralist.generate.native_settings import DISTILLED, NAMES, VARIANTS, ModelF
 from muralist.settings import BatchScriptSettings, GenerateSettings
 from tests.conftest import REPOSITORY
 from tests.support.generating import SCRIPT, read_images, write_table
-from tests.support.runs import finish, start
+from tests.support.runs import finish, fork
 
 Build = Callable[[str], Path]
 # height, width, steps, guidance; the tiny U-Nets and transformers with a sample_size of 8 make 64 x 64 pixels
@@ -185,17 +185,17 @@ def test_the_script_and_the_command_differ_only_in_their_defaults(tmp_path: Path
     model, table = tiny_pipeline("sd"), write_table(tmp_path, 2)
     words = ["--prompts_csv", table, "--model_path", model, "--dtype", "fp32", "--width", 64, "--height", 64]
     words += ["--batch_size", 1, "--gpu_ids", 0]
-    done = finish(start(sys.executable, REPOSITORY / SCRIPT, *words, "--output_dir", tmp_path / "script"))
+    done = finish(fork("python", REPOSITORY / SCRIPT, *words, "--output_dir", tmp_path / "script"))
     assert "64 x 64, from" in done and "20 steps, guidance 7.5; steps and guidance are the script's defaults)" in done
     write_table(tmp_path, 3)
-    command = [sys.executable, "-m", "muralist", "generate", *words, "--output_dir", tmp_path / "script"]
-    refused = finish(start(*command, "--num_inference_steps", 50), expect=1)
+    command = ["python", "-m", "muralist", "generate", *words, "--output_dir", tmp_path / "script"]
+    refused = finish(fork(*command, "--num_inference_steps", 50), expect=1)
     assert "num_inference_steps 20 -> 50" in refused and "Continue with --num_inference_steps 20, or" in refused
     assert len(read_images(tmp_path / "script")) == 2
-    resumed = finish(start(*command))
+    resumed = finish(fork(*command))
     assert "2 of 3 images exist" in resumed and "steps and guidance are as in the folder)" in resumed
-    whole = [sys.executable, REPOSITORY / SCRIPT, *words, "--output_dir", tmp_path / "whole"]
-    finish(start(*whole))
+    whole = ["python", REPOSITORY / SCRIPT, *words, "--output_dir", tmp_path / "whole"]
+    finish(fork(*whole))
     assert read_images(tmp_path / "script") == read_images(tmp_path / "whole")
 
 

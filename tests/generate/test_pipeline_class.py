@@ -16,7 +16,7 @@ from muralist.generate.model_info import inspect_model
 from muralist.generate.pipeline_class import check_pipeline_class
 from muralist.settings import GenerateSettings
 from tests.support.generating import generate_arguments, write_table
-from tests.support.runs import finish, start
+from tests.support.runs import finish, fork
 
 Build = Callable[[str], Path]
 _REFUSED = {
@@ -87,8 +87,8 @@ def test_the_commands_refuse_such_a_pipeline_before_loading(tiny_pipeline: Build
     (model / "model_index.json").write_text(json.dumps(index))  # no weights: refused before they are looked for
     arguments = generate_arguments(write_table(tmp_path, 1), model, tmp_path / "images")
     sentence = "DDPMPipeline does not generate images from a table of prompts."
-    assert finish(start("muralist", "generate", *arguments), expect=1).startswith(f"muralist: {sentence}\n")
-    assert sentence in finish(start("muralist", "doctor", "generate", *arguments), expect=1)
+    assert finish(fork("muralist", "generate", *arguments), expect=1).startswith(f"muralist: {sentence}\n")
+    assert sentence in finish(fork("muralist", "doctor", "generate", *arguments), expect=1)
     assert not (tmp_path / "images").exists()
 
 

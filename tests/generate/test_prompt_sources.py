@@ -26,7 +26,7 @@ from muralist.generate.ranks import RankCoordinator
 from muralist.settings import GenerateSettings
 from tests.support.generating import made_by, read_images
 from tests.support.pipelines import build_pipeline
-from tests.support.runs import environment, finish, start
+from tests.support.runs import environment, finish, fork
 from tests.support.worker_pools import ModelThreadPool
 
 Capture = pytest.CaptureFixture[str]
@@ -86,7 +86,7 @@ def test_prompts_of_the_command_line_make_the_images_of_a_table(
     wan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     flags = ["--prompt", PROMPTS[0], "--prompt", PROMPTS[1], PROMPTS[2]]
-    ran = start("muralist", "generate", "--model_path", wan, "--output_dir", tmp_path / "flags", *SMALL, *flags)
+    ran = fork("muralist", "generate", "--model_path", wan, "--output_dir", tmp_path / "flags", *SMALL, *flags)
     told = finish(ran)
     assert "3 images, 32 x 32, from --prompt with WanPipeline" in told
     assert rows(tmp_path / "flags") == [(f"00000{i + 1}", 42 + i, prompt) for i, prompt in enumerate(PROMPTS)]

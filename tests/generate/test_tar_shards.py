@@ -31,7 +31,7 @@ from tests.support.disks import leave_free, small_disk
 from tests.support.evaluating import small_clip
 from tests.support.generating import generate_arguments, write_table
 from tests.support.pipelines import build_pipeline
-from tests.support.runs import finish, start, train
+from tests.support.runs import finish, fork, start, train
 from tests.support.worker_pools import ModelThreadPool
 
 Capture = pytest.CaptureFixture[str]
@@ -59,7 +59,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 def expected(sd: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The files of a command that was not disturbed."""
     folder = tmp_path_factory.mktemp("expected")
-    finish(start("python", "-m", "muralist", "generate", *arguments(folder, sd)))
+    finish(fork("muralist", "generate", *arguments(folder, sd)))
     return digests(folder / "images")
 
 

@@ -49,7 +49,9 @@ def looked(*_):
 for name in ("is_available", "device_count", "_lazy_init", "init", "get_device_properties"):
     setattr(torch.cuda, name, looked)
 import muralist.generate.worker
-print([name for name in ("diffusers", "transformers") if name in sys.modules])
+import muralist.generate.jit_pipeline
+heavy = {"diffusers", "transformers"} | (set() if torch.backends.cuda.is_built() else {"torch._dynamo"})
+print(sorted(heavy & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr

@@ -21,7 +21,7 @@ from muralist.models.integrity import check_integrity
 from muralist.settings import GenerateSettings
 from tests.support.generating import generate_arguments, read_images, write_table
 from tests.support.pipelines import REPRESENTATIVE
-from tests.support.runs import finish, start
+from tests.support.runs import finish, fork
 
 Build = Callable[[str], Path]
 # Files without which the images are the same: these pipelines have their template in their code, or none.
@@ -157,11 +157,11 @@ def test_pickles_of_tensors_are_read_and_others_refused_once(tiny_pipeline: Buil
         model = copy(tiny_pipeline("sd"), tmp_path / name)
         file = as_pickle(model, "text_encoder", "pytorch_model.bin", extra)
         arguments = generate_arguments(table, model, tmp_path / f"{name}-images", steps=1)
-        said = finish(start("muralist", "generate", *arguments), expect=1 if extra else 0)
+        said = finish(fork("muralist", "generate", *arguments), expect=1 if extra else 0)
         if extra:
             assert said.startswith(f"muralist: {file} was not read, because it asks to run builtins.print.\n"), said
             assert said.count("\n") == 3 and "save_file(" in said and "model.safetensors" in said
-            doctor = finish(start("muralist", "doctor", "generate", *arguments), expect=1)
+            doctor = finish(fork("muralist", "doctor", "generate", *arguments), expect=1)
             assert f"{file} was not read, because it asks to run builtins.print." in doctor
         else:
             images = read_images(tmp_path / "safe-images")
@@ -176,7 +176,7 @@ def test_files_that_are_not_needed_change_no_image(tiny_pipeline: Build, tmp_pat
     table, pixels = write_table(tmp_path, 1), []
     model = copy(tiny_pipeline("qwenimage"), tmp_path / "model")
     for step in ("whole", "without"):
-        finish(start("muralist", "generate", *generate_arguments(table, model, tmp_path / step, steps=1)))
+        finish(fork("muralist", "generate", *generate_arguments(table, model, tmp_path / step, steps=1)))
         pixels.append([np.asarray(Image.open(file)) for file in (tmp_path / step).glob("*.png")])
         for _, file in NOT_NEEDED:
             (model / file).unlink(missing_ok=True)
@@ -188,7 +188,7 @@ def test_the_commands_say_what_is_missing(tiny_pipeline: Build, tmp_path: Path) 
     (model / "tokenizer" / "tokenizer_config.json").unlink()
     arguments = generate_arguments(write_table(tmp_path, 1), model, tmp_path / "images", steps=1)
     sentence = f"The model in {model} is incomplete: tokenizer lacks tokenizer_config.json."
-    said = finish(start("muralist", "generate", *arguments), expect=1)
+    said = finish(fork("muralist", "generate", *arguments), expect=1)
     assert said.startswith(f"muralist: {sentence}\n") and said.endswith("Copy the model again.\n")
-    assert sentence in finish(start("muralist", "doctor", "generate", *arguments), expect=1)
+    assert sentence in finish(fork("muralist", "doctor", "generate", *arguments), expect=1)
     assert not (tmp_path / "images").exists()

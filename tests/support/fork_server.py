@@ -3,14 +3,20 @@
 What it forks are processes like any other: with a number, a session and an environment of their own, ended by signals and
 by their own exit. `muralist launch`, `generate` and `evaluate` start their further processes through it too, instead of
 starting Python anew; everything else in them is the product's own.
+
+Commands that a test calls in its own process get their workers from such a server too (`fork_workers`), and
+`tests.support.runs.fork` starts commands through it: importing diffusers takes six seconds, most of what a process with a
+tiny model costs.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
 import io
 import os
 import pickle
+import runpy
 import select
 import signal
 import socket
@@ -20,18 +26,36 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
+from multiprocessing import current_process
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from tests.conftest import REPOSITORY
 
+IMPATIENT, PLAIN = "impatient", "plain"
+"""Kinds of servers: one whose processes give up on others sooner, and one that only saves the imports."""
 SMALLEST = "X"
 """A variant of JiT that only processes of the fork server have."""
 _ADDRESS = "MURALIST_TEST_FORK_SERVER"
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TERM": "dumb", "CUDA_VISIBLE_DEVICES": ""}
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TERM": "dumb",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 _KILL_ALL = "kill all"
 _LENGTH = 8
+_IMPORTED = (
+    "transformers.models.clip.image_processing_pil_clip", "transformers.models.clip.modeling_clip", "muralist.cli",
+    "muralist.evaluate.command", "muralist.generate.command", "muralist.generate.jit_pipeline",
+    "muralist.generate.pipeline", "muralist.generate.worker", "muralist.models.jit_spec", "muralist.tools.launch",
+    "muralist.train.trainer",
+)  # fmt: skip
+_PIPELINES = ("StableDiffusionPipeline", "WanPipeline", "HunyuanDiTPipeline")  # with them come the text encoders
 _STARTING = 120.0
 
 
@@ -82,15 +106,16 @@ class Started:
 class ForkServer:
     """The tests' side: starts the preloaded process and asks it for more."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path | None = None, mode: str = IMPATIENT) -> None:
         self._meeting = tempfile.TemporaryDirectory(prefix="fork_server")  # a socket's path must be short
         self.address = str(Path(self._meeting.name, "socket"))
+        folder = folder or Path(self._meeting.name)
+        folder.mkdir(parents=True, exist_ok=True)
         self.errors = folder / "fork_server.log"
         environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'src'}"}
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.fork_server", self.address],
+                [sys.executable, "-m", "tests.support.fork_server", self.address, mode],
                 cwd=REPOSITORY, env=environment, stdin=subprocess.PIPE, stdout=errors, stderr=errors,
             )  # fmt: skip
         deadline = time.monotonic() + _STARTING
@@ -122,7 +147,8 @@ class ForkServer:
 def _ask(address: str, wanted: Mapping[str, Any], environment: Mapping[str, str], files: Sequence[int]) -> Started:
     line = socket.socket(socket.AF_UNIX)
     line.connect(address)
-    _send(line, pickle.dumps({**wanted, "environment": {**environment, _ADDRESS: address}}), files)
+    place = {"environment": {**environment, _ADDRESS: address}, "folder": str(Path.cwd())}
+    _send(line, pickle.dumps({**place, **wanted}), files)
     return Started(line)
 
 
@@ -139,6 +165,34 @@ def _receive(line: socket.socket) -> tuple[Any, list[int]]:
     return pickle.loads(data), files
 
 
+class Command(Started):
+    """A forked process that prints into a file; looks like a `subprocess.Popen` with a pipe."""
+
+    def __init__(self, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - it is read after the end of the process
+        files = [self._printed.fileno()] * 2
+        started = _ask(shared_server().address, {"words": list(words), "folder": str(folder)}, environment, files)
+        self.__dict__ |= started.__dict__
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, as `subprocess.Popen` does."""
+        if (status := self.poll(timeout)) is None:
+            raise subprocess.TimeoutExpired("muralist", timeout or 0.0)
+        return status
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        """Wait for its end and return what it printed."""
+        self.wait(timeout)
+        self._printed.seek(0)
+        return self._printed.read().decode(), None
+
+
+@cache
+def shared_server() -> ForkServer:
+    """Start the plain server of this process of tests, where it is first needed."""
+    return ForkServer(mode=PLAIN)
+
+
 class _Popen(Started):
     """In place of `subprocess.Popen` in the launcher: a rank."""
 
@@ -150,18 +204,21 @@ class _Popen(Started):
 class _Context:
     """In place of multiprocessing's "spawn": worker processes with nothing of their parent but a pipe."""
 
+    def __init__(self, address: Callable[[], str] = lambda: os.environ[_ADDRESS]) -> None:
+        self._address = address
+
     def Pipe(self, duplex: bool = True) -> tuple[Connection, Connection]:
         import multiprocessing
 
         return multiprocessing.Pipe(duplex)
 
     def Process(self, target: Callable[..., None], args: tuple[Any, ...], name: str, daemon: bool) -> Any:
-        return _Process(target, args, name)
+        return _Process(self._address(), target, args, name)
 
 
 class _Process:
-    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
-        self._call, self._name, self._started = (target, args), name, None
+    def __init__(self, address: str, target: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
+        self._address, self._call, self._name, self._started = address, (target, args), name, None
 
     def start(self) -> None:
         pipes: list[int] = []
@@ -175,11 +232,18 @@ class _Process:
 
         data = io.BytesIO()
         Pickler(data).dump(self._call)
-        wanted = {"call": data.getvalue(), "name": self._name}
-        self._started = _ask(os.environ[_ADDRESS], wanted, os.environ, [1, 2, *pipes])
+        key = bytes(current_process().authkey)  # with which it fetches descriptors that the arguments hold
+        wanted = {"call": data.getvalue(), "name": self._name, "key": key}
+        self._started = _ask(self._address, wanted, os.environ, [1, 2, *pipes])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._started, name)
+
+
+def fork_workers(address: Callable[[], str]) -> Any:
+    """Return what stands for the module `multiprocessing` in `muralist.core.worker_pool`: it forks instead of spawning."""
+    context = _Context(address)
+    return SimpleNamespace(get_context=lambda method: context)
 
 
 def _call(data: bytes, pipes: Sequence[int]) -> int:
@@ -193,20 +257,24 @@ def _call(data: bytes, pipes: Sequence[int]) -> int:
     return 0
 
 
-def _import_everything() -> None:
-    import multiprocessing
-    from types import SimpleNamespace
+def _import_everything(mode: str) -> None:
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    from muralist.core import worker_pool
 
-    import transformers  # noqa: F401
-    from transformers.models.clip import image_processing_pil_clip, modeling_clip  # noqa: F401
+    worker_pool.multiprocessing = fork_workers(lambda: os.environ[_ADDRESS])
+    if mode == IMPATIENT:
+        _shorten_waits()
+    else:
+        import diffusers
 
-    import muralist.cli
-    import muralist.evaluate.command
-    import muralist.generate.command
-    import muralist.generate.jit_pipeline
-    import muralist.generate.pipeline
-    import muralist.generate.worker
-    import muralist.models.jit_spec
+        for name in _PIPELINES:
+            getattr(diffusers, name)
+    gc.freeze()  # what is here already is nothing for a child's garbage collector
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked"
+
+
+def _shorten_waits() -> None:
     import muralist.tools.launch
     import muralist.train.trainer
     from muralist.models import configs
@@ -220,10 +288,6 @@ def _import_everything() -> None:
     watchdog.WatchdogTiming = lambda: pace  # type: ignore[assignment,misc]
     muralist.tools.launch._GRACE_SECONDS = 5.0
     muralist.tools.launch.subprocess = SimpleNamespace(Popen=_Popen)  # type: ignore[assignment]
-    context = _Context()
-    multiprocessing.get_context = lambda method=None: context  # type: ignore[assignment,misc]
-    gc.freeze()  # what is here already is nothing for a child's garbage collector
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads cannot be forked"
 
 
 def _serve(address: str) -> Callable[[], int]:
@@ -287,16 +351,22 @@ def _run(wanted: dict[str, Any], files: Sequence[int]) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
     os.environ.update(wanted["environment"])
+    os.chdir(wanted["folder"])
     from tests.support.fault_injection import arm
 
     if "call" in wanted:
         kind, _, label = wanted["name"].rpartition("-")
         if kind != "muralist-decode":  # those have no faults of their own
             arm(f"worker {label}")
+        current_process().authkey = wanted["key"]
         return _call(wanted["call"], files[2:])
     from muralist.cli import main
 
     command = wanted["words"][0]
+    if command.endswith(".py"):
+        sys.argv[:] = wanted["words"]
+        runpy.run_path(command, run_name="__main__")
+        return 0
     if command != "launch":
         arm(f"rank {os.environ.get('RANK', '0')}" if command == "train" else "command")
     return main(wanted["words"])
@@ -305,6 +375,6 @@ def _run(wanted: dict[str, Any], files: Sequence[int]) -> int:
 if __name__ == "__main__":
     from tests.support import fork_server  # so that what is pickled has one name
 
-    fork_server._import_everything()
+    fork_server._import_everything(sys.argv[2])
     job = fork_server._serve(sys.argv[1])
     sys.exit(job())

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from muralist.cli import main
 from tests.conftest import REPOSITORY
+from tests.support.fork_server import Command
 
 HARDWARE = {"world_size", "device"}
 TIMING = {"time", "train/samples_per_second", "train/tokens_per_second", "train/mfu", "train/data_wait_fraction"}
@@ -50,7 +51,17 @@ def start(*command: object, cwd: Path = REPOSITORY, new_session: bool = False, *
     )
 
 
-def finish(process: subprocess.Popen[str], expect: int | None = 0, timeout: float = 480) -> str:
+def fork(*command: object, cwd: Path = REPOSITORY, **extra: str) -> Command:
+    """Start `muralist ...` or `python SCRIPT ...` as a real process, forked from one that has imported everything heavy.
+
+    For tests of what commands do; `start` is for those of how they start, and of what a fresh Python does.
+    """
+    assert command[0] in ("muralist", "python"), command
+    words = [str(word) for word in command[1:]]
+    return Command(words[2:] if words[:2] == ["-m", "muralist"] else words, cwd, environment(**extra))
+
+
+def finish(process: subprocess.Popen[str] | Command, expect: int | None = 0, timeout: float = 480) -> str:
     """Wait for a process and return what it printed."""
     try:
         output, _ = process.communicate(timeout=timeout)

@@ -6,6 +6,7 @@ A linear layer before a fused op adds its bias without a gradient; the op return
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -165,8 +166,12 @@ def use_kernels(x: Tensor | Fp8Activation) -> bool:
     return (x.original if isinstance(x, Fp8Activation) else x).is_cuda and _have_kernels()
 
 
-# torch.compile takes the results below as constants.
-@torch.compiler.assume_constant_result
+def _constant(answer: Callable[[], bool]) -> Callable[[], bool]:
+    """Let torch.compile take the result as a constant; a torch without CUDA never asks, and the mark costs it 2 s."""
+    return torch.compiler.assume_constant_result(answer) if torch.backends.cuda.is_built() else answer
+
+
+@_constant
 def _have_kernels() -> bool:
     return _find_kernels()
 
@@ -176,7 +181,7 @@ def _find_kernels() -> bool:
     return can_compile() and nvidia_capability() >= _MIN_CAPABILITY
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _have_hopper_kernels() -> bool:
     return _is_hopper()
 

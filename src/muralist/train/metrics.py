@@ -6,6 +6,7 @@ steps later, while the GPU computes the next ones: where steps are short, it wou
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -420,6 +421,7 @@ class StepProfiler:
             log.info(line)
 
 
+@functools.cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOPs per second of a large matmul on random data: the best of a few, half a second at most."""
     side = 8192 if device.type == "cuda" else 768
