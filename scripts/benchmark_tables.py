@@ -194,7 +194,8 @@ def conditions() -> str:
         f"{rounds} alternating rounds ([record](bench/results/{STANDARD}) with clocks, power and matmul rate of "
         "every round). Ours: training step and sampler compiled, with CUDA graphs. Baseline: the official JiT at the same "
         "batch, with its own compiled blocks and float32 attention scores; for generation plain diffusers, not compiled, "
-        "one prompt at a time, which is bound by the host's CPU. Generation: 20 steps, guidance, random weights. Sampling: 50 Heun steps, guidance 2.9 on "
+        "one prompt at a time, which is bound by the host's CPU. Generation: 20 steps, guidance, random weights. "
+        "Sampling: 50 Heun steps, guidance 2.9 on "
         "[0.1, 1], which is 198 network passes there and 187 here.*"
     )
 
