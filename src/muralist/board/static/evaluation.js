@@ -1,7 +1,7 @@
 // Evaluations: their scores in one table, and a link to the page of each.
 
 import { ago, count, element, fileAddress, nameOf, short } from "./tools.js";
-import { NOTHING } from "./list.js";
+import { NOTHING, noteOf } from "./list.js";
 import { state } from "./state.js";
 
 let page = null;
@@ -20,7 +20,7 @@ export const evaluation = {
     page.drawn = content;
     const found = overview.evaluation;
     page.table.hidden = !found.length;
-    page.note.textContent = found.length ? "" : NOTHING.evaluation;
+    page.note.replaceChildren(...noteOf(found.length ? "" : NOTHING.evaluation));
     const known = Object.keys(overview.metrics);
     const metrics = [...new Set(found.flatMap((one) => Object.keys(one.scores)))]
       .sort((a, b) => (known.indexOf(a) + 100) % 100 - (known.indexOf(b) + 100) % 100);
@@ -29,14 +29,13 @@ export const evaluation = {
       element("thead", {}, element("tr", {}, ...heads.map((head) => element("th", {}, head)))),
       element("tbody", {}, ...found.map((one) => row(one, metrics, found, overview)))));
   },
-  key: () => false,
 };
 
 function row(one, metrics, all, overview) {
   const [before, name] = nameOf(one.id, overview.name);
   const page = one.page ? element("a", { href: fileAddress(one.page), target: "_blank", rel: "noopener" }, "open the report") : "–";
   return element("tr", { "aria-selected": String(one.id === state.focus.evaluation) },
-    element("th", { scope: "row" }, element("span.name", {}, element("small", {}, before), name), element("small", {}, ` ${ago(one.changed)}`), ...one.warnings.slice(0, 2).map((text) => element("p.remark", {}, text))),
+    element("th", { scope: "row" }, element("span.name", {}, element("small", {}, before), name), element("small", {}, ` ${ago(one.changed)}`), ...one.warnings.slice(0, 2).map((text) => element("p.remark", {}, ...noteOf(text)))),
     ...metrics.map((metric) => element("td", {}, ...score(one, metric, all, overview.metrics[metric]?.[1]))), element("td", {}, count(one.images)), element("td", {}, page));
 }
 

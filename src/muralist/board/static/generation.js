@@ -1,20 +1,24 @@
 // A generation folder: a bar for each GPU, the newest images, failures with their reasons, and all images.
 
-import { ask, count, duration, element, forget, joined, plural, short, thumbAddress } from "./tools.js";
+import { ask, count, duration, element, forget, framed, joined, plural, short, thumbAddress } from "./tools.js";
 import { state } from "./state.js";
-import { NOTHING } from "./list.js";
-import { TileGrid } from "./grids.js";
+import { NOTHING, noteOf } from "./list.js";
+import { settingsTable } from "./settings.js";
 import { enlarge } from "./viewer.js";
 
 const PAGE_SIZE = 100; // ledger lines per request
+const MAX_HEIGHT = 15_000_000; // pixels; browsers draw no taller page
+const BEYOND = 400; // pixels around the screen
 let page = null;
 
 export const generation = {
   open(view) {
     const [note, head, bars, newest, failures, all] = [element("p.note"), element("div.totals"), element("div.bars"), element("div.strip"), element("div.failures"), element("h2")];
+    const settings = element("div");
     const grid = new TileGrid({ tile: (index) => tile(index), least: 150, shape: (side) => side + 26 });
-    const parts = element("div", {}, head, element("section.card", {}, bars), element("section.card", {}, element("h2", {}, "Newest"), newest), failures, all, grid.element);
-    page = { note, head, bars, newest, failures, all, grid, parts, folder: null, version: null, shown: "", pages: new Map(), total: 0 };
+    const parts = element("div", {}, head, element("section.card", {}, bars), element("section.card", {}, element("h2", {}, "Newest"), newest), failures,
+      element("details.card", {}, element("summary", {}, "Settings"), settings), all, grid.element);
+    page = { note, head, bars, newest, failures, settings, all, grid, parts, folder: null, version: null, shown: "", pages: new Map(), total: 0 };
     grid.onrange = (first, last) => { if (last > first) fetchRange(first, last); };
     view.replaceChildren(note, parts);
   },
@@ -27,7 +31,7 @@ export const generation = {
     const folder = state.focus.generation;
     const there = overview.generation.some((one) => one.id === folder);
     page.parts.hidden = !there;
-    page.note.textContent = there ? "" : NOTHING.generation;
+    page.note.replaceChildren(...noteOf(there ? "" : NOTHING.generation));
     if (!there) return;
     if (page.folder !== folder) {
       [page.folder, page.version, page.shown] = [folder, null, ""];
@@ -38,7 +42,6 @@ export const generation = {
     draw(news);
     if (news.read < 1) setTimeout(() => { if (page === opened && page.folder === folder) generation.poll(overview); }, 50);
   },
-  key: () => false,
 };
 
 function draw(news) {
@@ -55,7 +58,6 @@ function draw(news) {
     fact(news.read < 1 ? `${Math.round(100 * news.read)}%` : news.state, news.read < 1 ? "of the ledger is read" : "state"),
   ].filter(Boolean));
   drawBars(news, running, total, finished);
-  if (news.version !== page.version) page.pages.clear();
   drawNewest(news.newest);
   drawFailures(news);
   page.all.textContent = done ? "All images" : "";
@@ -64,6 +66,7 @@ function draw(news) {
     [page.version, page.total] = [news.version, done];
     page.pages.clear();
     page.grid.show(done, anew);
+    page.settings.replaceChildren(settingsTable([news.settings], Object.keys(news.settings)));
   }
 }
 
@@ -119,7 +122,7 @@ function drawFailures({ failures, reasons, failed }) {
   const cells = (line) => [line.id, line.seed, line.prompt, line.error, line.gpu].map((value) => element("td", {}, String(value ?? "")));
   page.failures.replaceChildren(element("section.card", {},
     element("h2", {}, `${plural(failed, "failure")}`),
-    element("ul.reasons", {}, ...reasons.map(([reason, times]) => element("li", {}, element("b", {}, `${count(times)} ×`), ` ${reason}`))),
+    element("ul.reasons", {}, ...reasons.map(([reason, times]) => element("li", {}, element("b", {}, `${count(times)} ×`), " ", ...noteOf(reason)))),
     element("details", {}, element("summary", {}, failed > failures.length ? `The last ${failures.length}` : "Each of them"),
       element("div.wide", {}, element("table", {}, element("thead", {}, element("tr", {}, ...["Id", "Seed", "Prompt", "Error", "GPU"].map((head) => element("th", {}, head)))),
         element("tbody", {}, ...failures.map((line) => element("tr", {}, ...cells(line)))))))));
@@ -171,4 +174,71 @@ function about(line, where) {
     prompt: line.prompt,
     facts: [`seed ${line.seed}`, `row ${count(line.index + 1)}`, `GPU ${line.gpu}`, `${short(line.seconds)} s`, where],
   };
+}
+
+/** A grid of any number of tiles, of which only those near the screen exist. */
+class TileGrid {
+  /** `tile(index)` creates a tile; `least` is its minimum width, `shape` returns its height for a width. */
+  constructor({ tile, least, shape, gap = 12 }) {
+    Object.assign(this, { tile, least, shape, gap });
+    this.element = element("div.grid");
+    this.tiles = new Map();
+    this.count = 0;
+    this.draw = framed(() => this.#draw());
+    this.watcher = new ResizeObserver(this.draw);
+    this.watcher.observe(this.element);
+    addEventListener("scroll", this.draw, { passive: true });
+  }
+
+  close() {
+    this.watcher.disconnect();
+    removeEventListener("scroll", this.draw);
+  }
+
+  /** Show this many tiles; `anew`: replace existing ones. */
+  show(count, anew = false) {
+    this.count = count;
+    if (anew) this.#clear();
+    this.draw();
+  }
+
+  #clear() {
+    this.tiles.clear();
+    this.element.replaceChildren();
+  }
+
+  #draw() {
+    const width = this.element.clientWidth;
+    if (!width) return;
+    const columns = Math.max(width < 520 ? 2 : 1, Math.floor((width + this.gap) / (this.least + this.gap)));
+    const side = (width - (columns - 1) * this.gap) / columns;
+    const height = this.shape(side) + this.gap;
+    const rows = Math.min(Math.ceil(this.count / columns), Math.floor(MAX_HEIGHT / height));
+    const layout = `${columns} ${side}`;
+    if (layout !== this.layout) {
+      this.layout = layout;
+      this.#clear();
+    }
+    this.element.style.height = `${Math.max(0, rows * height - this.gap)}px`;
+    const top = -this.element.getBoundingClientRect().top;
+    const first = Math.max(0, Math.floor((top - BEYOND) / height)) * columns;
+    const last = Math.min(this.count, rows * columns, (Math.ceil((top + innerHeight + BEYOND) / height)) * columns);
+    for (const [index, tile] of this.tiles) {
+      if (index < first || index >= last) {
+        tile.remove();
+        this.tiles.delete(index);
+      }
+    }
+    const created = document.createDocumentFragment();
+    for (let index = first; index < last; index += 1) {
+      if (this.tiles.has(index)) continue;
+      const tile = this.tile(index, side);
+      tile.style.cssText = `position:absolute;width:${side}px;left:${(index % columns) * (side + this.gap)}px;top:${Math.floor(index / columns) * height}px`;
+      this.tiles.set(index, tile);
+      created.append(tile);
+    }
+    this.element.append(created);
+    [this.first, this.last, this.columns] = [first, last, columns];
+    this.onrange?.(first, last);
+  }
 }

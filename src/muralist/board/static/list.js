@@ -1,7 +1,7 @@
 // The list at the side: runs, generation folders or evaluations, their states, and a sparkline of each run's loss.
 
 import { ago, count, element, nameOf, short } from "./tools.js";
-import { COLORS, KIND_OF_TAB, colorOf, state } from "./state.js";
+import { COLORS, KIND_OF_TAB, colorOf, state, writeAddress } from "./state.js";
 
 const list = document.getElementById("list");
 const search = document.getElementById("search");
@@ -11,6 +11,26 @@ export const NOTHING = {
   generation: "No images yet. What `muralist generate` writes into this folder appears here.",
   evaluation: "No evaluations yet. What `muralist evaluate` writes into this folder appears here.",
 };
+
+/** Return a message as nodes; what is in backticks is shown as code. */
+export const noteOf = (text) => text.split("`").map((part, place) => (place % 2 ? element("code", {}, part) : part)).filter(Boolean);
+
+/** Create a menu of the runs that the selected one can be compared with; `update` it with each overview. */
+export function compareMenu(changed) {
+  const menu = element("select", { "aria-label": "Compare with", onchange: () => { state.beside = menu.value || null; writeAddress(); changed(); } });
+  const made = element("label", {}, "compare with", menu);
+  let drawn = "";
+  made.update = (overview) => {
+    const runs = overview.run.map((run) => run.id).filter((id) => id !== state.focus.run);
+    const content = JSON.stringify([runs, state.beside]);
+    if (content === drawn) return;
+    drawn = content;
+    made.hidden = !runs.length;
+    menu.replaceChildren(element("option", { value: "" }, "choose a run"), ...runs.map((id) => element("option", { value: id, selected: id === state.beside }, id)));
+  };
+  return made;
+}
+
 const items = new Map(); // by kind and id: the element and its content
 
 /** Return the entries of the list in order: running ones first, then the newest. */
@@ -29,7 +49,7 @@ export function drawList(overview, { look, tick }) {
   list.setAttribute("aria-label", TITLES[kind]);
   list.setAttribute("aria-multiselectable", String(kind === "run"));
   const drawn = entries.map((entry) => item(kind, entry, overview.name, look, tick));
-  if (!drawn.length) drawn.push(element("li.empty", {}, search.value ? "No entry has this name." : NOTHING[kind]));
+  if (!drawn.length) drawn.push(element("li.empty", {}, ...noteOf(search.value ? "No entry has this name." : NOTHING[kind])));
   if (drawn.length !== list.children.length || drawn.some((one, place) => list.children[place] !== one)) {
     list.replaceChildren(...drawn);
   }
@@ -70,7 +90,7 @@ function item(kind, entry, rootName, look, tick) {
 
 function facts(kind, entry) {
   const usual = entry.state === "running" || entry.state === "finished";
-  const line = element("span.facts", { title: entry.message || entry.state }, element(`i.state.${entry.state}`, { role: "img", "aria-label": entry.state }));
+  const line = element("span.facts", { title: entry.message?.replaceAll("`", "") || entry.state }, element(`i.state.${entry.state}`, { role: "img", "aria-label": entry.state }));
   const more = usual && kind === "run" ? [] : [entry.state];
   if (kind === "run" && entry.step !== null) {
     const part = entry.steps && entry.state !== "finished" ? `${Math.floor((100 * entry.step) / entry.steps)}%` : `${count(entry.step)} steps`;

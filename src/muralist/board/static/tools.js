@@ -50,7 +50,15 @@ export function short(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-export const percent = (value) => (value === null || value === undefined ? "–" : `${short(value * 100, 3)}%`);
+/** Write a setting with all its digits, as people do: 8e-5, 7,097,472. */
+export function written(value) {
+  if (value === null || value === undefined || value === "" || value.length === 0) return "–";
+  if (Array.isArray(value)) return value.map(written).join(", ");
+  if (typeof value !== "number") return typeof value === "object" ? JSON.stringify(value) : String(value);
+  return value && Math.abs(value) < 1e-3 ? value.toExponential() : value.toLocaleString("en-US", { maximumFractionDigits: 20 });
+}
+
+export const percent = (value, digits = 3) => (value === null || value === undefined ? "–" : `${short(value * 100, digits)}%`);
 
 export function duration(seconds) {
   if (seconds < 90) return `${Math.round(seconds)} s`;
