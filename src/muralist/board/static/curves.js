@@ -1,6 +1,6 @@
 // Curves of one run or several: a line for the mean, in a faint band from minimum to maximum.
 
-import { ask, choice, choose, count, duration, element, nameOf, percent, plural, short } from "./tools.js";
+import { ask, choice, choose, count, duration, element, nameOf, percent, plural, redraw, short } from "./tools.js";
 import { NOTHING, noteOf } from "./list.js";
 import { COLORS, colorOf, shownRuns, state, writeAddress } from "./state.js";
 
@@ -54,11 +54,8 @@ export const curves = {
     const changed = await Promise.all(wanted.map((id) => update(id, known.get(id))));
     if (page !== opened) return;
     page.note.replaceChildren(...noteOf(wanted.length ? "" : NOTHING.run));
-    const content = JSON.stringify([wanted, state.x]);
-    if (changed.some(Boolean) || content !== page.drawn) {
-      page.drawn = content;
-      await draw();
-    }
+    if (changed.some(Boolean)) page.drawn = "";
+    await redraw(page, [wanted, state.x], draw);
   },
   key(key) {
     if (key === "l") toggleLog();

@@ -1,6 +1,6 @@
 // A generation folder: a bar for each GPU, the newest images, failures with their reasons, and all images.
 
-import { ask, count, duration, element, forget, framed, joined, plural, short, thumbAddress } from "./tools.js";
+import { ask, count, duration, element, forget, framed, joined, plural, redraw, short, thumbAddress } from "./tools.js";
 import { state } from "./state.js";
 import { NOTHING, noteOf } from "./list.js";
 import { settingsTable } from "./settings.js";
@@ -18,7 +18,7 @@ export const generation = {
     const grid = new TileGrid({ tile: (index) => tile(index), least: 150, shape: (side) => side + 26 });
     const parts = element("div", {}, head, element("section.card", {}, bars), element("section.card", {}, element("h2", {}, "Newest"), newest), failures,
       element("details.card", {}, element("summary", {}, "Settings"), settings), all, grid.element);
-    page = { note, head, bars, newest, failures, settings, all, grid, parts, folder: null, version: null, shown: "", pages: new Map(), total: 0 };
+    page = { note, head, bars, newest, failures, settings, all, grid, parts, folder: null, version: null, pages: new Map(), total: 0 };
     grid.onrange = (first, last) => { if (last > first) fetchRange(first, last); };
     view.replaceChildren(note, parts);
   },
@@ -34,7 +34,7 @@ export const generation = {
     page.note.replaceChildren(...noteOf(there ? "" : NOTHING.generation));
     if (!there) return;
     if (page.folder !== folder) {
-      [page.folder, page.version, page.shown] = [folder, null, ""];
+      [page.folder, page.version] = [folder, null];
       forget("generation");
     }
     const news = await ask("generation", { folder }, "generation");
@@ -58,8 +58,8 @@ function draw(news) {
     fact(news.read < 1 ? `${Math.round(100 * news.read)}%` : news.state, news.read < 1 ? "of the ledger is read" : "state"),
   ].filter(Boolean));
   drawBars(news, running, total, finished);
-  drawNewest(news.newest);
-  drawFailures(news);
+  redraw(page.newest, [page.folder, news.newest.map((line) => line.file)], () => drawNewest(news.newest));
+  redraw(page.failures, [news.failures, news.failed], () => drawFailures(news));
   page.all.textContent = done ? "All images" : "";
   if (news.version !== page.version || done !== page.total) {
     const anew = news.version !== page.version;
@@ -99,9 +99,6 @@ function drawBars({ workers, done, failed, planned }, running, total, finished) 
 }
 
 function drawNewest(newest) {
-  const content = newest.map((line) => line.file).join("\n");
-  if (content === page.shown) return;
-  page.shown = content;
   const source = {
     at: (place) => about(newest[place], `${place + 1} of the newest ${newest.length}`),
     move: (place, x, y) => (newest[place + x + y] ? place + x + y : null),
@@ -112,9 +109,6 @@ function drawNewest(newest) {
 }
 
 function drawFailures({ failures, reasons, failed }) {
-  const content = JSON.stringify([failures.map((line) => [line.index, line.copy, line.error]), failed]);
-  if (page.failures.dataset.drawn === content) return;
-  page.failures.dataset.drawn = content;
   if (!failed) {
     page.failures.replaceChildren();
     return;

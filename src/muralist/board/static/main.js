@@ -88,12 +88,9 @@ async function cycle() {
     const news = await ask("overview", {}, "overview");
     if (news) {
       const isThere = (id) => news.run.some((run) => run.id === id);
-      const gone = [...state.ticked, state.beside].filter((id) => id !== null && !isThere(id));
-      if (gone.length) {
-        state.ticked = state.ticked.filter(isThere);
-        if (gone.includes(state.beside)) state.beside = null;
-        writeAddress();
-      }
+      state.ticked = state.ticked.filter(isThere);
+      if (!isThere(state.beside)) state.beside = null;
+      writeAddress();
       overview = news;
       document.getElementById("root").textContent = news.name;
       document.getElementById("root").title = news.root;

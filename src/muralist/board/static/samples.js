@@ -1,6 +1,6 @@
 // The samples of a run: one checkpoint with a slider over training, or every prompt over all checkpoints; compared with another run's.
 
-import { ask, choice, choose, count, element, framed, joined, nameOf, thumbAddress } from "./tools.js";
+import { askRuns, choice, choose, count, element, framed, joined, nameOf, redraw, thumbAddress } from "./tools.js";
 import { state, writeAddress } from "./state.js";
 import { NOTHING, compareMenu, noteOf } from "./list.js";
 import { enlarge } from "./viewer.js";
@@ -23,7 +23,7 @@ export const samples = {
     const all = element("div.sample-grid", { tabIndex: 0, role: "group", "aria-label": "Prompts by checkpoints", onscroll: drawCells });
     const watcher = new ResizeObserver(drawCells);
     watcher.observe(all);
-    page = { mode, compare, slider, play, where, track, sides, note, errors, tiles, all, watcher, cells: new Map(), place: 0, following: state.step === null, overview: null, run: null, timer: null, drawn: "" };
+    page = { mode, compare, slider, play, where, track, sides, note, errors, tiles, all, watcher, cells: new Map(), place: 0, following: state.step === null, overview: null, run: null, timer: null };
     view.replaceChildren(element("div.tools", {}, mode, compare), track, sides, errors, note, tiles, all);
   },
   close() {
@@ -36,17 +36,10 @@ export const samples = {
     page.overview = overview;
     page.compare.update(overview);
     const wanted = [state.focus.run, state.beside].filter((id) => id !== null && overview.run.some((run) => run.id === id));
-    const changed = await Promise.all(wanted.map(async (id) => {
-      const news = await ask("samples", { run: id }, `samples ${id}`);
-      if (news) samplesOf.set(id, news);
-      return Boolean(news);
-    }));
+    const changed = await askRuns("samples", wanted, samplesOf);
     if (page !== opened) return;
-    const content = JSON.stringify([state.focus.run, state.beside, state.allSteps]);
-    if (changed.some(Boolean) || content !== page.drawn) {
-      page.drawn = content;
-      refresh();
-    }
+    if (changed) page.drawn = "";
+    redraw(page, [state.focus.run, state.beside], refresh);
   },
   key(key) {
     if (key === "ArrowLeft") step(-1);

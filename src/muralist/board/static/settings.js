@@ -1,6 +1,6 @@
 // The settings of a run and their differences to those of other runs; the end of a run's log.
 
-import { ask, element, forget, nameOf, written } from "./tools.js";
+import { ask, askRuns, element, forget, nameOf, redraw, written } from "./tools.js";
 import { state } from "./state.js";
 import { NOTHING, compareMenu, noteOf } from "./list.js";
 
@@ -20,7 +20,7 @@ export const settings = {
       switched.setAttribute("aria-pressed", String(switched.getAttribute("aria-pressed") !== "true"));
       draw(comparedRuns(page.overview));
     } }, "differences only");
-    page = { compare, switched, note: element("p.note"), sections: element("div.sections"), drawn: "" };
+    page = { compare, switched, note: element("p.note"), sections: element("div.sections") };
     view.replaceChildren(element("div.tools", {}, compare, switched), page.note, page.sections);
   },
   close() { page = null; },
@@ -29,16 +29,8 @@ export const settings = {
     page.overview = overview;
     page.compare.update(overview);
     const runs = comparedRuns(overview);
-    const changed = await Promise.all(runs.map(async (id) => {
-      const news = await ask("settings", { run: id }, `settings ${id}`);
-      if (news) settingsOf.set(id, news);
-      return Boolean(news);
-    }));
-    if (page !== opened) return;
-    const content = JSON.stringify(runs);
-    if (!changed.some(Boolean) && content === page.drawn) return;
-    page.drawn = content;
-    draw(runs);
+    await askRuns("settings", runs, settingsOf);
+    if (page === opened) redraw(page, [runs, ...runs.map((id) => settingsOf.get(id))], () => draw(runs));
   },
 };
 
