@@ -262,17 +262,17 @@ def test_runs_side_by_side_pair_equal_prompts(browser: Any, tmp_path: Path) -> N
 def test_images_of_a_generation_load_when_they_are_visible(visit: Callable[..., Visit]) -> None:
     looking = visit("tab=generation")
     page = looking.page
-    page.wait_for_selector(".grid img")
+    page.wait_for_selector("#view .images img")
     assert page.locator(".totals b").all_inner_texts()[:2] == ["698", "2"]
     assert page.locator(".gpu .facts").all_inner_texts()[0].startswith("349 images · 1 failed")
     assert page.locator(".gpu.sum .facts").inner_text() == "700 of 1,000 · 2 failed"
     assert page.locator(".gpu.sum .bar").get_attribute("aria-valuemax") == "1000"
     assert page.locator(".reasons li").inner_text() == "2 × out of memory"
-    assert page.locator(".grid figure").count() < 100, "only those near the screen exist"
+    assert page.locator("#view .images figure").count() < 100, "only those near the screen exist"
     page.evaluate("scrollTo(0, document.body.scrollHeight)")
-    page.wait_for_function("() => [...document.querySelectorAll('.grid img')].some(one => one.alt === 'image 699')")
-    assert page.locator(".grid figure").count() < 100
-    page.locator(".grid button").last.click()
+    page.wait_for_function("() => [...document.querySelectorAll('#view .images img')].some(one => one.alt === 'image 699')")
+    assert page.locator("#view .images figure").count() < 100
+    page.locator("#view .images button").last.click()
     page.wait_for_function("() => document.querySelector('#viewer .facts').textContent.includes('698 of 698')")
     assert page.locator("#viewer .prompt").inner_text() == "image 699"
     page.keyboard.press("ArrowLeft")
@@ -299,8 +299,14 @@ def test_settings_differences_and_log(visit: Callable[..., Visit], root: Path, w
     page.get_by_label("Compare with").select_option("trained")
     page.wait_for_selector(".sections thead")
     assert page.locator(".sections tr").all_inner_texts() == ["\tcopied\ttrained", "optim.learning_rate\t8e-5\t0.001"]
+    page.get_by_label("Compare with").select_option("long")
+    page.wait_for_function("() => document.querySelectorAll('.sections .differs').length > 1")
+    assert page.get_by_role("rowheader", name="data.path").count() == 1
+    assert page.get_by_role("rowheader", name="data.caption").count() == 0, "null, as if it were not there"
+    page.get_by_label("Compare with").select_option("trained")
     page.get_by_role("button", name="differences only").click()
-    assert page.locator(".sections tbody tr").count() > 50 and page.locator(".sections .differs").count() == 1
+    page.wait_for_function("() => document.querySelectorAll('.sections tbody tr').length > 50")
+    assert page.locator(".sections .differs").count() == 1
     assert page.evaluate("document.documentElement.scrollWidth") == width
 
     page.get_by_role("tab", name="Log").click()

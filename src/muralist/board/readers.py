@@ -257,13 +257,9 @@ def _read_report(path: Path, version: int) -> dict[str, Any] | None:
             for name, score in report["scores"].items()
             if score
         }
-        images, reference = report.get("images") or {}, report.get("reference") or {}
         return {
             "scores": {name: score for name, score in scores.items() if score["value"] is not None},
-            "images": images.get("count"),
-            "folder": images.get("folder"),
-            "reference": reference.get("path"),
-            "failures": len(report.get("failures") or []),
+            "images": (report.get("images") or {}).get("count"),
             "warnings": [str(warning) for warning in report.get("warnings") or []][:20],
         }
     except (KeyError, TypeError, AttributeError):

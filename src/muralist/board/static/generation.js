@@ -9,21 +9,24 @@ import { enlarge } from "./viewer.js";
 const PAGE_SIZE = 100; // ledger lines per request
 const MAX_HEIGHT = 15_000_000; // pixels; browsers draw no taller page
 const BEYOND = 400; // pixels around the screen
+const [LEAST, CAPTION, GAP] = [150, 26, 12]; // pixels of a tile, of its text, and between tiles
 let page = null;
 
 export const generation = {
   open(view) {
     const [note, head, bars, newest, failures, all] = [element("p.note"), element("div.totals"), element("div.bars"), element("div.strip"), element("div.failures"), element("h2")];
     const settings = element("div");
-    const grid = new TileGrid({ tile: (index) => tile(index), least: 150, shape: (side) => side + 26 });
+    const [grid, watcher] = [element("div.images"), new ResizeObserver(drawTiles)];
+    watcher.observe(grid);
+    addEventListener("scroll", drawTiles, { passive: true });
     const parts = element("div", {}, head, element("section.card", {}, bars), element("section.card", {}, element("h2", {}, "Newest"), newest), failures,
-      element("details.card", {}, element("summary", {}, "Settings"), settings), all, grid.element);
-    page = { note, head, bars, newest, failures, settings, all, grid, parts, folder: null, version: null, pages: new Map(), total: 0 };
-    grid.onrange = (first, last) => { if (last > first) fetchRange(first, last); };
+      element("details.card", {}, element("summary", {}, "Settings"), settings), all, grid);
+    page = { note, head, bars, newest, failures, settings, all, grid, watcher, tiles: new Map(), columns: 2, parts, folder: null, version: null, pages: new Map(), total: 0 };
     view.replaceChildren(note, parts);
   },
   close() {
-    page.grid.close();
+    page.watcher.disconnect();
+    removeEventListener("scroll", drawTiles);
     page = null;
   },
   async poll(overview) {
@@ -62,10 +65,10 @@ function draw(news) {
   redraw(page.failures, [news.failures, news.failed], () => drawFailures(news));
   page.all.textContent = done ? "All images" : "";
   if (news.version !== page.version || done !== page.total) {
-    const anew = news.version !== page.version;
+    if (news.version !== page.version) page.tiles.clear();
     [page.version, page.total] = [news.version, done];
     page.pages.clear();
-    page.grid.show(done, anew);
+    drawTiles();
     page.settings.replaceChildren(settingsTable([news.settings], Object.keys(news.settings)));
   }
 }
@@ -127,7 +130,7 @@ async function fetchRange(first, last) {
   const opened = page;
   for (let begin = first - (first % PAGE_SIZE); begin < last; begin += PAGE_SIZE) await lines(begin);
   if (page !== opened) return;
-  for (const [index, one] of page.grid.tiles) await fill(one, index);
+  for (const [index, one] of page.tiles) await fill(one, index);
 }
 
 function lines(begin) {
@@ -144,7 +147,7 @@ function tile(index) {
   const source = {
     at: async (place) => about(await lineAt(place), `${count(place + 1)} of ${count(page.total)}`),
     move: (place, x, y) => {
-      const next = place + x + y * page.grid.columns;
+      const next = place + x + y * page.columns;
       return next >= 0 && next < page.total ? next : null;
     },
   };
@@ -170,69 +173,18 @@ function about(line, where) {
   };
 }
 
-/** A grid of any number of tiles, of which only those near the screen exist. */
-class TileGrid {
-  /** `tile(index)` creates a tile; `least` is its minimum width, `shape` returns its height for a width. */
-  constructor({ tile, least, shape, gap = 12 }) {
-    Object.assign(this, { tile, least, shape, gap });
-    this.element = element("div.grid");
-    this.tiles = new Map();
-    this.count = 0;
-    this.draw = framed(() => this.#draw());
-    this.watcher = new ResizeObserver(this.draw);
-    this.watcher.observe(this.element);
-    addEventListener("scroll", this.draw, { passive: true });
-  }
-
-  close() {
-    this.watcher.disconnect();
-    removeEventListener("scroll", this.draw);
-  }
-
-  /** Show this many tiles; `anew`: replace existing ones. */
-  show(count, anew = false) {
-    this.count = count;
-    if (anew) this.#clear();
-    this.draw();
-  }
-
-  #clear() {
-    this.tiles.clear();
-    this.element.replaceChildren();
-  }
-
-  #draw() {
-    const width = this.element.clientWidth;
-    if (!width) return;
-    const columns = Math.max(width < 520 ? 2 : 1, Math.floor((width + this.gap) / (this.least + this.gap)));
-    const side = (width - (columns - 1) * this.gap) / columns;
-    const height = this.shape(side) + this.gap;
-    const rows = Math.min(Math.ceil(this.count / columns), Math.floor(MAX_HEIGHT / height));
-    const layout = `${columns} ${side}`;
-    if (layout !== this.layout) {
-      this.layout = layout;
-      this.#clear();
-    }
-    this.element.style.height = `${Math.max(0, rows * height - this.gap)}px`;
-    const top = -this.element.getBoundingClientRect().top;
-    const first = Math.max(0, Math.floor((top - BEYOND) / height)) * columns;
-    const last = Math.min(this.count, rows * columns, (Math.ceil((top + innerHeight + BEYOND) / height)) * columns);
-    for (const [index, tile] of this.tiles) {
-      if (index < first || index >= last) {
-        tile.remove();
-        this.tiles.delete(index);
-      }
-    }
-    const created = document.createDocumentFragment();
-    for (let index = first; index < last; index += 1) {
-      if (this.tiles.has(index)) continue;
-      const tile = this.tile(index, side);
-      tile.style.cssText = `position:absolute;width:${side}px;left:${(index % columns) * (side + this.gap)}px;top:${Math.floor(index / columns) * height}px`;
-      this.tiles.set(index, tile);
-      created.append(tile);
-    }
-    this.element.append(created);
-    [this.first, this.last, this.columns] = [first, last, columns];
-    this.onrange?.(first, last);
-  }
-}
+/** Draw all images, of any number: only the rows of tiles near the screen exist. */
+const drawTiles = framed(() => {
+  if (!page?.grid.clientWidth) return;
+  const columns = Math.max(2, Math.floor((page.grid.clientWidth + GAP) / (LEAST + GAP)));
+  const height = (page.grid.clientWidth + GAP) / columns + CAPTION;
+  const rows = Math.min(Math.ceil(page.total / columns), Math.floor(MAX_HEIGHT / height));
+  const top = -page.grid.getBoundingClientRect().top;
+  const row = (at) => Math.min(rows, Math.max(0, at));
+  const [first, last] = [row(Math.floor((top - BEYOND) / height)) * columns, Math.min(page.total, row(Math.ceil((top + innerHeight + BEYOND) / height)) * columns)];
+  page.columns = columns;
+  page.grid.style.cssText = `height: ${rows * height}px; padding-top: ${(first / columns) * height}px; grid: auto-flow ${height - GAP}px / repeat(${columns}, minmax(0, 1fr))`;
+  page.tiles = new Map(Array.from({ length: last - first }, (_, place) => [first + place, page.tiles.get(first + place) ?? tile(first + place)]));
+  redraw(page.grid, [page.version, first, last], () => page.grid.replaceChildren(...page.tiles.values()));
+  if (last > first) fetchRange(first, last);
+});

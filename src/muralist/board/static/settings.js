@@ -37,7 +37,7 @@ export const settings = {
 function draw(runs) {
   const all = runs.map((id) => settingsOf.get(id) ?? {});
   const names = [...new Set(all.flatMap(Object.keys))];
-  const differ = new Set(names.filter((name) => new Set(all.map((one) => JSON.stringify(one[name]))).size > 1));
+  const differ = new Set(names.filter((name) => new Set(all.map((one) => JSON.stringify(one[name] ?? null))).size > 1));
   page.switched.hidden = runs.length < 2;
   const shown = runs.length > 1 && page.switched.getAttribute("aria-pressed") === "true" ? names.filter((name) => differ.has(name)) : names;
   page.note.replaceChildren(...noteOf(!runs.length ? NOTHING.run : shown.length ? "" : names.length ? "These runs have the same settings." : "This run has no settings that can be read."));
