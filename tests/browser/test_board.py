@@ -367,6 +367,9 @@ def test_a_phone_in_the_dark(visit: Callable[..., Visit]) -> None:
         page.get_by_role("tab", name=tab).tap()
         page.wait_for_timeout(150)
         assert page.evaluate("document.documentElement.scrollWidth") == 390, f"nothing sticks out of {tab}"
+    for width in (800, 1000, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        assert page.evaluate("document.documentElement.scrollWidth") == width, "nor at widths in between"
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
     assert not page.locator("#list").is_visible()
     page.locator("#chooser").tap()
