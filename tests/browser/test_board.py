@@ -270,7 +270,9 @@ def test_images_of_a_generation_load_when_they_are_visible(visit: Callable[..., 
     assert page.locator(".reasons li").inner_text() == "2 × out of memory"
     assert page.locator("#view .images figure").count() < 100, "only those near the screen exist"
     page.evaluate("scrollTo(0, document.body.scrollHeight)")
-    page.wait_for_function("() => [...document.querySelectorAll('#view .images img')].some(one => one.alt === 'image 699')")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('#view .images img')].some(one => one.alt === 'image 699')"
+    )
     assert page.locator("#view .images figure").count() < 100
     page.locator("#view .images button").last.click()
     page.wait_for_function("() => document.querySelector('#viewer .facts').textContent.includes('698 of 698')")
