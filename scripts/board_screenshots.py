@@ -31,10 +31,11 @@ _RUNS = {
     "driving-wide": "--batch_size 32 --learning_rate 4e-3 --epochs 6",
 }
 _TOO_LARGE = (0, 9, 18)  # rows with a size that the model cannot generate: they fail, and the page shows the reason
-_WIDE, _PHONE = (1440, 900), (390, 844)
+_WIDE, _SMALL, _PHONE = (1440, 900), (1080, 320), (390, 844)
 _VIEWS = {
     "curves": ("tab=curves&run=driving-slow&tick=driving-fast&tick=driving-slow&log=1", _WIDE, "light"),
     "samples": ("tab=samples&run=driving-fast&whole=1", _WIDE, "dark"),
+    "settings": ("tab=settings&run=driving-fast&beside=driving-slow", _SMALL, "light"),
     "generation": ("tab=generation", _WIDE, "light"),
     "phone": ("tab=samples&run=driving-fast", _PHONE, "light"),
 }

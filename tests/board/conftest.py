@@ -25,6 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "away").symlink_to(root.parent)
     (root / "best").symlink_to("first")
     (root / "notes.txt").write_text("private")
+    write_run(root / ".hidden", checkpoints=0)
     return root
 
 

@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -63,6 +64,32 @@ def test_the_sample_grid_and_its_images(board: Board) -> None:
     assert Image.open(io.BytesIO(whole.body)).getpixel((0, 0)) == (120, 50, 90)
 
 
+def test_settings_and_the_end_of_the_log(board: Board, results: Path, tmp_path: Path) -> None:
+    assert board.get("/api/settings?run=first").json() == {"epochs": 1}
+    told = board.get("/api/log?run=first").json()
+    assert told["is_whole"] and told["text"].endswith("\nFinished at step 100.\n")
+    assert board.get("/api/settings?run=scenes").status == board.get("/api/log?run=scenes").status == 404, "not a run"
+
+    run = write_run(tmp_path / "run", checkpoints=0)
+    (run / "config.yaml").write_text(
+        "optim: {learning_rate: 8.0e-05, betas: [0.9, [1]]}\nday: 2026-11-18\n1: {2: null}\n"
+    )
+    (run / "logs" / "train.log").write_text(
+        "".join(f"line {number} \N{GREEK SMALL LETTER ALPHA}\n" for number in range(9999)) + "cut"
+    )
+    bomb = write_run(tmp_path / "bomb", checkpoints=0)
+    (bomb / "config.yaml").write_text(
+        "a: &a [x,x]\n" + "".join(f"{b}: &{b} [*{a},*{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
+    )
+    with running_board(tmp_path, tmp_path / "cache") as other:
+        told = other.get("/api/settings?run=run").json()
+        assert told == {"optim.learning_rate": 8e-5, "optim.betas": [0.9, "[1]"], "day": "2026-11-18", "1.2": None}
+        log = other.get("/api/log?run=run").json()
+        assert not log["is_whole"] and len(log["text"]) < 1 << 16
+        assert re.fullmatch(r"(line \d+ \u03b1\n)+", log["text"]) and "line 9998 " in log["text"]
+        assert other.get("/api/settings?run=bomb").json() == {}
+
+
 def test_thumbnails_fit_and_small_images_are_sent_unchanged(board: Board) -> None:
     answer = board.get("/thumb?path=scenes/row-0.png&side=192")
     small = Image.open(io.BytesIO(answer.body))
@@ -104,10 +131,10 @@ def test_dots_in_an_address_are_refused(board: Board, address: str) -> None:
     assert board.get(address).status == 404
 
 
-@pytest.mark.parametrize("run", ["..", "away", "/etc", "nowhere", "first/metrics.jsonl", "%00"])
+@pytest.mark.parametrize("run", ["..", "away", ".hidden", "/etc", "nowhere", "first/metrics.jsonl", "%00"])
 def test_folders_outside_are_not_read(board: Board, run: str) -> None:
-    for path in (f"/api/curves?run={run}", f"/api/samples?run={run}", f"/api/generation?folder={run}"):
-        assert board.get(path).status == 404
+    for name in ("curves?run", "samples?run", "settings?run", "log?run", "generation?folder"):
+        assert board.get(f"/api/{name}={run}").status == 404
 
 
 def test_links_inside_a_run_are_not_followed(tmp_path: Path) -> None:
@@ -122,19 +149,27 @@ def test_links_inside_a_run_are_not_followed(tmp_path: Path) -> None:
         run / "metrics.jsonl": secret / "metrics.jsonl",
         run / "samples": secret / "samples",
         run / "heartbeats": secret / "heartbeats",
+        run / "logs": secret / "logs",
+        sampled / "logs" / "train.log": secret / "logs" / "train.log",
+        sampled / "config.yaml": secret / "config.yaml",
         sampled / "samples" / "step_0000010" / "gpu_0_prompt.txt": secret / "config.yaml",
         sampled / "samples" / "step_0000020": secret / "samples" / "step_0000020",
         root / "images" / "ledger.jsonl": secret / "images" / "ledger.jsonl",
         root / "scores" / "report.json": secret / "evaluation" / "report.json",
     }.items():
         link.parent.mkdir(exist_ok=True)
+        if link.is_dir():
+            shutil.rmtree(link)
         link.unlink(missing_ok=True)
         link.symlink_to(target)
     os.mkfifo(root / "scores" / "pipe.png")
     with running_board(root, tmp_path / "cache") as board:
         told = board.get("/api/overview").json()
         assert told["evaluation"] == [] and [run["id"] for run in told["run"]] == ["run", "sampled"]
-        assert told["run"][0]["loss"] is None and told["run"][0]["state"] == "finished"
+        assert told["run"][0]["loss"] is None
+        for name in ("run", "sampled"):
+            assert board.get(f"/api/log?run={name}").json()["text"] == ""
+        assert board.get("/api/settings?run=sampled").json() == {}
         assert board.get("/api/curves?run=run").json()["rows"] == 0
         assert board.get("/api/samples?run=run").json()["steps"] == []
         grid_found = board.get("/api/samples?run=sampled").json()

@@ -128,6 +128,17 @@ def test_a_sample_grid_grows_by_prompts_and_checkpoints(tmp_path: Path) -> None:
     assert sample_grid(tmp_path / "nowhere") == {"prompts": [], "steps": [], "files": [], "errors": []}
 
 
+def test_prompts_that_gpus_share_keep_their_order(tmp_path: Path) -> None:
+    folder = tmp_path / "step_0000010"
+    folder.mkdir()
+    for number in range(23):  # GPU 0 draws prompts 0, 2, 4, ..., GPU 1 the others
+        name = f"_{number // 2 + 1}" if number > 1 else ""
+        (folder / f"gpu_{number % 2}_sample{name}.png").write_bytes(b"")
+        (folder / f"gpu_{number % 2}_prompt{name}.txt").write_text(f"prompt {number}\n")
+    grid = sample_grid(tmp_path)
+    assert grid["prompts"] == [f"prompt {number}" for number in range(23)] and None not in grid["files"][0]
+
+
 def test_an_unchanged_checkpoint_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = write_run(tmp_path / "run", checkpoints=2) / "samples"
     for folder in samples.iterdir():

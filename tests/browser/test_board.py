@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, photo_folder: Path) -> Path:
     words = "--enable_condition --init_from none --max_steps 12 --ckpt_every 4 --samples_per_gpu 2 --run_name trained"
     train(*words.split(), "--data_path", photo_folder, "--results_dir", root)
     shutil.copytree(root / "trained", root / "copied")
+    config = root / "copied" / "config.yaml"
+    config.write_text(re.sub("learning_rate: .*", "learning_rate: 8.0e-05", config.read_text()))
     write_run(root / "long", steps=5000, checkpoints=2)
     write_generation(root / "scenes", rows=700, failed=(5, 6))
     note_plan(root / "scenes" / "ledger.jsonl", 1000)
@@ -159,7 +162,14 @@ def test_the_list_is_controlled_by_keys(visit: Callable[..., Visit]) -> None:
     assert looking.names() == ["trained"]
     page.keyboard.press("Escape")
     assert looking.names() == names
-    for key, tab in (("2", "Samples"), ("3", "Generation"), ("4", "Evaluation"), ("1", "Curves")):
+    for key, tab in (
+        ("2", "Samples"),
+        ("3", "Settings"),
+        ("4", "Log"),
+        ("5", "Generation"),
+        ("6", "Evaluation"),
+        ("1", "Curves"),
+    ):
         page.keyboard.press(key)
         assert page.locator("[role=tab][aria-selected=true]").inner_text() == tab
     page.keyboard.press("?")
@@ -203,10 +213,11 @@ def test_samples_by_slider_side_by_side_and_enlarged(visit: Callable[..., Visit]
     page.wait_for_function("() => document.querySelector('.track output').textContent === 'step 8 · 2 of 3'")
 
     page.keyboard.press("w")
-    page.wait_for_selector(".sample-grid .line img")
-    assert page.locator(".sample-grid .line button").count() == 6
-    assert page.locator(".sample-grid .head span").all_inner_texts() == ["4", "8", "12"]
-    page.locator(".sample-grid .line button").nth(2).click()
+    page.wait_for_selector(".sample-grid img")
+    assert page.locator(".sample-grid button").count() == 6 and page.locator(".sample-grid img").count() == 12
+    assert page.locator(".sample-grid > span").all_inner_texts() == ["4", "8", "12"]
+    assert page.locator(".sides").inner_text() == "above: trained · below: copied"
+    page.locator(".sample-grid button").nth(2).click()
     page.wait_for_function("() => document.querySelector('#viewer .facts').textContent.startsWith('step 12')")
     page.keyboard.press("Escape")
     page.keyboard.press("w")
@@ -251,23 +262,27 @@ def test_runs_side_by_side_pair_equal_prompts(browser: Any, tmp_path: Path) -> N
 def test_images_of_a_generation_load_when_they_are_visible(visit: Callable[..., Visit]) -> None:
     looking = visit("tab=generation")
     page = looking.page
-    page.wait_for_selector(".grid img")
+    page.wait_for_selector("#view .images img")
     assert page.locator(".totals b").all_inner_texts()[:2] == ["698", "2"]
     assert page.locator(".gpu .facts").all_inner_texts()[0].startswith("349 images · 1 failed")
     assert page.locator(".gpu.sum .facts").inner_text() == "700 of 1,000 · 2 failed"
     assert page.locator(".gpu.sum .bar").get_attribute("aria-valuemax") == "1000"
     assert page.locator(".reasons li").inner_text() == "2 × out of memory"
-    assert page.locator(".grid figure").count() < 100, "only those near the screen exist"
+    assert page.locator("#view .images figure").count() < 100, "only those near the screen exist"
     page.evaluate("scrollTo(0, document.body.scrollHeight)")
-    page.wait_for_function("() => [...document.querySelectorAll('.grid img')].some(one => one.alt === 'image 699')")
-    assert page.locator(".grid figure").count() < 100
-    page.locator(".grid button").last.click()
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('#view .images img')].some(one => one.alt === 'image 699')"
+    )
+    assert page.locator("#view .images figure").count() < 100
+    page.locator("#view .images button").last.click()
     page.wait_for_function("() => document.querySelector('#viewer .facts').textContent.includes('698 of 698')")
     assert page.locator("#viewer .prompt").inner_text() == "image 699"
     page.keyboard.press("ArrowLeft")
     page.wait_for_function("() => document.querySelector('#viewer .prompt').textContent === 'image 698'")
     page.keyboard.press("Escape")
-    page.keyboard.press("4")
+    page.get_by_text("Settings", exact=True).last.click()
+    assert page.locator("details .settings tr").inner_text().split() == ["steps", "20"]
+    page.keyboard.press("6")
     assert page.locator(".scores tbody td b").first.inner_text() == "20"
     with page.context.expect_page() as opened:
         page.get_by_role("link", name="open the report").click()
@@ -275,15 +290,88 @@ def test_images_of_a_generation_load_when_they_are_visible(visit: Callable[..., 
     looking.close()
 
 
+@pytest.mark.parametrize("width", [1400, 400])
+def test_settings_differences_and_log(visit: Callable[..., Visit], root: Path, width: int) -> None:
+    looking = visit("tab=settings&run=copied", viewport={"width": width, "height": 800})
+    page = looking.page
+    value = page.locator("tr", has=page.get_by_role("rowheader", name="learning_rate", exact=True)).locator("td")
+    assert value.all_inner_texts() == ["8e-5"], "as people write it"
+    assert page.locator(".sections h2").all_inner_texts()[:2] == ["Data", "Model"]
+    assert page.locator("label", has_text="compare with").locator("option").all_inner_texts()[0] == "choose a run"
+    page.get_by_label("Compare with").select_option("trained")
+    page.wait_for_selector(".sections thead")
+    assert page.locator(".sections tr").all_inner_texts() == ["\tcopied\ttrained", "optim.learning_rate\t8e-5\t0.001"]
+    page.get_by_label("Compare with").select_option("long")
+    page.wait_for_function("() => document.querySelectorAll('.sections .differs').length > 1")
+    assert page.get_by_role("rowheader", name="data.path").count() == 1
+    assert page.get_by_role("rowheader", name="data.caption").count() == 0, "null, as if it were not there"
+    page.get_by_label("Compare with").select_option("trained")
+    page.get_by_role("button", name="differences only").click()
+    page.wait_for_function("() => document.querySelectorAll('.sections tbody tr').length > 50")
+    assert page.locator(".sections .differs").count() == 1
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+
+    page.get_by_role("tab", name="Log").click()
+    page.wait_for_function("() => document.querySelector('.log').innerText.includes('Finished at step 12.')")
+    log = page.locator(".log")
+    assert log.evaluate("one => one.scrollTop + one.clientHeight > one.scrollHeight - 2"), "the end is visible"
+    with (root / "copied" / "logs" / "train.log").open("a") as file:
+        file.write("<b>not HTML</b> `code`\n")
+    page.wait_for_function("() => document.querySelector('.log').innerText.endsWith('<b>not HTML</b> `code`')")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    looking.close()
+
+
+def test_ticks_are_written_as_people_write_them(visit: Callable[..., Visit]) -> None:
+    looking = visit("tab=curves&run=long")
+    looking.traces("train/data_wait_fraction")
+    ticks = "[data-metric='{}'] .ytick text"
+    written = looking.page.locator(ticks.format("train/learning_rate")).all_text_contents()
+    assert {"8e-4", "1e-3"} <= set(written) <= {"8e-4", "9e-4", "1e-3", "1.1e-3", "1.2e-3"}
+    looking.page.keyboard.press("l")
+    looking.page.wait_for_function(f"() => ({_READ})('train/loss')._fullLayout.yaxis.type === 'log'")
+    assert looking.page.locator(ticks.format("train/loss")).all_text_contents() == ["0.001", "0.01", "0.1", "1"]
+    assert "0.5%" in looking.page.locator(ticks.format("train/data_wait_fraction")).all_text_contents()
+    looking.close()
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_a_grid_of_any_number_of_prompts_and_checkpoints(browser: Any, tmp_path: Path, width: int) -> None:
+    samples = write_run(tmp_path / "results" / "run", checkpoints=60) / "samples"
+    for text in list(samples.glob("*/gpu_0_prompt.txt")):
+        for number in range(5, 31):
+            text.with_name(f"gpu_0_prompt_{number}.txt").write_text(f"prompt {number}")
+            (text.parent / f"gpu_0_sample_{number}.png").hardlink_to(text.parent / "gpu_0_sample.png")
+    with running_board(tmp_path / "results", tmp_path / "cache") as board:
+        looking = Visit(browser, board, "tab=samples&whole=1", viewport={"width": width, "height": 800})
+        page = looking.page
+        last = "() => document.querySelector('[aria-label=\"Enlarge: {}\"] img')?.src.includes('step_{:07d}')"
+        page.wait_for_selector(".sample-grid img")
+        assert page.locator(".sample-grid > p").all_inner_texts()[:2] == PROMPTS[:2]
+        assert page.locator(".sample-grid > p").count() == 30 and page.locator(".sample-grid > span").count() == 60
+        box = page.locator(".sample-grid > span").last.bounding_box()
+        assert box["x"] + box["width"] <= width, "the newest checkpoint is visible"
+        page.locator(".sample-grid").evaluate("one => one.scrollTo(0, one.scrollHeight)")
+        page.wait_for_function(last.format("prompt 30", 10))
+        assert page.locator(".sample-grid button").count() < 250, "of 1,800"
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        page.keyboard.press("w")
+        page.wait_for_function("() => document.querySelectorAll('.tile img').length === 30")
+        looking.close()
+
+
 def test_a_phone_in_the_dark(visit: Callable[..., Visit]) -> None:
     looking = visit(
         "tab=curves&run=trained", viewport={"width": 390, "height": 844}, color_scheme="dark", has_touch=True
     )
     page = looking.page
-    for tab in ("Samples", "Generation", "Evaluation", "Curves"):
+    for tab in ("Samples", "Settings", "Log", "Generation", "Evaluation", "Curves"):
         page.get_by_role("tab", name=tab).tap()
         page.wait_for_timeout(150)
         assert page.evaluate("document.documentElement.scrollWidth") == 390, f"nothing sticks out of {tab}"
+    for width in (800, 1000, 390):
+        page.set_viewport_size({"width": width, "height": 844})
+        assert page.evaluate("document.documentElement.scrollWidth") == width, "nor at widths in between"
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 22, 26)"
     assert not page.locator("#list").is_visible()
     page.locator("#chooser").tap()
@@ -300,11 +388,16 @@ def test_an_empty_folder_says_what_would_appear(browser: Any, tmp_path: Path) ->
     (tmp_path / "results").mkdir()
     with running_board(tmp_path / "results", tmp_path / "cache") as board:
         looking = Visit(browser, board, "")
-        assert (
-            "What `muralist train` writes into this folder appears here." in looking.page.locator("#list").inner_text()
-        )
+        assert "What muralist train writes into this folder appears here." in looking.page.locator("#list").inner_text()
+        assert looking.page.locator("#list code").inner_text() == "muralist train"
         assert looking.page.locator(".note").inner_text().startswith("No runs yet.")
         write_run(tmp_path / "results" / "new")
         looking.page.wait_for_selector("#list .name", timeout=8000)
         assert looking.looked_at() == "new"
+        (tmp_path / "results" / "new" / "heartbeats").mkdir()
+        record = {"left": "failed", "message": "Out of memory: lower `--batch_size`."}
+        (tmp_path / "results" / "new" / "heartbeats" / "rank_0.json").write_text(json.dumps(record))
+        looking.page.wait_for_selector(".chip .message", timeout=8000)
+        assert looking.page.locator(".chip code").inner_text() == "--batch_size"
+        assert "`" not in looking.page.locator("body").inner_text()
         looking.close()

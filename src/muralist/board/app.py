@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from muralist.board.curves import Axis, RecentSeries
 from muralist.board.files import PAGES, SIDES, BoardRoot, NotFound, Thumbnails, image_facts
 from muralist.board.generation import Generation, generation_summary
-from muralist.board.readers import evaluation_summary, find_entries, run_summary, sample_grid
+from muralist.board.readers import evaluation_summary, find_entries, log_tail, run_settings, run_summary, sample_grid
 from muralist.core.errors import UserError
 from muralist.data.tar_members import TarImage
 from muralist.evaluate.report import METRICS
@@ -97,6 +97,16 @@ def create(root_path: Path, host: str = "127.0.0.1", cache: Path | None = None) 
     def get_samples(run: str) -> Response:
         """Return the sample grid of a run."""
         return _json(sample_grid(root.folder(run) / "samples"))
+
+    @app.get("/api/settings")
+    def get_settings(run: str) -> Response:
+        """Return the settings of a run."""
+        return _json(run_settings(root.folder(run)))
+
+    @app.get("/api/log")
+    def get_log(run: str) -> Response:
+        """Return the end of a run's log."""
+        return _json(log_tail(root.folder(run)))
 
     @app.get("/api/generation")
     def get_generation(folder: str) -> Response:

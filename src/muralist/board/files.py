@@ -41,12 +41,12 @@ class BoardRoot:
         self.path = Path(os.path.realpath(path))
 
     def resolve(self, relative: str) -> Path:
-        """Return the real path of a file or folder under the root; links are resolved first, so that none leads out."""
+        """Return the real path of a file or folder under the root that is not hidden; links are resolved first."""
         try:
             path = Path(os.path.realpath(self.path / relative, strict=True))
         except (OSError, ValueError):  # ValueError: a NUL character
             raise NotFound from None
-        if not path.is_relative_to(self.path):
+        if not path.is_relative_to(self.path) or "/." in f"/{self.relative(path)}".removesuffix("/."):
             raise NotFound
         return path
 
@@ -58,11 +58,10 @@ class BoardRoot:
         return path
 
     def file(self, relative: str, media_types: dict[str, str]) -> tuple[Path, str]:
-        """Return a file under the root with one of these suffixes, and its media type; hidden files are not served."""
+        """Return a file under the root with one of these suffixes, and its media type."""
         path = self.resolve(relative)
         media_type = media_types.get(path.suffix.lower())
-        hidden = any(part.startswith(".") for part in path.relative_to(self.path).parts)
-        if media_type is None or hidden or not path.is_file():
+        if media_type is None or not path.is_file():
             raise NotFound
         return path, media_type
 

@@ -65,7 +65,7 @@ class Generation:
         """Return everything about the folder except the list of its images."""
         with self._lock:
             self._read()
-            state, owner = _state(self.folder)
+            state = _state(self.folder)
             running = state == "running"
             reported, unassigned = self._reported_progress() if running else ({}, 0)
             gpus = sorted({*self._done, *self._failed, *reported}, key=_natural_order)
@@ -74,7 +74,6 @@ class Generation:
             return {
                 "version": self.version,
                 "state": state,
-                "owner": owner,
                 "read": round(sum(file.offset for file in self._files) / size, 3) if size else 1.0,
                 "done": self._done.total(),
                 "failed": self._failed.total(),
@@ -198,7 +197,7 @@ def generation_summary(folder: Path) -> dict[str, Any]:
         changed = max(path.stat().st_mtime for path in (folder / LEDGER, *_shards(folder)))
     except OSError:
         changed = 0.0
-    return {"state": _state(folder)[0], "changed": round(changed)}
+    return {"state": _state(folder), "changed": round(changed)}
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -206,12 +205,11 @@ def _shards(folder: Path) -> list[Path]:
     return sorted(work.glob("*.jsonl")) if is_real_folder(work) else []
 
 
-def _state(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Return the state of a folder and the content of its lock, which a command that ends normally removes."""
-    owner = read_object(folder / "lock")
-    if not isinstance(heartbeat := owner.get("heartbeat"), int | float):
-        return "finished", {}
-    return "running" if time.time() - heartbeat < _ALIVE else "lost", owner
+def _state(folder: Path) -> str:
+    """Return the state of a folder by its lock, which a command that ends normally removes."""
+    if not isinstance(heartbeat := read_object(folder / "lock").get("heartbeat"), int | float):
+        return "finished"
+    return "running" if time.time() - heartbeat < _ALIVE else "lost"
 
 
 def _visible(line: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import yaml
+
 from muralist.board.curves import number, parse_row
 from muralist.board.files import (
+    NotFound,
+    is_real_folder,
     last_line,
     list_matching,
     read_object,
@@ -142,7 +146,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
 @lru_cache(maxsize=4096)
 def _run_facts(run: RunDir, version: tuple[Any, ...]) -> dict[str, Any]:
     last = parse_row(last_line(read_tail(run.metrics))) or {}
-    log = read_tail(run.log, 16384)
+    log = _read_log(run, 16384)
     steps = [total for _, total in _STEPS.findall(log)] or _LENGTH.findall(log)
     end = _END.search(last_line(log))
     rows = [row for line in sample_lines(run.metrics, _SPARKLINE_POINTS) if (row := parse_row(line))]
@@ -178,6 +182,56 @@ def _size_and_mtime(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
+_MAX_CONFIG_BYTES = _MAX_LOG_BYTES = 1 << 16
+
+
+def run_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of a run by dotted name; empty where config.yaml is damaged."""
+    run = _run_dir(folder)
+    return _read_config(run.config, _size_and_mtime(run.config)[1])
+
+
+@lru_cache(maxsize=256)
+def _read_config(path: Path, version: int) -> dict[str, Any]:
+    try:
+        text = read_regular(path, _MAX_CONFIG_BYTES)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            return {}  # repeated aliases make a short file endless
+        tree = yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    found: dict[str, Any] = {}
+    for name, value in tree.items() if isinstance(tree, dict) else ():
+        branch = {f"{name}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {str(name): value}
+        found |= {key: _plain(one) for key, one in branch.items()}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold; what a run does not write, such as a date, becomes text."""
+    if isinstance(value, list):
+        return [str(one) if isinstance(one, list) else _plain(one) for one in value]
+    return value if value is None or isinstance(value, str | int | float) else str(value)
+
+
+def log_tail(folder: Path) -> dict[str, Any]:
+    """Return the last complete lines of a run's log."""
+    tail = _read_log(_run_dir(folder), _MAX_LOG_BYTES)
+    begin = tail.find(b"\n") + 1 if len(tail) == _MAX_LOG_BYTES else 0
+    return {"text": tail[begin : tail.rfind(b"\n") + 1].decode(errors="replace"), "is_whole": begin == 0}
+
+
+def _read_log(run: RunDir, limit: int) -> bytes:
+    return read_tail(run.log, limit) if is_real_folder(run.log.parent) else b""
+
+
+def _run_dir(folder: Path) -> RunDir:
+    """Return a run's folder: settings and logs of other folders are not shown."""
+    if "run" not in _list_folder(folder, version_of(folder)).kinds:
+        raise NotFound
+    return RunDir(folder)
+
+
 _MAX_REPORT_BYTES = 256 << 20
 _REPORT_PAGES = ("report/index.html", "index.html")
 
@@ -203,13 +257,9 @@ def _read_report(path: Path, version: int) -> dict[str, Any] | None:
             for name, score in report["scores"].items()
             if score
         }
-        images, reference = report.get("images") or {}, report.get("reference") or {}
         return {
             "scores": {name: score for name, score in scores.items() if score["value"] is not None},
-            "images": images.get("count"),
-            "folder": images.get("folder"),
-            "reference": reference.get("path"),
-            "failures": len(report.get("failures") or []),
+            "images": (report.get("images") or {}).get("count"),
             "warnings": [str(warning) for warning in report.get("warnings") or []][:20],
         }
     except (KeyError, TypeError, AttributeError):
@@ -264,7 +314,8 @@ def sample_grid(folder: Path) -> dict[str, Any]:
 @lru_cache(maxsize=8192)
 def _read_checkpoint(folder: str, version: int) -> _Checkpoint:
     names = set(os.listdir(folder))  # noqa: PTH208  # a Path for each of many files would be slow
-    found = sorted((int(match[1]), int(match[2] or 1), name) for name in names if (match := _SAMPLE.fullmatch(name)))
+    # The GPUs take turns: the first sample of each GPU, then the second ones, are the prompts in their order.
+    found = sorted((int(match[2] or 1), int(match[1]), name) for name in names if (match := _SAMPLE.fullmatch(name)))
     samples = []
     for _, _, name in found:
         prompt_file = name.replace("_sample", "_prompt", 1).replace(".png", ".txt")

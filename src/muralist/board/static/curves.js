@@ -1,7 +1,7 @@
 // Curves of one run or several: a line for the mean, in a faint band from minimum to maximum.
 
-import { ask, choice, choose, count, duration, element, nameOf, percent, plural, short } from "./tools.js";
-import { NOTHING } from "./list.js";
+import { ask, choice, choose, count, duration, element, nameOf, percent, plural, redraw, short } from "./tools.js";
+import { NOTHING, noteOf } from "./list.js";
 import { COLORS, colorOf, shownRuns, state, writeAddress } from "./state.js";
 
 const KNOWN = [
@@ -53,12 +53,9 @@ export const curves = {
     const wanted = shownRuns().filter((id) => known.has(id));
     const changed = await Promise.all(wanted.map((id) => update(id, known.get(id))));
     if (page !== opened) return;
-    page.note.textContent = wanted.length ? "" : NOTHING.run;
-    const content = JSON.stringify([wanted, state.x]);
-    if (changed.some(Boolean) || content !== page.drawn) {
-      page.drawn = content;
-      await draw();
-    }
+    page.note.replaceChildren(...noteOf(wanted.length ? "" : NOTHING.run));
+    if (changed.some(Boolean)) page.drawn = "";
+    await redraw(page, [wanted, state.x], draw);
   },
   key(key) {
     if (key === "l") toggleLog();
@@ -97,7 +94,8 @@ async function update(id, run) {
   const key = `${state.x} ${state.zoom ?? ""}`;
   const known = data.get(id);
   const same = known?.key === key;
-  if (same && known.run.step === run.step && known.run.changed === run.changed && run.state !== "running") return false;
+  const sameState = known?.run.state === run.state;
+  if (same && sameState && known.run.step === run.step && known.run.changed === run.changed && run.state !== "running") return false;
   if (same && state.zoom) return false; // a zoomed range is not updated
   const have = same && known.version ? `${known.version}.${known.width}.${known.next}` : null;
   const [low, high] = state.zoom ?? [null, null];
@@ -106,7 +104,7 @@ async function update(id, run) {
   const adds = have !== null && old === known && news.version === known.version && news.width === known.width && news.begin > 0;
   if (adds && news.rows === known.rows) {
     known.run = run;
-    return false;
+    return !sameState;
   }
   data.set(id, { ...(adds ? append(known, news) : news), key, run });
   return true;
@@ -161,7 +159,7 @@ async function draw() {
     if (page.cards.children[place] !== chart.card) page.cards.insertBefore(chart.card, page.cards.children[place] ?? null);
     chart.last.replaceChildren(...lastValues(runs, name, format));
     const isNew = !chart.listening;
-    drawChart(Plotly, chart, runs, name, format === percent, style);
+    drawChart(Plotly, chart, runs, name, format, style);
     if (!isNew) continue;
     await new Promise((resolve) => { setTimeout(resolve); }); // the first chart appears before the last is drawn
     if (page !== opened || page.turn !== turn) return; // a later call draws them all
@@ -184,7 +182,7 @@ function lastValues(runs, name, format) {
   });
 }
 
-function drawChart(Plotly, chart, runs, name, isPart, style) {
+function drawChart(Plotly, chart, runs, name, format, style) {
   const color = (variable) => style.getPropertyValue(variable).trim();
   const traces = [];
   for (const run of runs) {
@@ -203,10 +201,11 @@ function drawChart(Plotly, chart, runs, name, isPart, style) {
     } else if (keep) {
       traces.push({ ...base, y: parts.mean, line: { width: 1, color: `${own}50` } });
     }
+    const y = smoothed(parts.mean, keep);
     traces.push({
-      ...base, y: smoothed(parts.mean, keep), hoverinfo: "x+y+name", name: shortName(run.id), connectgaps: true,
+      ...base, y, hoverinfo: "x+y+name", name: shortName(run.id), connectgaps: true,
       mode: sparse ? "lines+markers" : "lines", line: { color: own, width: 2, dash }, marker: { color: own, size: 6 },
-      hovertemplate: `%{y:${isPart ? ".1%" : ".5g"}}<extra>${escaped(shortName(run.id))}</extra>`,
+      text: y.map((value) => format(value)), hovertemplate: `%{text}<extra>${escaped(shortName(run.id))}</extra>`,
     });
   }
   const axis = { gridcolor: color("--line"), zeroline: false, linecolor: color("--line"), tickfont: { color: color("--quiet"), size: 11 } };
@@ -218,11 +217,7 @@ function drawChart(Plotly, chart, runs, name, isPart, style) {
       ...axis, showgrid: false, hoverformat: state.x === "hours" ? ".2f" : ",d", tickformat: state.x === "hours" ? "" : "~s",
       ticksuffix: state.x === "hours" ? " h" : "", ...(state.zoom ? { range: state.zoom, autorange: false } : { autorange: true }),
     },
-    yaxis: {
-      ...axis, type: state.log && !isPart ? "log" : "linear", fixedrange: true, tickformat: isPart ? "~%" : "",
-      exponentformat: "power", ...(state.log && !isPart ? logTicks(traces) : {}),
-      ...(isPart ? { rangemode: "tozero" } : {}), ...flatRange(traces, state.log && !isPart),
-    },
+    yaxis: { ...axis, fixedrange: true, ...verticalAxis(traces, format) },
   };
   Plotly.react(chart.place, traces, layout, { displayModeBar: false, responsive: true, doubleClick: false });
   if (chart.listening) return;
@@ -235,31 +230,35 @@ function drawChart(Plotly, chart, runs, name, isPart, style) {
   chart.place.on("plotly_doubleclick", () => setZoom(null));
 }
 
-function extent(traces) {
-  let [low, high] = [Infinity, -Infinity];
-  for (const { y } of traces) {
-    for (const value of y) if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
-  }
-  return [low, high];
+/** Return range and ticks of a vertical axis; the ticks are written as people write them: 8e-5, 0.2, 1,500. */
+function verticalAxis(traces, format) {
+  const isLog = state.log && format !== percent;
+  const values = traces.flatMap(({ y }) => y.filter((value) => value !== null && (!isLog || value > 0)));
+  if (!values.length) return {};
+  const [least, most] = [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
+  const around = most - least <= 1e-4 * Math.abs(most) ? 0.2 * Math.abs(most) || 1 : 0; // a constant: rounding errors are not magnified
+  const [low, high] = [format === percent ? Math.min(0, least) : least - around, most + around];
+  const tickvals = isLog ? logTicks(low, high) : linearTicks(low, high);
+  const isSmall = format !== percent && high < 0.01;
+  const ticktext = tickvals.map((value) => (isSmall && value ? Number(value.toPrecision(3)).toExponential() : format(value, 6)));
+  const edges = isLog ? [Math.log10(low), Math.log10(high)] : [low, high];
+  const margin = 0.06 * (edges[1] - edges[0]);
+  return { type: isLog ? "log" : "linear", range: [edges[0] - (low ? margin : 0), edges[1] + margin], tickvals, ticktext };
 }
 
-/** Draw a constant value as a line in the middle, without magnifying rounding errors. */
-function flatRange(traces, isLog) {
-  const [low, high] = extent(traces);
-  if (!(high > 0 && high - low <= 1e-4 * high)) return { autorange: true };
-  const edges = [0.8 * high, 1.2 * high];
-  return { range: isLog ? edges.map(Math.log10) : edges, autorange: false };
+function linearTicks(low, high) {
+  const least = (high - low) / 5;
+  const power = 10 ** Math.floor(Math.log10(least));
+  const step = power * [1, 2, 5, 10].find((one) => one * power >= least);
+  const [first, last] = [Math.ceil(low / step), Math.floor(high / step)];
+  return Array.from({ length: last - first + 1 }, (_, place) => (first + place) * step);
 }
 
 /** Ticks of a logarithmic axis: 1, 2 and 5 of each decade, or the decades alone where there are many. */
-function logTicks(traces) {
-  const [low, high] = extent(traces.map(({ y }) => ({ y: y.filter((value) => value > 0) })));
+function logTicks(low, high) {
   const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
-  if (!Number.isFinite(first)) return {};
   const steps = last - first > 3 ? [1] : last - first > 1 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7];
-  const tickvals = [];
-  for (let power = first; power <= last; power += 1) tickvals.push(...steps.map((step) => Number((step * 10 ** power).toPrecision(3))));
-  return { tickvals, ticktext: tickvals.map((value) => short(value, 2)) };
+  return Array.from({ length: last - first + 1 }, (_, place) => steps.map((one) => Number((one * 10 ** (first + place)).toPrecision(3)))).flat();
 }
 
 const shortName = (id) => {
@@ -278,7 +277,7 @@ function drawLegend(runs) {
     const rate = run.series["train/samples_per_second"]?.mean.findLast((one) => one !== null);
     if (status === "running" && rate && steps && step) facts.push(`${duration(((steps - step) * images) / step / rate)} left`);
     const chip = element("div.chip", { title: run.id }, element(`i.dot.run-${run.color % COLORS}`), element("strong", {}, shortName(run.id)), element("span", {}, facts.join(" · ")));
-    if (message) chip.append(element("p.message", {}, message));
+    if (message) chip.append(element("p.message", {}, ...noteOf(message)));
     if (status === "running" && steps) chip.append(element("progress", { max: steps, value: step ?? 0, "aria-label": "Progress" }));
     return chip;
   }));

@@ -1,25 +1,32 @@
 // A generation folder: a bar for each GPU, the newest images, failures with their reasons, and all images.
 
-import { ask, count, duration, element, forget, joined, plural, short, thumbAddress } from "./tools.js";
+import { ask, count, duration, element, forget, framed, joined, plural, redraw, short, thumbAddress } from "./tools.js";
 import { state } from "./state.js";
-import { NOTHING } from "./list.js";
-import { TileGrid } from "./grids.js";
+import { NOTHING, noteOf } from "./list.js";
+import { settingsTable } from "./settings.js";
 import { enlarge } from "./viewer.js";
 
 const PAGE_SIZE = 100; // ledger lines per request
+const MAX_HEIGHT = 15_000_000; // pixels; browsers draw no taller page
+const BEYOND = 400; // pixels around the screen
+const [LEAST, CAPTION, GAP] = [150, 26, 12]; // pixels of a tile, of its text, and between tiles
 let page = null;
 
 export const generation = {
   open(view) {
     const [note, head, bars, newest, failures, all] = [element("p.note"), element("div.totals"), element("div.bars"), element("div.strip"), element("div.failures"), element("h2")];
-    const grid = new TileGrid({ tile: (index) => tile(index), least: 150, shape: (side) => side + 26 });
-    const parts = element("div", {}, head, element("section.card", {}, bars), element("section.card", {}, element("h2", {}, "Newest"), newest), failures, all, grid.element);
-    page = { note, head, bars, newest, failures, all, grid, parts, folder: null, version: null, shown: "", pages: new Map(), total: 0 };
-    grid.onrange = (first, last) => { if (last > first) fetchRange(first, last); };
+    const settings = element("div");
+    const [grid, watcher] = [element("div.images"), new ResizeObserver(drawTiles)];
+    watcher.observe(grid);
+    addEventListener("scroll", drawTiles, { passive: true });
+    const parts = element("div", {}, head, element("section.card", {}, bars), element("section.card", {}, element("h2", {}, "Newest"), newest), failures,
+      element("details.card", {}, element("summary", {}, "Settings"), settings), all, grid);
+    page = { note, head, bars, newest, failures, settings, all, grid, watcher, tiles: new Map(), columns: 2, parts, folder: null, version: null, pages: new Map(), total: 0 };
     view.replaceChildren(note, parts);
   },
   close() {
-    page.grid.close();
+    page.watcher.disconnect();
+    removeEventListener("scroll", drawTiles);
     page = null;
   },
   async poll(overview) {
@@ -27,10 +34,10 @@ export const generation = {
     const folder = state.focus.generation;
     const there = overview.generation.some((one) => one.id === folder);
     page.parts.hidden = !there;
-    page.note.textContent = there ? "" : NOTHING.generation;
+    page.note.replaceChildren(...noteOf(there ? "" : NOTHING.generation));
     if (!there) return;
     if (page.folder !== folder) {
-      [page.folder, page.version, page.shown] = [folder, null, ""];
+      [page.folder, page.version] = [folder, null];
       forget("generation");
     }
     const news = await ask("generation", { folder }, "generation");
@@ -38,7 +45,6 @@ export const generation = {
     draw(news);
     if (news.read < 1) setTimeout(() => { if (page === opened && page.folder === folder) generation.poll(overview); }, 50);
   },
-  key: () => false,
 };
 
 function draw(news) {
@@ -55,15 +61,15 @@ function draw(news) {
     fact(news.read < 1 ? `${Math.round(100 * news.read)}%` : news.state, news.read < 1 ? "of the ledger is read" : "state"),
   ].filter(Boolean));
   drawBars(news, running, total, finished);
-  if (news.version !== page.version) page.pages.clear();
-  drawNewest(news.newest);
-  drawFailures(news);
+  redraw(page.newest, [page.folder, news.newest.map((line) => line.file)], () => drawNewest(news.newest));
+  redraw(page.failures, [news.failures, news.failed], () => drawFailures(news));
   page.all.textContent = done ? "All images" : "";
   if (news.version !== page.version || done !== page.total) {
-    const anew = news.version !== page.version;
+    if (news.version !== page.version) page.tiles.clear();
     [page.version, page.total] = [news.version, done];
     page.pages.clear();
-    page.grid.show(done, anew);
+    drawTiles();
+    page.settings.replaceChildren(settingsTable([news.settings], Object.keys(news.settings)));
   }
 }
 
@@ -96,9 +102,6 @@ function drawBars({ workers, done, failed, planned }, running, total, finished) 
 }
 
 function drawNewest(newest) {
-  const content = newest.map((line) => line.file).join("\n");
-  if (content === page.shown) return;
-  page.shown = content;
   const source = {
     at: (place) => about(newest[place], `${place + 1} of the newest ${newest.length}`),
     move: (place, x, y) => (newest[place + x + y] ? place + x + y : null),
@@ -109,9 +112,6 @@ function drawNewest(newest) {
 }
 
 function drawFailures({ failures, reasons, failed }) {
-  const content = JSON.stringify([failures.map((line) => [line.index, line.copy, line.error]), failed]);
-  if (page.failures.dataset.drawn === content) return;
-  page.failures.dataset.drawn = content;
   if (!failed) {
     page.failures.replaceChildren();
     return;
@@ -119,7 +119,7 @@ function drawFailures({ failures, reasons, failed }) {
   const cells = (line) => [line.id, line.seed, line.prompt, line.error, line.gpu].map((value) => element("td", {}, String(value ?? "")));
   page.failures.replaceChildren(element("section.card", {},
     element("h2", {}, `${plural(failed, "failure")}`),
-    element("ul.reasons", {}, ...reasons.map(([reason, times]) => element("li", {}, element("b", {}, `${count(times)} ×`), ` ${reason}`))),
+    element("ul.reasons", {}, ...reasons.map(([reason, times]) => element("li", {}, element("b", {}, `${count(times)} ×`), " ", ...noteOf(reason)))),
     element("details", {}, element("summary", {}, failed > failures.length ? `The last ${failures.length}` : "Each of them"),
       element("div.wide", {}, element("table", {}, element("thead", {}, element("tr", {}, ...["Id", "Seed", "Prompt", "Error", "GPU"].map((head) => element("th", {}, head)))),
         element("tbody", {}, ...failures.map((line) => element("tr", {}, ...cells(line)))))))));
@@ -130,7 +130,7 @@ async function fetchRange(first, last) {
   const opened = page;
   for (let begin = first - (first % PAGE_SIZE); begin < last; begin += PAGE_SIZE) await lines(begin);
   if (page !== opened) return;
-  for (const [index, one] of page.grid.tiles) await fill(one, index);
+  for (const [index, one] of page.tiles) await fill(one, index);
 }
 
 function lines(begin) {
@@ -147,7 +147,7 @@ function tile(index) {
   const source = {
     at: async (place) => about(await lineAt(place), `${count(place + 1)} of ${count(page.total)}`),
     move: (place, x, y) => {
-      const next = place + x + y * page.grid.columns;
+      const next = place + x + y * page.columns;
       return next >= 0 && next < page.total ? next : null;
     },
   };
@@ -172,3 +172,19 @@ function about(line, where) {
     facts: [`seed ${line.seed}`, `row ${count(line.index + 1)}`, `GPU ${line.gpu}`, `${short(line.seconds)} s`, where],
   };
 }
+
+/** Draw all images, of any number: only the rows of tiles near the screen exist. */
+const drawTiles = framed(() => {
+  if (!page?.grid.clientWidth) return;
+  const columns = Math.max(2, Math.floor((page.grid.clientWidth + GAP) / (LEAST + GAP)));
+  const height = (page.grid.clientWidth + GAP) / columns + CAPTION;
+  const rows = Math.min(Math.ceil(page.total / columns), Math.floor(MAX_HEIGHT / height));
+  const top = -page.grid.getBoundingClientRect().top;
+  const row = (at) => Math.min(rows, Math.max(0, at));
+  const [first, last] = [row(Math.floor((top - BEYOND) / height)) * columns, Math.min(page.total, row(Math.ceil((top + innerHeight + BEYOND) / height)) * columns)];
+  page.columns = columns;
+  page.grid.style.cssText = `height: ${rows * height}px; padding-top: ${(first / columns) * height}px; grid: auto-flow ${height - GAP}px / repeat(${columns}, minmax(0, 1fr))`;
+  page.tiles = new Map(Array.from({ length: last - first }, (_, place) => [first + place, page.tiles.get(first + place) ?? tile(first + place)]));
+  redraw(page.grid, [page.version, first, last], () => page.grid.replaceChildren(...page.tiles.values()));
+  if (last > first) fetchRange(first, last);
+});

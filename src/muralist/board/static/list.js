@@ -1,7 +1,7 @@
 // The list at the side: runs, generation folders or evaluations, their states, and a sparkline of each run's loss.
 
-import { ago, count, element, nameOf, short } from "./tools.js";
-import { COLORS, KIND_OF_TAB, colorOf, state } from "./state.js";
+import { ago, count, element, nameOf, redraw, short } from "./tools.js";
+import { COLORS, KIND_OF_TAB, colorOf, state, writeAddress } from "./state.js";
 
 const list = document.getElementById("list");
 const search = document.getElementById("search");
@@ -11,7 +11,24 @@ export const NOTHING = {
   generation: "No images yet. What `muralist generate` writes into this folder appears here.",
   evaluation: "No evaluations yet. What `muralist evaluate` writes into this folder appears here.",
 };
-const items = new Map(); // by kind and id: the element and its content
+
+/** Return a message as nodes; what is in backticks is shown as code. */
+export const noteOf = (text) => text.split("`").map((part, place) => (place % 2 ? element("code", {}, part) : part)).filter(Boolean);
+
+/** Create a menu of the runs that the selected one can be compared with; `update` it with each overview. */
+export function compareMenu(changed) {
+  const menu = element("select", { "aria-label": "Compare with", onchange: () => { state.beside = menu.value || null; writeAddress(); changed(); } });
+  const made = element("label", {}, "compare with", menu);
+  made.update = (overview) => {
+    const runs = overview.run.map((run) => run.id).filter((id) => id !== state.focus.run);
+    made.hidden = !runs.length;
+    redraw(menu, [runs, state.beside], () => menu.replaceChildren(element("option", { value: "" }, "choose a run"),
+      ...runs.map((id) => element("option", { value: id, selected: id === state.beside }, id))));
+  };
+  return made;
+}
+
+const items = new Map(); // by kind and id
 
 /** Return the entries of the list in order: running ones first, then the newest. */
 export function listed(overview) {
@@ -29,13 +46,13 @@ export function drawList(overview, { look, tick }) {
   list.setAttribute("aria-label", TITLES[kind]);
   list.setAttribute("aria-multiselectable", String(kind === "run"));
   const drawn = entries.map((entry) => item(kind, entry, overview.name, look, tick));
-  if (!drawn.length) drawn.push(element("li.empty", {}, search.value ? "No entry has this name." : NOTHING[kind]));
+  if (!drawn.length) drawn.push(element("li.empty", {}, ...noteOf(search.value ? "No entry has this name." : NOTHING[kind])));
   if (drawn.length !== list.children.length || drawn.some((one, place) => list.children[place] !== one)) {
     list.replaceChildren(...drawn);
   }
   document.getElementById("untick").hidden = kind !== "run" || !state.ticked.length;
   const focused = entries.find((entry) => entry.id === state.focus[kind]);
-  list.setAttribute("aria-activedescendant", focused ? items.get(`${kind} ${focused.id}`).element.id : "");
+  list.setAttribute("aria-activedescendant", focused ? items.get(`${kind} ${focused.id}`).id : "");
   const chooser = document.getElementById("chooser");
   chooser.querySelector(".state").className = `state ${focused?.state ?? ""}`;
   chooser.querySelector("span").textContent = focused ? nameOf(focused.id, overview.name)[1] : TITLES[kind];
@@ -43,34 +60,26 @@ export function drawList(overview, { look, tick }) {
 
 function item(kind, entry, rootName, look, tick) {
   const key = `${kind} ${entry.id}`;
-  let known = items.get(key);
-  if (!known) {
-    known = { element: element("li", { role: "option", id: `item-${items.size}`, onclick: () => look(entry.id) }), drawn: "" };
-    items.set(key, known);
-  }
+  const made = items.get(key) ?? element(`li.${kind}`, { role: "option", id: `item-${items.size}`, onclick: () => look(entry.id) });
+  items.set(key, made);
   const color = kind === "run" ? colorOf(entry.id) : -1;
   const ticked = state.ticked.includes(entry.id) && kind === "run";
-  const focused = state.focus[kind] === entry.id;
-  known.element.setAttribute("aria-selected", String(focused));
-  const content = JSON.stringify([entry, color, ticked, Math.floor(Date.now() / 30000)]);
-  if (content === known.drawn) return known.element;
-  known.drawn = content;
+  made.setAttribute("aria-selected", String(state.focus[kind] === entry.id));
   const [before, name] = nameOf(entry.id, rootName);
   const title = element("span.name", { title: entry.id }, element("small", {}, before), name);
   const box = kind === "run" ? element(`button.tick${color >= 0 ? `.run-${color % COLORS}` : ""}`, {
     type: "button", tabIndex: -1, role: "checkbox", "aria-checked": String(ticked), "aria-label": `Compare ${entry.id}`,
     onclick: (event) => { event.stopPropagation(); tick(entry.id); },
   }, ticked ? "✓" : "") : null;
-  known.element.className = kind;
-  known.element.replaceChildren(...[
+  redraw(made, [entry, color, ticked, Math.floor(Date.now() / 30000)], () => made.replaceChildren(...[
     box, element("div.about", {}, title, facts(kind, entry)), kind === "run" ? sparkline(entry.sparkline, color) : null,
-  ].filter(Boolean));
-  return known.element;
+  ].filter(Boolean)));
+  return made;
 }
 
 function facts(kind, entry) {
   const usual = entry.state === "running" || entry.state === "finished";
-  const line = element("span.facts", { title: entry.message || entry.state }, element(`i.state.${entry.state}`, { role: "img", "aria-label": entry.state }));
+  const line = element("span.facts", { title: entry.message?.replaceAll("`", "") || entry.state }, element(`i.state.${entry.state}`, { role: "img", "aria-label": entry.state }));
   const more = usual && kind === "run" ? [] : [entry.state];
   if (kind === "run" && entry.step !== null) {
     const part = entry.steps && entry.state !== "finished" ? `${Math.floor((100 * entry.step) / entry.steps)}%` : `${count(entry.step)} steps`;
@@ -87,11 +96,7 @@ function facts(kind, entry) {
 /** Draw a sparkline; its scale is logarithmic, since a loss falls fast and then slowly. */
 function sparkline(values, color) {
   const [width, height] = [64, 24];
-  const drawing = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  drawing.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  drawing.setAttribute("class", "sparkline");
-  drawing.setAttribute("aria-hidden", "true");
-  if (values.length < 2) return drawing;
+  if (values.length < 2) return null;
   const heights = values.every((value) => value > 0) ? values.map(Math.log) : values;
   const [low, high] = [Math.min(...heights), Math.max(...heights)];
   const points = heights.map((value, place) => {
@@ -99,11 +104,8 @@ function sparkline(values, color) {
     const y = height - 2 - ((value - low) / (high - low || 1)) * (height - 4);
     return `${x.toFixed(1)},${y.toFixed(1)}`;
   });
-  const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
-  line.setAttribute("points", points.join(" "));
-  line.setAttribute("style", color >= 0 ? `stroke: var(--run-${color % COLORS})` : "");
-  drawing.append(line);
-  return drawing;
+  return element("svg.sparkline", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
+    element("polyline", { points: points.join(" "), style: color >= 0 ? `stroke: var(--run-${color % COLORS})` : null }));
 }
 
 /** Return the id that is `by` positions further in the list. */

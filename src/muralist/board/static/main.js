@@ -5,11 +5,12 @@ import { KIND_OF_TAB, readAddress, state, writeAddress } from "./state.js";
 import { drawList, listed, neighbor, scrollToFocus } from "./list.js";
 import { curves } from "./curves.js";
 import { samples } from "./samples.js";
+import { log, settings } from "./settings.js";
 import { generation } from "./generation.js";
 import { evaluation } from "./evaluation.js";
 import { isEnlarged } from "./viewer.js";
 
-const views = { curves, samples, generation, evaluation };
+const views = { curves, samples, settings, log, generation, evaluation };
 const INTERVAL = 2000; // milliseconds
 const view = document.getElementById("view");
 const search = document.getElementById("search");
@@ -87,12 +88,9 @@ async function cycle() {
     const news = await ask("overview", {}, "overview");
     if (news) {
       const isThere = (id) => news.run.some((run) => run.id === id);
-      const gone = [...state.ticked, state.beside].filter((id) => id !== null && !isThere(id));
-      if (gone.length) {
-        state.ticked = state.ticked.filter(isThere);
-        if (gone.includes(state.beside)) state.beside = null;
-        writeAddress();
-      }
+      state.ticked = state.ticked.filter(isThere);
+      if (!isThere(state.beside)) state.beside = null;
+      writeAddress();
       overview = news;
       document.getElementById("root").textContent = news.name;
       document.getElementById("root").title = news.root;
@@ -140,7 +138,7 @@ document.addEventListener("keydown", (event) => {
   else if (key === "k" || key === "ArrowUp") look(neighbor(overview, -1));
   else if (key === " " && KIND_OF_TAB[state.tab] === "run" && state.focus.run !== null) tick(state.focus.run);
   else if (tabs[Number(key) - 1]) openTab(tabs[Number(key) - 1]);
-  else if (!views[state.tab].key(key)) return;
+  else if (!views[state.tab].key?.(key)) return;
   event.preventDefault();
 });
 

@@ -9,10 +9,10 @@ export const state = {
   smooth: 0.6,
   zoom: null,
   step: null, // the checkpoint of the samples; null: the newest
-  beside: null, // a second run's samples
+  beside: null, // the run to compare samples and settings with
   allSteps: false, // all checkpoints at once
 };
-export const KIND_OF_TAB = { curves: "run", samples: "run", generation: "generation", evaluation: "evaluation" };
+export const KIND_OF_TAB = { curves: "run", samples: "run", settings: "run", log: "run", generation: "generation", evaluation: "evaluation" };
 export const COLORS = 6;
 
 export function readAddress() {

@@ -1,14 +1,16 @@
 // Helpers of all views. Texts from files reach the page as text nodes only: nothing is parsed as HTML.
 
+const SVG = new Set(["svg", "polyline"]);
+
 /** Create an element: element("p.note", {title}, "text", child, ...). */
 export function element(kind, properties = {}, ...children) {
   const [tag, ...classes] = kind.split(".");
-  const made = document.createElement(tag);
-  if (classes.length) made.className = classes.join(" ");
+  const made = SVG.has(tag) ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  if (classes.length) made.setAttribute("class", classes.join(" "));
   for (const [name, value] of Object.entries(properties)) {
     if (value === null || value === undefined) continue;
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (name in made && name !== "style" && name !== "list") made[name] = value;
+    else if (name in made && name !== "style" && !SVG.has(tag)) made[name] = value;
     else made.setAttribute(name, value);
   }
   made.append(...children.filter((child) => child !== null && child !== undefined));
@@ -31,6 +33,13 @@ export async function ask(path, parameters = {}, slot = null) {
   return answer.json();
 }
 
+/** Update the answers by run; returns whether any changed. */
+export async function askRuns(path, runs, known) {
+  const answers = await Promise.all(runs.map((run) => ask(path, { run }, `${path} ${run}`)));
+  answers.forEach((news, place) => { if (news) known.set(runs[place], news); });
+  return answers.some(Boolean);
+}
+
 /** Forget the last answer of a slot, so that the next one is returned. */
 export const forget = (slot) => tags.delete(slot);
 
@@ -50,7 +59,15 @@ export function short(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-export const percent = (value) => (value === null || value === undefined ? "–" : `${short(value * 100, 3)}%`);
+/** Write a setting with all its digits, as people do: 8e-5, 7,097,472. */
+export function written(value) {
+  if (value === null || value === undefined || value === "" || value.length === 0) return "–";
+  if (Array.isArray(value)) return value.map(written).join(", ");
+  if (typeof value !== "number") return typeof value === "object" ? JSON.stringify(value) : String(value);
+  return value && Math.abs(value) < 1e-3 ? value.toExponential() : value.toLocaleString("en-US", { maximumFractionDigits: 20 });
+}
+
+export const percent = (value, digits = 3) => (value === null || value === undefined ? "–" : `${short(value * 100, digits)}%`);
 
 export function duration(seconds) {
   if (seconds < 90) return `${Math.round(seconds)} s`;
@@ -85,6 +102,14 @@ export function choice(label, options, chosen, changed) {
 
 export function choose(group, value) {
   for (const button of group.children) button.setAttribute("aria-checked", String(button.dataset.value === value));
+}
+
+/** Call `draw` unless the content is the same as in the last call for this owner. */
+export function redraw(owner, content, draw) {
+  const text = JSON.stringify(content);
+  if (owner.drawn === text) return null;
+  owner.drawn = text;
+  return draw();
 }
 
 /** Return a function that calls `work` at most once per frame. */
