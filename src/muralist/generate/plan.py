@@ -90,20 +90,15 @@ class Plan:
         return seeds if own is None else np.where(own < 0, seeds, own)
 
     @cached_property
-    def _row_sizes(self) -> np.ndarray | None:
-        """Height and width of each row, where rows differ."""
-        own, inputs = self.table.sizes, self.input_sizes
-        if own is not None and inputs is not None:
-            own = np.where(own == 0, inputs, own)
-        elif own is None:
-            own = inputs
-        return None if own is None else np.where(own == 0, np.array(self.size, dtype=own.dtype), own)
-
-    @cached_property
-    def _strengths(self) -> np.ndarray | None:
-        """The strength of each row, a scalar argument of a pipeline's call, where rows differ; -1 for none."""
-        own = self.table.strengths if STRENGTH in self.input_columns else None
-        return None if own is None else np.nan_to_num(own, nan=-1.0)
+    def _batch_keys(self) -> np.ndarray:
+        """What the samples of a batch share, for each row: height, width and strength, -1 for none; float64 [N, 3]."""
+        keys = np.tile((*self.size, -1.0), (len(self.table), 1))
+        for sizes in (self.input_sizes, self.table.sizes):
+            if sizes is not None:
+                keys[:, :2] = np.where(sizes == 0, keys[:, :2], sizes)
+        if STRENGTH in self.input_columns and self.table.strengths is not None:
+            keys[:, 2] = np.nan_to_num(self.table.strengths, nan=-1.0)
+        return keys
 
     def slot(self, index: int, batch_size: int) -> int:
         """Return a sample's slot in a batch, without reading its row."""
@@ -111,30 +106,21 @@ class Plan:
 
     def size_of(self, index: int) -> tuple[int, int]:
         """Return a sample's height and width, without reading its row."""
-        if self._row_sizes is None:
-            return self.size
-        height, width = self._row_sizes[index // self.copies].tolist()
+        height, width, _ = self.batch_key(index)
         return height, width
 
     def batch_key(self, index: int) -> tuple[int, int, float]:
         """Return what all samples of a batch share, size and strength, without reading the row."""
-        strength = -1.0 if self._strengths is None else float(self._strengths[index // self.copies])
-        return *self.size_of(index), strength
+        height, width, strength = self._batch_keys[index // self.copies].tolist()
+        return int(height), int(width), strength
 
     def grouped_by_size(self, indices: np.ndarray) -> np.ndarray:
         """Order samples as they are generated: as in the table, but one size and strength after another."""
-        if self._row_sizes is None and self._strengths is None:
+        keys = self._batch_keys[indices // self.copies]
+        if (keys == keys[:1]).all():
             return indices
-        rows = indices // self.copies
-        groups = np.zeros(len(indices), dtype=np.int64)
-        if self._row_sizes is not None:
-            sizes = self._row_sizes[rows].astype(np.int64)
-            groups = np.unique(sizes[:, 0] << 32 | sizes[:, 1], return_inverse=True)[1]
-        if self._strengths is not None:
-            levels, strengths = np.unique(self._strengths[rows], return_inverse=True)
-            groups = groups * len(levels) + strengths
-        _, first, which = np.unique(groups, return_index=True, return_inverse=True)
-        return indices[np.argsort(first[which], kind="stable")]
+        _, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        return indices[np.argsort(first[which.ravel()], kind="stable")]
 
     def check_file_names(self) -> None:
         """Refuse a table whose rows would overwrite each other's files."""
