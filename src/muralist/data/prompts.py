@@ -124,7 +124,7 @@ class _RowFile:
         """Return a row and its number."""
         start, end = self._offsets[index : index + 2]
         number, *cells, inputs = json.loads(os.pread(self._file.fileno(), end - start, start))
-        return PromptRow(*cells, ImageInputs(*inputs) if inputs else None), number
+        return PromptRow._make((*cells, inputs and ImageInputs(*inputs))), number
 
 
 class PromptTable:
@@ -165,12 +165,11 @@ class PromptTable:
 
     def row(self, index: int) -> PromptRow:
         """Read one row."""
-        return self.rows([index])[0]
+        return self._rows.read(range(len(self))[index])[0]
 
     def rows(self, indices: Sequence[int]) -> list[PromptRow]:
         """Read some rows, in any order."""
-        known = range(len(self))
-        return [self._rows.read(known[index])[0] for index in indices]
+        return [self.row(index) for index in indices]
 
     def where(self, index: int) -> str:
         """Return the place of a row for error messages."""

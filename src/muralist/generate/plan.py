@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from muralist.data.image_inputs import STRENGTH, ImageInputs
-from muralist.data.prompts import PromptRow, PromptTable, image_file_stem, refuse_collision
+from muralist.data.prompts import PromptTable, image_file_stem, refuse_collision
 
 SEED_STRIDE = 1_000_000
 """Copy c of a row has the row's seed plus c times this: the same for any number of rows or copies."""
 
-_ROWS_READ_AT_ONCE = 1024
 # Fractions in 64 bits. The first was the best of some hundred: shares of 1 to 32 workers need the fewest batches.
 _ROW_STEP, _COPY_STEP = 0x5CD9B3836CEA0001, 0x9E3779B97F4A7C15
 
@@ -64,23 +63,18 @@ class Plan:
 
     def sample(self, index: int) -> Sample:
         """Return one sample."""
-        return self._sample(index, self.table.row(index // self.copies))
-
-    def samples(self, indices: np.ndarray) -> Iterator[Sample]:
-        """Yield many samples in order; rows are read some at a time."""
-        for first in range(0, len(indices), _ROWS_READ_AT_ONCE):
-            part = indices[first : first + _ROWS_READ_AT_ONCE].tolist()
-            rows = self.table.rows([index // self.copies for index in part])
-            yield from map(self._sample, part, rows)
-
-    def _sample(self, index: int, row: PromptRow) -> Sample:
         row_index, copy = divmod(index, self.copies)
+        row = self.table.row(row_index)
         seed = int(self.row_seeds[row_index]) + copy * SEED_STRIDE
         height, width = self.size_of(index)
         negative = self.negative_prompt if row.negative_prompt is None else row.negative_prompt
         file = f"{image_file_stem(row.id, seed)}.{self.extension}"
         inputs = (row.inputs or ImageInputs()).keep(self.input_columns) if self.input_columns else None
         return Sample(index, row_index, copy, row.id, seed, row.prompt, negative, height, width, file, inputs)
+
+    def samples(self, indices: np.ndarray) -> Iterator[Sample]:
+        """Yield many samples in order."""
+        return map(self.sample, indices.tolist())
 
     @cached_property
     def row_seeds(self) -> np.ndarray:
