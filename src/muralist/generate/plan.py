@@ -74,7 +74,7 @@ class Plan:
 
     def samples(self, indices: np.ndarray) -> Iterator[Sample]:
         """Yield many samples in order."""
-        return map(self.sample, indices.tolist())
+        return (self.sample(int(index)) for index in indices)
 
     @cached_property
     def row_seeds(self) -> np.ndarray:
@@ -86,12 +86,12 @@ class Plan:
     @cached_property
     def _batch_keys(self) -> np.ndarray:
         """What the samples of a batch share, for each row: height, width and strength, -1 for none; float64 [N, 3]."""
-        keys = np.tile((*self.size, -1.0), (len(self.table), 1))
+        keys = np.broadcast_to((*self.size, -1.0), (len(self.table), 3))  # takes no memory where all rows are alike
         for sizes in (self.input_sizes, self.table.sizes):
             if sizes is not None:
-                keys[:, :2] = np.where(sizes == 0, keys[:, :2], sizes)
+                keys = np.column_stack((np.where(sizes == 0, keys[:, :2], sizes), keys[:, 2]))
         if STRENGTH in self.input_columns and self.table.strengths is not None:
-            keys[:, 2] = np.nan_to_num(self.table.strengths, nan=-1.0)
+            keys = np.column_stack((keys[:, :2], np.nan_to_num(self.table.strengths, nan=-1.0)))
         return keys
 
     def slot(self, index: int, batch_size: int) -> int:
