@@ -327,24 +327,37 @@ def _rows_of(size: int) -> str:
     return f"fixed_size_binary[{size}]"
 
 
-class PackedSource:
-    """The images of a packed folder."""
+class _PackedFolder:
+    """A folder that `muralist pack` wrote at one size, and the rows of its samples."""
 
     memory_mapped = True
 
-    def __init__(self, folder: Path, img_size: Size, caption: str | None = None) -> None:
-        self.folder, self.img_size = folder, img_size
-        self.manifest = manifest = Manifest.read(folder)
-        _check_size(folder, manifest, img_size)
-        self.label_names = manifest.label_names
-        self._shape = (*height_width(img_size), 3)
-        columns = {"image": _rows_of(math.prod(self._shape)), "label": "int32", "caption": "string"}
-        below = {"label": max(1, len(self.label_names))}
-        self._rows = RowReader(folder, manifest.files, manifest.rows_per_batch, columns, below)
-        self._caption = CaptionTemplate.resolve_plain(caption, self.label_names, str(folder))
+    def __init__(self, folder: Path, img_size: Size, manifest: Manifest) -> None:
+        self.folder, self.img_size, self.label_names = folder, img_size, manifest.label_names
+        if height_width(manifest.img_size) != height_width(img_size):
+            packed, wanted = format_size(manifest.img_size), format_size(img_size)
+            raise UserError(
+                f"{folder} was packed at {packed} pixels, but --img_size is {wanted}.",
+                fix=f"Train at {packed} pixels (--img_size), or pack the data set again at {wanted}.",
+            )
+
+    def _open_rows(self, manifest: Manifest, columns: Mapping[str, str], below: Mapping[str, int]) -> None:
+        columns, below = {**columns, "label": "int32"}, {**below, "label": max(1, len(self.label_names))}
+        self._rows = RowReader(self.folder, manifest.files, manifest.rows_per_batch, columns, below)
 
     def __len__(self) -> int:
         return len(self._rows)
+
+
+class PackedSource(_PackedFolder):
+    """The images of a packed folder."""
+
+    def __init__(self, folder: Path, img_size: Size, caption: str | None = None) -> None:
+        self.manifest = Manifest.read(folder)
+        super().__init__(folder, img_size, self.manifest)
+        self._shape = (*height_width(img_size), 3)
+        self._open_rows(self.manifest, {"image": _rows_of(math.prod(self._shape)), "caption": "string"}, {})
+        self._caption = CaptionTemplate.resolve_plain(caption, self.label_names, str(folder))
 
     def read(self, index: int) -> Sample:
         """Return a copy of image `index`."""
@@ -369,16 +382,6 @@ class PackedSource:
         return short_hash("packed", *hashes, *self.label_names, *self._caption.fingerprint_parts)
 
 
-def _check_size(folder: Path, manifest: Manifest, img_size: Size) -> None:
-    """Refuse a size other than that of a packed folder."""
-    if height_width(manifest.img_size) != height_width(img_size):
-        packed, wanted = format_size(manifest.img_size), format_size(img_size)
-        raise UserError(
-            f"{folder} was packed at {packed} pixels, but --img_size is {wanted}.",
-            fix=f"Train at {packed} pixels (--img_size), or pack the data set again at {wanted}.",
-        )
-
-
 class EncodedText(NamedTuple):
     """The embeddings of captions by both text encoders, in the dtype of the encoders, with their masks."""
 
@@ -399,16 +402,12 @@ class LatentBatch(NamedTuple):
         return LatentBatch(function(self.latents), EncodedText(*map(function, self.text)))
 
 
-class LatentSource:
+class LatentSource(_PackedFolder):
     """The samples of an encoded folder, which has no pixels."""
 
-    memory_mapped = True
-
     def __init__(self, folder: Path, img_size: Size, caption: str | None = None) -> None:
-        self.folder, self.img_size = folder, img_size
         self.manifest = manifest = EncodedManifest.read(folder)
-        _check_size(folder, manifest, img_size)
-        self.label_names = manifest.label_names
+        super().__init__(folder, img_size, manifest)
         if caption is not None:
             raise UserError(
                 f"The captions of {folder} are encoded already, so --caption cannot change them.",
@@ -422,12 +421,8 @@ class LatentSource:
             "text": "string",
         }
         self._captions = RowReader(folder, manifest.caption_files, manifest.captions_per_batch, columns, {})
-        columns = {"latents": _rows_of(manifest.row_bytes("latents")), "label": "int32", "caption": "int64"}
-        below = {"label": max(1, len(self.label_names)), "caption": len(self._captions)}
-        self._rows = RowReader(folder, manifest.files, manifest.rows_per_batch, columns, below)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        columns = {"latents": _rows_of(manifest.row_bytes("latents")), "caption": "int64"}
+        self._open_rows(manifest, columns, {"caption": len(self._captions)})
 
     def read(self, index: int) -> Sample:
         """Refuse: there are no pixels."""

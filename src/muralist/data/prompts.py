@@ -1,12 +1,15 @@
-"""The prompt table: validated in one pass that keeps a few numbers per row, then read row by row."""
+"""The prompt table: validated in one pass that keeps a few numbers per row in memory, and the rows in a temporary file."""
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
+import os
 import re
 import sys
+import tempfile
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -24,11 +27,11 @@ from muralist.data.source import check_caption, first_present, short_hash
 from muralist.data.tables import (
     TEXT_SUFFIXES,
     Cells,
-    CocoCaptionTable,
     ListTable,
     ParquetTable,
     Table,
     TextTable,
+    read_coco_captions,
     sniff_text_format,
 )
 from muralist.settings import GenerateSettings
@@ -99,8 +102,33 @@ class PromptRow(NamedTuple):
     inputs: ImageInputs | None = None  # None without any of their columns
 
 
+class _RowFile:
+    """Rows in a temporary file, each with its number in the table: in memory, a million would take hundreds of MB."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (open as long as the table)
+        self._offsets = array("q", [0])
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def append(self, row: PromptRow, number: int) -> None:
+        """Write a row."""
+        self._offsets.append(self._offsets[-1] + self._file.write(json.dumps((number, *row)).encode()))
+
+    def flush(self) -> None:
+        """End writing."""
+        self._file.flush()
+
+    def read(self, index: int) -> tuple[PromptRow, int]:
+        """Return a row and its number."""
+        start, end = self._offsets[index : index + 2]
+        number, *cells, inputs = json.loads(os.pread(self._file.fileno(), end - start, start))
+        return PromptRow._make((*cells, inputs and ImageInputs(*inputs))), number
+
+
 class PromptTable:
-    """The rows of a prompt table; those of a file stay there, so a million take a few dozen MB. Can be pickled.
+    """The rows of a prompt table.
 
     `name` is what messages call the table; `columns` are names that the user gave, by role (prompt, id or seed).
     """
@@ -113,8 +141,7 @@ class PromptTable:
         columns: Mapping[str, str] | None = None,
         path: Path | None = None,
     ) -> None:
-        self.name, self._table, self._path = name, table, path
-        self._version = _file_version(path)
+        self.name, self._table = name, table
         self._given = {role: column.strip().lower() for role, column in (columns or {}).items()}
         self._names = ColumnNames(**{role: (column,) for role, column in self._given.items()})
         self.notes: list[str] = []
@@ -134,27 +161,19 @@ class PromptTable:
         self._scan(limit)
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self._rows)
 
     def row(self, index: int) -> PromptRow:
         """Read one row."""
-        return self.rows([index])[0]
+        return self._rows.read(range(len(self))[index])[0]
 
     def rows(self, indices: Sequence[int]) -> list[PromptRow]:
         """Read some rows, in any order."""
-        indices = [range(len(self))[index] for index in indices]
-        if _file_version(self._path) != self._version:
-            raise UserError(
-                f"The table {self.name} was changed or removed while it was in use.",
-                fix="Run the same command again; images of unchanged rows are kept.",
-            )
-        found = self._table.read(int(self._positions[index]) for index in indices)
-        return [self._parse(cells, index, self.name) for cells, index in zip(found, indices, strict=True)]
+        return [self.row(index) for index in indices]
 
     def where(self, index: int) -> str:
-        """Return the place of a row for error messages; reads the table up to there."""
-        row = next(islice(self._table.stream(), index, None))
-        return f"{self._table.unit} {row.number}"
+        """Return the place of a row for error messages."""
+        return f"{self._table.unit} {self._rows.read(index)[1]}"
 
     def _parse(self, cells: Cells, index: int, where: str) -> PromptRow:
         row = _parse_row(cells, index, where, self._names)
@@ -164,13 +183,13 @@ class PromptTable:
         return row._replace(inputs=parse_inputs(inputs, where, self._folder))
 
     def _scan(self, limit: int | None) -> None:
-        positions, hashes, seeds, sizes = array("q"), array("q"), array("q"), array("i")
-        strengths = array("d")
+        self._rows = _RowFile()
+        hashes, seeds, sizes, strengths = array("q"), array("q"), array("i"), array("d")
         columns, names = set(self._table.columns), self._names
         empty, changed, example = 0, 0, ""
-        for position, number, cells in islice(self._table.stream(), limit):
-            row = self._parse(cells, len(positions), f"{self._table.unit} {number} of {self.name}")
-            positions.append(position)
+        for number, cells in islice(self._table.stream(), limit):
+            row = self._parse(cells, len(self._rows), f"{self._table.unit} {number} of {self.name}")
+            self._rows.append(row, number)
             # Python's hashes differ between processes, but these are only compared with each other.
             hashes.append(hash(row.id))
             seeds.append(-1 if row.seed is None else row.seed)
@@ -183,11 +202,12 @@ class PromptTable:
             if row.id != cells.get(names.id[0]) and (written := _written_id(cells, "", names)) not in ("", row.id):
                 changed += 1
                 example = example or f"{written[:60]!r} became {row.id[:60]!r}"
-        if not positions:
+        self._rows.flush()
+        count = len(self)
+        if not count:
             raise UserError(f"The table {self.name} has no rows.", fix="Give it at least one prompt.")
         if not self._table.columns:
             self._check_given(sorted(columns))
-        self._positions = np.frombuffer(positions, np.int64)
         if first_present(columns, names.id):
             self.id_hashes = np.frombuffer(hashes, np.int64)
         if first_present(columns, names.seed):
@@ -197,7 +217,6 @@ class PromptTable:
         self.input_columns = tuple(name for name in names.inputs if name in columns)
         if STRENGTH in self.input_columns:
             self.strengths = np.frombuffer(strengths, np.float64)
-        count = len(positions)
         if limit is not None and count < limit:
             self.notes.append(f"{self.name} has only {count:,} of the {limit:,} requested rows: all of them are used.")
         if len(names.prompt) > 1 and columns.issuperset(names.prompt):
@@ -286,7 +305,7 @@ def open_prompt_table(path: str, limit: int | None = None, columns: Mapping[str,
             wanted = {column.strip().lower() for column in (columns or {}).values()}
             table = ParquetTable(place, wanted.union(ColumnNames().used))
         else:
-            table = CocoCaptionTable(place) if suffix == ".json" else TextTable(place)
+            table = read_coco_captions(place) if suffix == ".json" else TextTable(place)
         name = "the built-in prompts" if path == _BUILTIN else str(place)
         return PromptTable(name, table, limit, columns, place)
     except OSError as error:
@@ -421,14 +440,3 @@ def _describe_skipped(table: TextTable) -> str:
         return ""
     escape = " Write \\# for a prompt that begins with #." if table.comments else ""
     return f"{' and '.join(parts)} {'was' if sum(counts.values()) == 1 else 'were'} skipped.{escape}"
-
-
-def _file_version(path: Path | None) -> tuple[int, int] | None:
-    """Return size and modification time of a file; None if it is gone, and for rows that are not in a file."""
-    if path is None:
-        return None
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_size, status.st_mtime_ns

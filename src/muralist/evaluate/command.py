@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import platform
 import shutil
@@ -19,7 +18,7 @@ import numpy as np
 from muralist import __version__
 from muralist.core.errors import UserError
 from muralist.core.hardware import select_devices, share_devices
-from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error
+from muralist.core.run_dir import atomic_open, atomic_write_json, disk_write_error
 from muralist.data.sources import EMBEDDED
 from muralist.evaluate import encoders, inception, metrics
 from muralist.evaluate.decoders import FeatureItem
@@ -405,10 +404,9 @@ def stats(settings: StatsSettings) -> int:
     if dinov2:
         rows = compute_features(dinov2, items, devices, cache).rows
         arrays |= _statistics_arrays(rows, "dinov2_") | {"dinov2_sha256": np.array(dinov2.sha256)}
-    data = io.BytesIO()
-    np.savez(data, **arrays)  # type: ignore[arg-type]  # savez declares its flags among the arrays
     try:
-        atomic_write(output, data.getvalue())
+        with atomic_open(output) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # savez declares its flags among the arrays
     except OSError as error:
         raise disk_write_error(error, output) from None
     shutil.rmtree(cache, ignore_errors=True)

@@ -29,7 +29,6 @@ from muralist.generate import diffusers_patches
 from muralist.generate.denoising import DenoisingLoop, denoisers
 from muralist.generate.lora_check import PEFT_CONFIG
 from muralist.generate.model_info import FP8_PIPELINES, STEP_CACHING, LoraAdapter, ModelInfo, check_adapters
-from muralist.generate.native_settings import read_json
 from muralist.generate.noise_schedulers import (
     SchedulerChoice,
     build_scheduler,
@@ -69,6 +68,7 @@ from muralist.generate.text_embeddings import (
     text_encoders,
 )
 from muralist.kernels.fp8 import has_fp8
+from muralist.models.integrity import read_json
 from muralist.models.weights import check_finite_file, first_non_finite
 from muralist.settings import GenerateSettings
 

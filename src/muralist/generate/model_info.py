@@ -20,18 +20,13 @@ from muralist.generate.native_settings import (
     ModelFiles,
     describe_origins,
     folder_value,
-    read_json,
     resolve_settings,
     script_value,
     user_value,
 )
-from muralist.generate.pipeline_class import (
-    PIPELINES,
-    PipelineInputs,
-    check_pipeline_class,
-)
+from muralist.generate.pipeline_class import PIPELINES, PipelineInputs, check_pipeline_class
 from muralist.models.configs import JIT_GUIDANCE
-from muralist.models.integrity import check_base, check_integrity, fingerprint
+from muralist.models.integrity import check_base, check_integrity, fingerprint, read_json
 from muralist.models.spec import ModelFamily, find_family_by_key
 from muralist.settings import GenerateSettings
 

@@ -7,7 +7,6 @@ not say: distilled models have the same class as the model they come from. `DIST
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from muralist.core.errors import UserError
 from muralist.generate.diffusers_source import Configs, find_class
 from muralist.generate.noise_schedulers import check_arguments, choose_scheduler
 from muralist.generate.pipeline_class import PIPELINES, text_class
+from muralist.models.integrity import read_json
 from muralist.settings import GenerateSettings
 from muralist.settings.generate import scheduler_name
 
@@ -262,17 +262,6 @@ def find_preset(name: str, pipeline: str) -> Preset:
         f"For this pipeline there are: {', '.join(fitting)}." if fitting else "No preset is for this pipeline.",
         "Leave it out, and give --num_inference_steps, --guidance_scale and --scheduler as the weights' authors say.",
     )
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file does not exist."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read: {error}.", fix="Copy the model again.") from None
-    return content if isinstance(content, dict) else {}
 
 
 class Resolution(NamedTuple):

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from muralist.data.image_inputs import STRENGTH, ImageInputs
-from muralist.data.prompts import PromptRow, PromptTable, image_file_stem, refuse_collision
+from muralist.data.prompts import PromptTable, image_file_stem, refuse_collision
 
 SEED_STRIDE = 1_000_000
 """Copy c of a row has the row's seed plus c times this: the same for any number of rows or copies."""
 
-_ROWS_READ_AT_ONCE = 1024
 # Fractions in 64 bits. The first was the best of some hundred: shares of 1 to 32 workers need the fewest batches.
 _ROW_STEP, _COPY_STEP = 0x5CD9B3836CEA0001, 0x9E3779B97F4A7C15
 
@@ -64,23 +63,18 @@ class Plan:
 
     def sample(self, index: int) -> Sample:
         """Return one sample."""
-        return self._sample(index, self.table.row(index // self.copies))
-
-    def samples(self, indices: np.ndarray) -> Iterator[Sample]:
-        """Yield many samples in order; rows are read some at a time."""
-        for first in range(0, len(indices), _ROWS_READ_AT_ONCE):
-            part = indices[first : first + _ROWS_READ_AT_ONCE].tolist()
-            rows = self.table.rows([index // self.copies for index in part])
-            yield from map(self._sample, part, rows)
-
-    def _sample(self, index: int, row: PromptRow) -> Sample:
         row_index, copy = divmod(index, self.copies)
+        row = self.table.row(row_index)
         seed = int(self.row_seeds[row_index]) + copy * SEED_STRIDE
         height, width = self.size_of(index)
         negative = self.negative_prompt if row.negative_prompt is None else row.negative_prompt
         file = f"{image_file_stem(row.id, seed)}.{self.extension}"
         inputs = (row.inputs or ImageInputs()).keep(self.input_columns) if self.input_columns else None
         return Sample(index, row_index, copy, row.id, seed, row.prompt, negative, height, width, file, inputs)
+
+    def samples(self, indices: np.ndarray) -> Iterator[Sample]:
+        """Yield many samples in order."""
+        return (self.sample(int(index)) for index in indices)
 
     @cached_property
     def row_seeds(self) -> np.ndarray:
@@ -90,20 +84,15 @@ class Plan:
         return seeds if own is None else np.where(own < 0, seeds, own)
 
     @cached_property
-    def _row_sizes(self) -> np.ndarray | None:
-        """Height and width of each row, where rows differ."""
-        own, inputs = self.table.sizes, self.input_sizes
-        if own is not None and inputs is not None:
-            own = np.where(own == 0, inputs, own)
-        elif own is None:
-            own = inputs
-        return None if own is None else np.where(own == 0, np.array(self.size, dtype=own.dtype), own)
-
-    @cached_property
-    def _strengths(self) -> np.ndarray | None:
-        """The strength of each row, a scalar argument of a pipeline's call, where rows differ; -1 for none."""
-        own = self.table.strengths if STRENGTH in self.input_columns else None
-        return None if own is None else np.nan_to_num(own, nan=-1.0)
+    def _batch_keys(self) -> np.ndarray:
+        """What the samples of a batch share, for each row: height, width and strength, -1 for none; float64 [N, 3]."""
+        keys = np.broadcast_to((*self.size, -1.0), (len(self.table), 3))  # takes no memory where all rows are alike
+        for sizes in (self.input_sizes, self.table.sizes):
+            if sizes is not None:
+                keys = np.column_stack((np.where(sizes == 0, keys[:, :2], sizes), keys[:, 2]))
+        if STRENGTH in self.input_columns and self.table.strengths is not None:
+            keys = np.column_stack((keys[:, :2], np.nan_to_num(self.table.strengths, nan=-1.0)))
+        return keys
 
     def slot(self, index: int, batch_size: int) -> int:
         """Return a sample's slot in a batch, without reading its row."""
@@ -111,30 +100,21 @@ class Plan:
 
     def size_of(self, index: int) -> tuple[int, int]:
         """Return a sample's height and width, without reading its row."""
-        if self._row_sizes is None:
-            return self.size
-        height, width = self._row_sizes[index // self.copies].tolist()
+        height, width, _ = self.batch_key(index)
         return height, width
 
     def batch_key(self, index: int) -> tuple[int, int, float]:
         """Return what all samples of a batch share, size and strength, without reading the row."""
-        strength = -1.0 if self._strengths is None else float(self._strengths[index // self.copies])
-        return *self.size_of(index), strength
+        height, width, strength = self._batch_keys[index // self.copies].tolist()
+        return int(height), int(width), strength
 
     def grouped_by_size(self, indices: np.ndarray) -> np.ndarray:
         """Order samples as they are generated: as in the table, but one size and strength after another."""
-        if self._row_sizes is None and self._strengths is None:
+        keys = self._batch_keys[indices // self.copies]
+        if (keys == keys[:1]).all():
             return indices
-        rows = indices // self.copies
-        groups = np.zeros(len(indices), dtype=np.int64)
-        if self._row_sizes is not None:
-            sizes = self._row_sizes[rows].astype(np.int64)
-            groups = np.unique(sizes[:, 0] << 32 | sizes[:, 1], return_inverse=True)[1]
-        if self._strengths is not None:
-            levels, strengths = np.unique(self._strengths[rows], return_inverse=True)
-            groups = groups * len(levels) + strengths
-        _, first, which = np.unique(groups, return_index=True, return_inverse=True)
-        return indices[np.argsort(first[which], kind="stable")]
+        _, first, which = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        return indices[np.argsort(first[which.ravel()], kind="stable")]
 
     def check_file_names(self) -> None:
         """Refuse a table whose rows would overwrite each other's files."""

@@ -99,7 +99,7 @@ def _absent(folder: Path, *files: str) -> list[str]:
 def _missing_of_tokenizer(folder: Path, kind: str, chat_template: bool) -> list[str]:
     """Return what is missing of a tokenizer: its settings, one of the kinds of vocabulary, a chat template."""
     missing = _absent(folder, _TOKENIZER_CONFIG)
-    settings = {} if missing else _read_json(folder / _TOKENIZER_CONFIG)
+    settings = read_json(folder / _TOKENIZER_CONFIG)
     lacking = [_absent(folder, *files) for files in _VOCABULARIES]
     if all(lacking):
         begun = [files for files, all_files in zip(lacking, _VOCABULARIES, strict=True) if len(files) < len(all_files)]
@@ -120,7 +120,7 @@ def _check_json(file: Path) -> None:
     """Refuse a damaged or truncated JSON file."""
     size = file.stat().st_size
     if size <= _SMALL_FILE:
-        _read_json(file)
+        read_json(file)
         return
     with file.open("rb") as content:
         content.seek(-64, os.SEEK_END)
@@ -202,7 +202,7 @@ def _missing_weights(folder: Path) -> list[str]:
             else set()
         )
         if index in files:
-            wanted |= {str(name) for name in _read_json(folder / index).get("weight_map", {}).values()}
+            wanted |= {str(name) for name in read_json(folder / index).get("weight_map", {}).values()}
         if wanted:
             sets.append(wanted | {index})
     if sets:
@@ -228,12 +228,15 @@ def read_header(file: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
         ) from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if the file does not exist."""
+    if not file.is_file():
+        return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read: {error}.", fix=_FIX) from None
+    return content if isinstance(content, dict) else {}
 
 
 def check_base(base: Path, lora: Mapping[str, Any] | None) -> None:

@@ -130,30 +130,13 @@ def _read_log(file: Path) -> tuple[int, str]:
 
 
 def _read_bench(file: Path, batch_size: int | None) -> MeasuredSpeed:
+    """Read the default training step from a result of bench/train_speed.py."""
     try:
         content: dict[str, Any] = json.loads(file.read_text())
-        hardware = content.get("hardware", {})
+        hardware, rows = content.get("hardware", {}), content.get("rows")
     except (ValueError, AttributeError) as error:
         raise UserError(f"{file} cannot be read: {error}.") from None
-    model, side, batch = _parse_command(str(content.get("command", "")))
-    wanted = batch_size or batch
-    found = _parse_steps(content.get("rows"))
-    for key, value in content.items():
-        if (match := re.fullmatch(r"batch (\d+)", key)) and isinstance(value, dict) and "tokens/s" in value:
-            found[model, side, int(match[1])] = value["tokens/s"]
-    if median := content.get("median train/tokens_per_second"):
-        found.setdefault((model, side, batch), content.get("tokens/s", [median]))
-    if not found:
-        raise UserError(f"{file} has no training speed (tokens/s).", fix="Choose another result.")
-    first_model = next(iter(found))[:2]
-    case = min((case for case in found if case[:2] == first_model), key=lambda case: abs(case[2] - wanted))
-    gpu, gpus = str(hardware.get("gpu", hardware.get("cpu", "unknown"))), int(hardware.get("gpus") or 1)
-    return MeasuredSpeed(str(file), *case, gpu, gpus, tuple(map(float, found[case])))
-
-
-def _parse_steps(rows: Any) -> dict[tuple[str, int, int], list[float]]:
-    """Read the default training step from a result of bench/train_speed.py: readings by model, image size and batch."""
-    found = {}
+    readings: dict[tuple[str, int, int], tuple[float, float]] = {}  # by model, image size and batch size
     for row in rows if isinstance(rows, list) else ():
         try:
             case, options = re.fullmatch(r"(.+)@(\d+)x(\d+)", row["case"]), row["variant"].split("+")
@@ -162,23 +145,15 @@ def _parse_steps(rows: Any) -> dict[tuple[str, int, int], list[float]]:
         except (TypeError, KeyError, AttributeError, ZeroDivisionError):
             continue  # a row of another benchmark, or a damaged one
         if case and options[0] == "fused" and "fp8" not in options:
-            found[case[1], int(case[2]), int(case[3])] = [second, best]
-    return found
-
-
-def _parse_command(command: str) -> tuple[str, int, int]:
-    """Model, image size and batch size of a recorded command, with the defaults of train."""
-
-    def value(pattern: str, default: Any) -> Any:
-        match = re.search(pattern, command)
-        return type(default)(match[1]) if match else default
-
-    config = Path(value(r"--config[= ](\S+)", ""))
-    settings = read_yaml(TrainSettings, config) if config.is_file() else TrainSettings()
-    model = value(r"--model[= ](\S+)", settings.model.name)
-    _check_model(model, command)
-    side = value(r"--im(?:a)?ge?_size[= ](\d+)", configs.square(settings.model.img_size))
-    return model, side, value(r"--batch_size[= ](\d+)", settings.data.batch_size)
+            readings[case[1], int(case[2]), int(case[3])] = second, best
+    if not readings:
+        raise UserError(f"{file} has no training speed (tokens/s).", fix="Choose another result.")
+    model, side, _ = next(iter(readings))
+    _check_model(model, file)
+    batches = [batch for *known, batch in readings if known == [model, side]]
+    batch = min(batches, key=lambda batch: abs(batch - (batch_size or TrainSettings().data.batch_size)))
+    gpu, gpus = str(hardware.get("gpu", hardware.get("cpu", "unknown"))), int(hardware.get("gpus") or 1)
+    return MeasuredSpeed(str(file), model, side, batch, gpu, gpus, readings[model, side, batch])
 
 
 def _check_model(model: str, source: object) -> None:

@@ -7,7 +7,6 @@ same command resumes, and a command with more values adds to them.
 from __future__ import annotations
 
 import gc
-import io
 import json
 import logging
 import os
@@ -30,7 +29,7 @@ from rich.table import Table
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_duration
 from muralist.core.hardware import select_devices
-from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error, is_disk_full
+from muralist.core.run_dir import atomic_open, atomic_write, atomic_write_json, disk_write_error, is_disk_full
 from muralist.core.slurm import set_rank_environment
 from muralist.data.source import sample_files, short_hash
 from muralist.data.tar_members import TarImage
@@ -396,9 +395,8 @@ class Sweep:
             if known.features is None:
                 return statistics, statistics
             count = {} if known.count is None else {"number": np.asarray(known.count)}
-            data = io.BytesIO()
-            np.savez(data, mu=known.moments.mean, sigma=known.moments.covariance, **count)  # type: ignore[arg-type]
-            atomic_write(moments, data.getvalue())
+            with atomic_open(moments) as file:
+                np.savez(file, mu=known.moments.mean, sigma=known.moments.covariance, **count)  # type: ignore[arg-type]
         return statistics, moments
 
     def _score_all(self, reference: Path) -> None:
