@@ -35,7 +35,7 @@ from muralist.tools.doctor.hardware import (
     compute_on_devices,
     query_nvidia_smi,
 )
-from muralist.tools.doctor.job import check_batch, check_collectives, check_learning_rate, check_slurm
+from muralist.tools.doctor.job import check_batch, check_clocks, check_collectives, check_learning_rate, check_slurm
 from muralist.train.preflight import CONTEXT, MemoryEstimate, estimate_memory
 from tests.conftest import REPOSITORY
 from tests.support.disks import leave_free, read_only_view, small_disk
@@ -217,13 +217,18 @@ def test_indivisible_batch_and_scaled_learning_rate(tmp_path: Path) -> None:
     assert find(check_learning_rate, 8, *grown).status == "ok"
 
 
-def test_slow_ranks_are_named() -> None:
+def test_slow_ranks_and_wrong_clocks_are_named() -> None:
     report = CollectiveReport(["a", "a", "b", "b"], dict.fromkeys(SIZES, 1e9), [1, 1, 1.1, 5], [1, 1.1, 1, 1])
     context = CheckContext(exchange=report)
     found = check_collectives.run(context)
     assert found.status == "warning" and "rank 3 on b computes 5.0 times slower" in found.message
     report.compute[3] = 1.2
     assert check_collectives.run(context).status == "ok"
+    for ahead, status in ((0.2, "ok"), (120.0, "failed"), (-5.0, "warning")):
+        report.clocks = {"b": (ahead, 0.001)}
+        found = check_clocks.run(context)
+        assert found.status == status
+    assert "The clock of b is 5.000 s behind the clock of a" in found.message
 
 
 def test_exception_in_a_check_is_a_finding() -> None:
@@ -450,3 +455,21 @@ def test_collective_test_names_a_stopped_rank(tmp_path: Path) -> None:
     os.kill(int(ranks[1]), signal.SIGKILL)
     assert "Traceback" not in finish(process, expect=None, timeout=60)
     assert process.returncode
+
+
+@pytest.mark.slow
+def test_clock_offset_is_measured_through_the_store(tmp_path: Path) -> None:
+    code = (
+        "import os, time\n"
+        "from muralist.tools.doctor.collective_test import CollectiveTest\n"
+        "test = CollectiveTest(os.environ, 30)\n"
+        "error = 7.5 if test.rank else 0.0\n"
+        "offset = test.clock_offset(1, lambda: time.time() + error)\n"
+        "if test.rank == 0: print(*offset)\n"
+        "test.gather('finished', None)\n"
+    )
+    launcher = (
+        f"import sys; from muralist.tools.launch import launch; sys.exit(launch([sys.executable, '-c', {code!r}], 2))"
+    )
+    ahead, doubt = map(float, finish(start("python", "-c", launcher), timeout=120).split()[:2])
+    assert abs(ahead - 7.5) <= doubt + 0.01 and doubt < 1.0

@@ -1,4 +1,4 @@
-"""Collective self-test: all ranks of a launch report presence, then measure compute and bandwidth.
+"""Collective self-test: all ranks of a launch report presence, then measure compute, bandwidth and clock offsets.
 
 Presence and results go through the rendezvous store, which can name missing ranks. Only then do collectives run, each
 with a timeout that names the ranks that did not join.
@@ -10,7 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from statistics import median
@@ -26,6 +26,7 @@ from muralist.train.metrics import matmul_rate
 SIZES = (1 << 16, 1 << 20, 1 << 24)
 """Bytes of the all-reduces: about a scalar agreement, a layer and a bucket of gradients."""
 _ROUNDS = 4
+_PINGS = 8
 _SLOW = 2.0  # times the median of the other ranks
 
 
@@ -45,6 +46,8 @@ class CollectiveReport:
     bandwidths: dict[int, float]  # bytes per second over each link of a ring all-reduce, by payload size
     compute: list[float]  # seconds that a matmul of 10^9 FLOPs takes on each rank
     broadcast: list[float]  # seconds of a broadcast from each rank
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By host: seconds by which its clock is ahead of rank 0's, and the error bound."""
 
     def slow_ranks(self) -> list[str]:
         """Describe ranks that compute or send much more slowly than the others."""
@@ -130,11 +133,13 @@ class CollectiveTest:
                 name = f"broadcast from rank {source}"
                 own = self._time(name, partial(dist.broadcast, payload, source, async_op=True), rounds=2)
                 broadcast.append(max(self.gather(name, own)))
+            first_ranks = [self.hosts.index(host) for host in dict.fromkeys(self.hosts)]
+            clocks = {self.hosts[rank]: self.clock_offset(rank, time.time) for rank in first_ranks if rank}
             self.gather("finished", None)
             dist.destroy_process_group()
         except RuntimeError as error:  # from gloo, NCCL or a driver, for example because a rank is gone
             raise MissingRanks(f"The exchange failed on rank {self.rank}: {str(error).splitlines()[0]}") from None
-        return CollectiveReport(self.hosts, bandwidths, compute, broadcast)
+        return CollectiveReport(self.hosts, bandwidths, compute, broadcast, clocks)
 
     def _time(self, name: str, start: Callable[[], dist.Work], rounds: int = _ROUNDS) -> float:
         """Seconds of the fastest of a few rounds, each after a barrier."""
@@ -160,3 +165,22 @@ class CollectiveTest:
             if waited > 0.01:
                 time.sleep(0.0005)
         work.wait()
+
+    def clock_offset(self, other: int, clock: Callable[[], float]) -> tuple[float, float]:
+        """Seconds by which the clock of a rank is ahead of rank 0's, and half of the shortest round trip to it.
+
+        Only rank 0 and the other rank take part; the result is valid on rank 0.
+        """
+        best = 0.0, float("inf")
+        for index in range(_PINGS):
+            ping, pong = f"ping/{other}/{index}", f"pong/{other}/{index}"
+            if self.rank == 0:
+                sent = clock()
+                self.store.set(ping, "")
+                theirs = float(self.store.get(pong))  # waits until it is set
+                half = (clock() - sent) / 2
+                best = min(best, (theirs - sent - half, half), key=lambda measured: measured[1])
+            elif self.rank == other:
+                self.store.get(ping)
+                self.store.set(pong, repr(clock()))
+        return best

@@ -20,7 +20,7 @@ from muralist.generate.model_info import ModelInfo
 from muralist.settings import DoctorSettings, GenerateSettings, TrainSettings
 from muralist.tools.doctor.check import CHECKS, Check, CheckContext, Finding, Status
 from muralist.tools.doctor.hardware import COMPUTE_TIMEOUT
-from muralist.tools.doctor.job import check_collectives, check_port
+from muralist.tools.doctor.job import check_clocks, check_collectives, check_port
 
 log = logging.getLogger("muralist")
 _COLORS: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
@@ -89,7 +89,7 @@ def _run_on_all_ranks(settings: DoctorSettings, context: CheckContext, checks: S
         if context.rank and 0 not in missing.ranks:
             _exit(0)  # rank 0 reports it
         context.exchange = missing
-    rest: Sequence[Check] = [check_collectives]
+    rest: Sequence[Check] = (check_collectives, check_clocks)
     if context.rank == 0:
         rest = [check for check in checks if not check.per_machine and check is not check_port]
     findings += [check.run(context) for check in rest]

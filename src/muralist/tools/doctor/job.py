@@ -1,4 +1,4 @@
-"""Checks of a job: settings, prompts, data and model, and of its processes: port, SLURM, W&B, collectives."""
+"""Checks of a job: settings, prompts, data and model, and of its processes: port, SLURM, W&B, collectives, clocks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import errno
 import importlib.util
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -33,6 +32,7 @@ _SHORT_WARMUP = 100  # steps
 _SUBSET = 100  # rows or images that are read
 _DEFAULT_PORT = "29500"  # of torchrun and accelerate
 _CONNECT_TIMEOUT = 3.0  # seconds
+_SKEW_WARNING, _SKEW_FAILURE = 1.0, 60.0  # seconds
 _ONE_PROCESS = "one process; `muralist launch --nproc N doctor ...` (or torchrun, srun) tests several ranks"
 
 
@@ -204,9 +204,14 @@ def check_image_inputs(context: CheckContext) -> Finding:
     inputs = choose_pipeline(context.model, table, context.generate).inputs
     if inputs is None:
         return skipped("the images are made from text alone")
+    broken: list[str] = []
     rows = table.rows(_subset(len(table)))
-    given = [row.inputs or ImageInputs() for row in rows]
-    broken = _problems(lambda cells: load_inputs(cells, inputs.images_of(cells)), given)
+    for row in rows:
+        given = row.inputs or ImageInputs()
+        try:
+            load_inputs(given, inputs.images_of(given))
+        except UserError as error:
+            broken.append(error.what)
     message = f"{inputs.task}, the inputs of {len(rows)} rows decoded"
     if broken:
         return warning(f"{message}: {len(broken)} of them broken. {format_list(broken, 2)}")
@@ -228,11 +233,16 @@ def check_data(context: CheckContext) -> Finding:
         return skipped("no --data_path")
     data = open_data(context.train)
     indices = _subset(data.split.source_size)
+    broken: list[str] = []
     began = time.perf_counter()
-    if latents := data.latents:  # nothing to decode
-        broken = _problems(lambda index: latents.read_latents(np.array([index])), indices)
-    else:
-        broken = _problems(data.source.read, indices)
+    for index in indices:
+        try:
+            if data.latents:  # latents: nothing to decode
+                data.latents.read_latents(np.array([index]))
+            else:
+                data.source.read(index)
+        except UserError as error:
+            broken.append(error.what)
     speed = len(indices) / max(1e-9, time.perf_counter() - began)
     message = f"{data.split.source_size:,} images, {len(indices)} decoded"
     if broken:
@@ -245,17 +255,6 @@ def _subset(count: int) -> list[int]:
     """Choose a hundred of `count` indices, the same ones every time."""
     chosen = np.random.default_rng(0).choice(count, min(_SUBSET, count), replace=False)
     return [int(index) for index in np.sort(chosen)]
-
-
-def _problems(read: Callable[[Any], object], items: Iterable[Any]) -> list[str]:
-    """Read items one by one, and return why some of them cannot be read."""
-    problems = []
-    for item in items:
-        try:
-            read(item)
-        except UserError as error:
-            problems.append(error.what)
-    return problems
 
 
 @check("port", at_start=True)
@@ -407,3 +406,28 @@ def check_collectives(context: CheckContext) -> Finding:
     if slow := report.slow_ranks():
         return warning(f"{message}; but {format_list(slow)}.", facts=facts)
     return ok(message, facts=facts)
+
+
+@check("clocks")
+def check_clocks(context: CheckContext) -> Finding:
+    """Under a launcher on several machines: measure the offsets of their clocks.
+
+    Symptom: several machines (SLURM)
+    Otherwise: Logs of several machines cannot be ordered, and the newest file on a shared disk is misjudged.
+    Fix: Synchronize the machines with one time server (chrony, ntpd); `timedatectl` shows whether they are.
+    """
+    report = context.exchange
+    if report is None:
+        return skipped(_ONE_PROCESS)
+    if isinstance(report, Exception):
+        return skipped("the ranks did not connect")
+    if len(set(report.hosts)) < 2:
+        return skipped("all ranks are on one machine")
+    host, (offset, error) = max(report.clocks.items(), key=lambda item: abs(item[1][0]))
+    side = "ahead of" if offset > 0 else "behind"
+    message = f"clock of {host} is {abs(offset):.3f} s {side} the clock of {report.hosts[0]} (± {error:.3f} s)"
+    facts = {f"{name}, seconds ahead": seconds for name, (seconds, _) in report.clocks.items()}
+    certain = abs(offset) - error
+    if certain > _SKEW_WARNING:
+        return (failed if certain > _SKEW_FAILURE else warning)(f"The {message}.", facts=facts)
+    return ok(f"largest offset: the {message}", facts=facts)
