@@ -40,6 +40,8 @@ def start(*command: object, cwd: Path = REPOSITORY, new_session: bool = False, *
         words[0] = sys.executable
     elif (tools / words[0]).exists():
         words[0] = str(tools / words[0])
+    elif words[0] == "muralist":  # not installed: the source is on PYTHONPATH
+        words[:1] = [sys.executable, "-m", "muralist"]
     return subprocess.Popen(
         words,
         cwd=cwd,
