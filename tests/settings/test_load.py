@@ -381,7 +381,10 @@ def test_identity_is_what_shapes_the_result(path: str) -> None:
 
 def test_the_length_shapes_a_cosine() -> None:
     assert identity(changed("epochs", "--lr_schedule", "cosine")) != identity(settings("--lr_schedule", "cosine"))
-    assert identity(changed("max_steps", "--lr_schedule", "cosine")) == identity(settings("--lr_schedule", "cosine"))
+    assert identity(changed("max_steps", "--lr_schedule", "cosine")) != identity(settings("--lr_schedule", "cosine"))
+    fixed = ["--lr_schedule", "cosine", "--lr_decay_steps", "500"]  # then the length only says when to stop
+    for length in ("epochs", "max_steps"):
+        assert identity(changed(length, *fixed)) == identity(settings(*fixed))
 
 
 def test_a_path_is_the_same_however_it_is_written() -> None:

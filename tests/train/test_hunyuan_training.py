@@ -191,7 +191,7 @@ def test_official_entry_point(project: Path) -> None:
         assert process.poll() is None and time.monotonic() < deadline, "it never came to its first step"
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    output = finish(process)
+    output = finish(process, expect=130)
     assert "at 512 x 512 px" in output and "Stopped by SIGINT" in output
     assert json.loads((last_checkpoint(found[0].parent) / "manifest.json").read_text())["model"]["img_size"] == 512
 

@@ -145,7 +145,10 @@ class OptimSettings(Section):
     lr_base_batch: PositiveInt = 256
     """The total batch that learning_rate was chosen for."""
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    """Constant after warm-up, or a half cosine to min_lr at the end of training."""
+    """Constant after warm-up, or a half cosine to min_lr at the end of training (epochs or max_steps)."""
+    lr_decay_steps: PositiveInt | None = None
+    """Optimizer step at which the cosine schedule reaches min_lr; default: the last one, and epochs and max_steps are then
+    part of the run's identity."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Final learning rate of the cosine schedule."""
     warmup_steps: Annotated[int, Field(ge=0)] = 500
@@ -254,9 +257,10 @@ class TrainSettings(Section):
     log: LogSettings = LogSettings()
     distributed: DistributedSettings = DistributedSettings()
     epochs: Annotated[PositiveInt, NonIdentity] = 100
-    """Passes over the data, which is where training ends (part of the run's identity only under lr_schedule cosine)."""
+    """Passes over the data, which is where training ends."""
     max_steps: Annotated[PositiveInt | None, NonIdentity] = None
-    """Stop after this optimizer step; never changes a schedule."""
+    """Stop after this optimizer step, even if epochs are left. A constant learning rate allows to raise it later; the
+    cosine schedule ends there, unless lr_decay_steps is given."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the sample order, the noise and the initial weights."""
     use_amp: bool = False

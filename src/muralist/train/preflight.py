@@ -198,7 +198,9 @@ def run_summary(
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {clock.samples / clock.total_batch:,.1f} steps/epoch = "
         f"{clock.last_step:,} steps" + (f", stopping after {stop:,}" if stop < clock.last_step else ""),
-        f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}",
+        f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}"
+        + (f" to {rate.minimum:.3g} at step {rate.decay_steps:,}" if rate.decay_steps else "")
+        + f"; {rate.at((stop - 1) * plan.total):.3g} in the last step",
         f"memory     {memory / 1e9:.2f} GB per GPU for weights, gradients, optimizer and EMA "
         f"({state.strategy.layout}), plus activations; {BYTES_ON_DISK * trained / 1e9:.2f} GB of disk per checkpoint",
         f"time       at least {format_duration(seconds)} (at the measured matmul rate); an estimate follows",

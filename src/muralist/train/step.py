@@ -120,14 +120,14 @@ class TrainState:
         trained = strategy.trained_weights(network)
         self.emas = [EMA(trained, half_life) for half_life in (optim.ema1_half_life, optim.ema2_half_life)]
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Load EMA weights, optimizer, loss scale and images seen; the network has its weights already."""
+    def restore(self, checkpoint: Checkpoint, images: int) -> None:
+        """Load EMA weights, optimizer and loss scale, after `images` images; the network has its weights already."""
         names: tuple[WeightSet, WeightSet] = ("ema1", "ema2")
         for name, ema in zip(names, self.emas, strict=True):
             self.strategy.load_ema(ema, read_saved_weights(checkpoint.path, name, self.network, self.spec))
         self.strategy.load_optimizer(checkpoint.path, self)
         self.scaler.load_state_dict(checkpoint.manifest["loss_scale"])
-        self.images = checkpoint.step * self.plan.total
+        self.images = images
 
     def step(self, batches: Iterable[Batch]) -> StepResult:
         """Train on this rank's batches of the next global batch."""
