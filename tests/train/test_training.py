@@ -435,3 +435,22 @@ def test_wandb_without_a_login_is_one_error(
     train("--data_path", photo_folder, "--results_dir", tmp_path, "--max_steps", "1", "--use_wandb", expect=1)
     said = capfd.readouterr().err
     assert "No API key configured" in said and "WANDB_MODE=offline" in said and "Traceback" not in said
+
+
+def test_every_prompt_is_sampled_on_one_process_and_unconditional_models_take_none(
+    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--max_steps", "1", "--val_fraction", "0"]
+    train(*common, "--run_name", "plain", "--samples_per_gpu", "3")
+    train(*common, "--run_name", "default")
+    train(*common, "--run_name", "classes", "--enable_condition", "--sample-prompts", "sunrise", "0", "1")
+    samples = {name: tmp_path / name / "samples" / "step_0000001" for name in ("plain", "default", "classes")}
+    assert len(list(samples["plain"].glob("gpu_0_sample*.png"))) == 3
+    assert len({path.read_bytes() for path in samples["default"].glob("gpu_0_sample*.png")}) == 4
+    texts = sorted(samples["classes"].glob("gpu_0_prompt*.txt"))
+    assert [path.read_text() for path in texts] == ["sunrise\n", "0\n", "1\n"]
+    capfd.readouterr()
+    for flags in (["--sample_prompts", "dog"], ["--sample_guidance", "3"]):
+        train(*common, "--run_name", "refused", *flags, expect=1)
+        said = capfd.readouterr().err
+        assert f"{' '.join(flags)} has no effect".replace("dog", "'dog'") in said and "--enable_condition" in said

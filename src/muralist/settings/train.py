@@ -197,9 +197,11 @@ class SampleSettings(Section):
     """The sample images of every checkpoint."""
 
     prompts: Annotated[list[str], NonIdentity] = []
-    """Class names or indices, or a text file with one prompt per line; default: the first eight classes."""
-    per_gpu: Annotated[int, Field(ge=0), NonIdentity] = 1
-    """Images per GPU and checkpoint; 0: none."""
+    """Class names or indices, or a text file with one prompt per line; each is sampled at every checkpoint, shared among
+    the GPUs. Default: the first eight classes."""
+    per_gpu: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], NonIdentity] = "auto"
+    """Images per GPU and checkpoint, or more if there are more --sample_prompts; 0: none; auto: one per GPU, and 4 to 8 on
+    a single GPU."""
     steps: Annotated[PositiveInt, NonIdentity] = 10
     """Sampler steps."""
     guidance: Annotated[Annotated[float, Field(ge=0)] | Literal["auto"], NonIdentity] = "auto"
@@ -211,7 +213,7 @@ class SampleSettings(Section):
     official_last_step: Annotated[bool, NonIdentity] = False
     """Reproduce the official sampler, whose clamp of 1 - t leaves noise after the last step."""
     seed: Annotated[int, Field(ge=0, lt=2**62), NonIdentity] = 0
-    """Seed of the first prompt; prompt i has seed + i, the same at every checkpoint."""
+    """Seed of the first sample; sample i has seed + i, the same at every checkpoint."""
 
 
 class LogSettings(Section):

@@ -40,7 +40,23 @@ def check_settings(settings: TrainSettings) -> None:
             fix="With a total batch, accumulation is derived: leave --gradient_accumulation_steps out.",
         )
     check_strategy(settings, settings.distributed.strategy)
-    low, high = settings.samples.interval
+    _check_samples(settings)
+
+
+def _check_samples(settings: TrainSettings) -> None:
+    samples, model = settings.samples, settings.model
+    if not find_family(model.name).uses_captions and not model.enable_condition:
+        words = f"{model.name} is unconditional without --enable_condition: it is trained without classes."
+        if samples.prompts not in ([], ["unconditional"]):
+            raise UserError(
+                f"--sample_prompts {samples.prompts[0]!r:.80} has no effect.",
+                words,
+                "Leave it out (--samples_per_gpu N makes N images), or add --enable_condition.",
+            )
+        if samples.guidance not in ("auto", 1.0):
+            fix = "Leave it out or give auto, or add --enable_condition."
+            raise UserError(f"--sample_guidance {samples.guidance:g} has no effect.", words, fix)
+    low, high = samples.interval
     if low >= high:
         raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
 

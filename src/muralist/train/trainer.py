@@ -179,7 +179,7 @@ class Trainer:
         folder, world = self.run.samples, self.world
         samples.write_samples(
             folder, step, world.rank, world.size, self.spec, network, self.prompts, self.settings.samples,
-            self.state.autocast, self.loggers,
+            self.state.autocast, self.loggers, at_once=self.state.micro_batch,
         )  # fmt: skip
         if world.size > 1:
             world.barrier()  # then the samples of all ranks are complete
