@@ -349,7 +349,7 @@ APART = {
     "epochs", "max_steps", "compile", "results_dir", "run_name", "distributed.strategy", "distributed.dist_backend",
     "distributed.dist_timeout",
     "model.gradient_checkpointing", "checkpoint.latest_every", "checkpoint.at_epoch_end",
-    "optim.non_finite",  # without it such a run has no result at all; one that stopped may go on with it
+    "data.on_broken", "optim.non_finite",  # without it such a run has no result at all; one that stopped may go on with it
 }  # fmt: skip
 """What never changes the result of a run; a new setting shapes it unless it is listed here on purpose."""
 

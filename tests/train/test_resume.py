@@ -23,6 +23,15 @@ def write_run(results: Path, name: str, value: float, steps: tuple[int, ...] = (
     return [checkpoint.write(folder, step, sets[step], state, {"images": step, "model": described}) for step in steps]
 
 
+def test_the_run_with_most_images_counts_not_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start_log(None, 0)
+    write_run(tmp_path, "trained", 100, steps=(2000, 5000))
+    write_run(tmp_path, "smoke_test", 200, steps=(3,))
+    assert found(tmp_path) == 5100
+    said = " ".join(capsys.readouterr().out.split())
+    assert "has seen 5,000 images, the most of 2 such runs; --init_from RUN names another." in said
+
+
 def found(results: Path, init_from: str = "default", condition: bool = True) -> float | None:
     settings = TrainSettings(
         model=ModelSettings(name="JiT-T/8", img_size=16, enable_condition=condition),

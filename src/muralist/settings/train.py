@@ -33,6 +33,9 @@ class DataSettings(Section):
     cameras: list[str] = []
     """Waymo: use only images of these cameras, out of FRONT FRONT_LEFT FRONT_RIGHT SIDE_LEFT SIDE_RIGHT; default:
     all."""
+    on_broken: Annotated[Literal["stop", "skip"], NonIdentity] = "stop"
+    """Broken images: stop ends the run with a checkpoint; skip trains on another image in place of each, chosen by seed and
+    sample index alone, and lists them in the run's broken.txt."""
     max_samples: PositiveInt | None = None
     """Use only the first N images of the source."""
     multireso: bool = False
@@ -79,7 +82,8 @@ class ModelSettings(Section):
     img_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 64
     """Side of the square images in pixels, or height and width (HunyuanDiT)."""
     enable_condition: bool = False
-    """Train with class labels (folder names); starts from the newest unconditional run unless --init_from is given."""
+    """Train with class labels (folder names); starts from the unconditional run with most images seen, unless
+    --init_from is given."""
     attn_dropout: FractionBelowOne = 0.0
     """Dropout on attention weights, in the middle half of the blocks."""
     proj_dropout: FractionBelowOne = 0.0
@@ -189,8 +193,8 @@ class CheckpointSettings(Section):
     """auto: resume this run if it has a checkpoint; PATH: resume from that checkpoint; none: start at step 0, refused
     if the run has a checkpoint."""
     init_from: Annotated[str, LocalPath] = "default"
-    """Initial weights: a run, a checkpoint, an official .pth file, a PEFT LoRA folder, auto (the newest unconditional
-    run of this model and size) or none; default: auto with --enable_condition, else none."""
+    """Initial weights: a run, a checkpoint, an official .pth file, a PEFT LoRA folder, auto (of the unconditional
+    runs of this model and size, the one with most images seen) or none; default: auto with --enable_condition, else none."""
 
 
 class SampleSettings(Section):

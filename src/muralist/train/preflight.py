@@ -210,6 +210,7 @@ def run_summary(
         f"data       {' '.join(settings.data.paths)}: {clock.samples:,} images to train on, "
         f"{len(data.held_out_indices):,} held out"
         + (f"; training images are kept on the device ({format_bytes(gpu_bytes)})" if gpu_bytes else ""),
+        f"found      {data.found}",
         *data.bucket_lines(plan.total),
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {clock.samples / clock.total_batch:,.1f} steps/epoch = "
@@ -221,6 +222,8 @@ def run_summary(
         f"({state.strategy.layout}), plus activations; {BYTES_ON_DISK * trained / 1e9:.2f} GB of disk per checkpoint",
         f"time       at least {format_duration(seconds)} (at the measured matmul rate); an estimate follows",
     ]
+    if warning := find_family(settings.model.name).warning(settings.model):
+        lines.insert(1, f"warning    {warning}")
     rule = "linear" if optim.blr is not None else optim.lr_rule
     if rule != "none":
         lines.append(f"rule       {rule} with the total batch: {rates_by_gpus(rate, rule, plan)} GPUs")

@@ -144,34 +144,39 @@ def find_initial_weights(settings: TrainSettings) -> tuple[dict[str, Tensor], st
         return None
     path = Path(init_from)
     if init_from in ("auto", "default"):
-        newest = _newest_unconditional(settings)
-        if newest is None:
-            where = f"{model.name} at {model.size[0]} x {model.size[1]} px under {settings.results_dir}"
+        found = _best_unconditional(settings)
+        where = f"{model.name} at {model.size[0]} x {model.size[1]} px under {settings.results_dir}"
+        if found is None:
             log.info("No unconditional run of %s: starting from scratch.", where)
             return None
-        path = newest
+        images, path, runs = found
+        others = f", the most of {runs} such runs; --init_from RUN names another" if runs > 1 else ""
+        log.info("--init_from auto: the unconditional run of %s has seen %s images%s.", where, f"{images:,}", others)
     elif (path / "checkpoints").is_dir():
         path = _open(path).path
     return read_weights(path, "ema1"), str(path)
 
 
-def _newest_unconditional(settings: TrainSettings) -> Path | None:
-    """The newest intact checkpoint of an unconditional run; files are hashed only where the manifest matches."""
+def _best_unconditional(settings: TrainSettings) -> tuple[int, Path, int] | None:
+    """The intact checkpoint of an unconditional run with most images seen, those images, and how many runs there are.
+
+    Of several with as many images it is the newest. Files are hashed only where the manifest matches.
+    """
     model = settings.model.model_dump(mode="json")  # a rectangle is a list there, as in the manifest
-    matching: list[tuple[float, Path]] = []
+    matching: list[tuple[int, float, Path]] = []
     for manifest in Path(settings.results_dir).glob("*/checkpoints/step_*/manifest.json"):
         try:
             content = json.loads(manifest.read_text())
             found = content["model"]
             same_model = found["model"] == model["name"] and found["img_size"] == model["img_size"]
             if same_model and not found["label_names"]:
-                matching.append((content["written"], manifest.parent))
+                matching.append((int(content["images"]), float(content["written"]), manifest.parent))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged; reported when its own run is resumed
-    for _, path in sorted(matching, reverse=True):
+    for images, _, path in sorted(matching, reverse=True):
         try:
             read_manifest(path)
-            return path
+            return images, path, len({checkpoint.parent for _, _, checkpoint in matching})
         except UserError as error:
             log.warning("%s Skipping it.", error)
     return None

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import IntEnum
 from itertools import islice
@@ -22,9 +22,9 @@ from muralist import __version__
 from muralist.core import compile_cache
 from muralist.core.errors import UserError
 from muralist.core.hardware import can_compile
-from muralist.core.run_dir import RunDir, atomic_write, disk_write_error, is_disk_full
+from muralist.core.run_dir import RunDir, atomic_write, disk_write_error, is_disk_full, open_no_follow
 from muralist.core.slurm import set_rank_environment
-from muralist.data.loader import Batch, held_out_batches, load_to_device, training_batches
+from muralist.data.loader import Batch, BrokenImage, held_out_batches, load_to_device, training_batches
 from muralist.models.spec import build_spec, find_family
 from muralist.settings import TrainSettings
 from muralist.train import resume, samples
@@ -93,6 +93,7 @@ class Trainer:
 
         self.state = self._build_state(rate)
         self.saved_step = -1
+        self.skips_broken = settings.data.on_broken == "skip"
         self.gpu_bytes = data.bytes_on(world.device, settings, self.steps, self.plan.total, world.size)
         self.peak_flops = matmul_rate(world.device, self.state.autocast or torch.float32)
         self._log_summary()
@@ -131,12 +132,16 @@ class Trainer:
             self.recorder.forecast.conclude()
             self._finish_saving()
             log.info("Finished at step %d.", self.steps.stop)
+            if self.skips_broken and self.world.is_main and self.run.broken.exists():
+                count = len(self.run.broken.read_text(encoding="utf-8").splitlines())
+                log.warning("Skipped broken images: %d, listed in %s.", count, self.run.broken)
         return 0
 
     def validate_save_sample(self, step: int) -> None:
         """Compute the held-out loss, write a checkpoint, generate samples."""
         with self.recorder.paused():
-            loss, error = held_out_loss(self.state, self.data, self.watchdog)
+            list_broken = self._list_broken if self.skips_broken else None
+            loss, error = held_out_loss(self.state, self.data, self.watchdog, list_broken)
         self.save(step, {} if loss is None else {"val/loss": loss})
         if error:
             self._fail(error)
@@ -197,9 +202,21 @@ class Trainer:
         try:
             self.writer.check()
             found = list(islice(batches, self.plan.accumulation_steps))
+            for batch in found:
+                self._list_broken(batch.broken)
         except UserError as error:
             reason = error
         return found, time.perf_counter() - started, reason
+
+    def _list_broken(self, broken: Sequence[BrokenImage]) -> None:
+        """Write broken images that were skipped into the run's list, each once, whichever rank or start found it."""
+        for image in broken:
+            line = " ".join(f"{image.name}: {image.reason}".split())
+            listed = self.run.broken.read_text(encoding="utf-8").splitlines() if self.run.broken.exists() else []
+            if line not in listed:
+                with open_no_follow(self.run.broken, "a", encoding="utf-8") as file:
+                    file.write(f"{line}\n")
+                log.warning("Skipped a broken image, %d so far: %s", len(listed) + 1, line)
 
     def _agree_on_request(self, step: int, error: UserError | None) -> Request:
         """Agree with all ranks, between steps, on one rank's request or error."""
@@ -291,6 +308,7 @@ class Trainer:
             stopped = True  # also on an error: a signal to the whole job ends loader processes too
         if self.world.all_reduce_max(stopped) or images is None:
             return None
+        self._list_broken(images.broken)
         log.info(f"{len(images.labels):,} images are on the device after {time.perf_counter() - started:.1f} s.")
         return images.batches(order, sample_indices)
 
@@ -301,11 +319,17 @@ class Trainer:
         if cache := self.compile_cache:
             cached = f"seconds if {cache.folder} has the code, else about a minute"
             log.info("Compiling the training step: %s.", cached if cache.is_warm else "about a minute, once")
-        indices = np.arange(self.plan.batch_size)
-        largest = np.full_like(indices, self.data.largest)
-        self.state.warm_up(next(held_out_batches(self.data.source, largest, indices, self.plan.batch_size)))
+        self.state.warm_up(self._warm_up_batch())
         if self.compile_cache and (report := self.compile_cache.summary()):
             log.info("%s", report)
+
+    def _warm_up_batch(self) -> Batch:
+        """Copies of one image of the largest size, or of the next one if it is broken and is to be skipped."""
+        count, size = self.plan.batch_size, len(self.data.source)
+        candidates = (self.data.largest + np.arange(size if self.skips_broken else 1)) % size
+        first = next(held_out_batches(self.data.source, candidates, np.zeros(1, np.int64), 1, self.skips_broken))
+        broken = len(first.broken)
+        return next(held_out_batches(self.data.source, candidates[broken:][:1].repeat(count), np.arange(count), count))
 
     def _open_outputs(self, stack: ExitStack) -> None:
         """Open loggers, recorder, checkpoint writer and profiler; the stack closes them whatever ends the run."""

@@ -22,6 +22,7 @@ from muralist.data.source import (
     CaptionTemplate,
     LruCache,
     Sample,
+    SourceContents,
     check_caption,
     first_present,
     parse_label,
@@ -87,6 +88,8 @@ class WebDatasetSource:
         self._names = pyarrow.array(names, pyarrow.large_binary())
         self._captions = pyarrow.array(captions, pyarrow.large_string())
         self._files: LruCache[IO[bytes]] = LruCache(_MAX_OPEN_FILES)
+        is_known = self._caption.is_always_there or (self.label_names and "label" in self._caption.columns)
+        self.contents = SourceContents(0 if is_known else sum(not caption.strip() for caption in captions))
 
     def __len__(self) -> int:
         return len(self._offsets)
