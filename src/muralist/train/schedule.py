@@ -44,10 +44,12 @@ def plan_batch(data: DataSettings, optim: OptimSettings, ranks: int, fixed_total
     if total is None:
         total = data.batch_size * ranks * optim.gradient_accumulation_steps
     if total % ranks:
-        origin = "of this run" if fixed_total else "(--global_batch_size)"
+        origin, fork = "(--global_batch_size)", ""
+        if fixed_total:
+            origin, fork = "of this run", ", or continue with another batch in a new run: --resume RUN --run_name NEW"
         raise UserError(
             f"The total batch of {total} {origin} cannot be divided by {ranks} processes.",
-            fix=f"Use a number of processes that divides {total}.",
+            fix=f"Use a number of processes that divides {total}{fork}.",
         )
     per_rank = total // ranks
     accumulation = next(n for n in range(-(-per_rank // data.batch_size), per_rank + 1) if per_rank % n == 0)

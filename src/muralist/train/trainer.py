@@ -482,7 +482,8 @@ class SignalHandler:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
+        # The first one counts: a job that SLURM warned by SIGUSR1 is requeued, also if SIGTERM follows at the time limit.
+        self.signal_name = self.signal_name or signal.Signals(number).name
 
     def poll(self, savable: bool) -> Request:
         """Return the most urgent request; the save file is looked for five times a second, and removed."""
