@@ -190,8 +190,8 @@ class CheckpointSettings(Section):
     keep_every: Annotated[PositiveInt | None, NonIdentity] = None
     """Keep checkpoints whose step is a multiple of this for good."""
     resume: Annotated[str, NonIdentity, LocalPath] = "auto"
-    """auto: resume this run if it has a checkpoint; PATH: resume from that checkpoint; none: start at step 0, refused
-    if the run has a checkpoint."""
+    """auto: resume this run if it has a checkpoint; PATH: resume from that checkpoint, or fork the run at PATH: with another
+    --run_name, batch and learning rate may differ; none: start at step 0, refused if the run has a checkpoint."""
     init_from: Annotated[str, LocalPath] = "default"
     """Initial weights: a run, a checkpoint, an official .pth file, a PEFT LoRA folder, auto (of the unconditional
     runs of this model and size, the one with most images seen) or none; default: auto with --enable_condition, else none."""
