@@ -106,8 +106,8 @@ def train(config: StrPath | None = None, **settings: Any) -> TrainingResult:
         from muralist.train.trainer import train as run_training
 
         with fork_rng(devices=()):  # data loaders draw from the global generator; results do not depend on it
-            run, finished = run_training(checked, run_name(checked, file), preflight=check_training)
-        if not finished:
+            run, stop_signal = run_training(checked, run_name(checked, file), preflight=check_training)
+        if stop_signal:
             raise KeyboardInterrupt
         folder = run.root.absolute()
         checkpoint = latest_checkpoint(folder)

@@ -86,8 +86,7 @@ def _train(arguments: Sequence[str]) -> int:
     from muralist.tools.doctor.command import check_training
     from muralist.train.trainer import train
 
-    train(settings, name, preflight=check_training)
-    return 0
+    return train(settings, name, preflight=check_training).exit_status
 
 
 def _load_training(arguments: Sequence[str]) -> tuple[TrainSettings, str]:

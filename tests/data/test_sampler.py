@@ -350,3 +350,18 @@ def test_bucket_summary() -> None:
     assert buckets.summary(everything, 2) == ["sizes      2 in use (images each): 64 x 16 (4), 16 x 64 (2)"]
     assert "fewer images than a total batch of 3 at 16 x 64:" in buckets.summary(everything, 3)[1]
     assert "1 in use (images each): 64 x 16 (3)" in buckets.summary(np.array([0, 2, 3]), 1)[0]
+
+
+def test_replacements_are_of_the_same_bucket_and_cover_it() -> None:
+    buckets = np.array([0, 1, 0, 1, 1, 0, 1])
+    order = BucketSampler.build(3, buckets, batch=2)
+    for sample in range(40):
+        position = int(order.positions(np.array([sample]))[0])
+        tried = [order.replacement(sample, attempt) for attempt in range(1, 9)]
+        assert set(tried) == set(np.flatnonzero(buckets == buckets[position])), (
+            "an intact image is found if there is one"
+        )
+        assert tried == [order.replacement(sample, attempt) for attempt in range(1, 9)]
+    plain = ShuffledOrder(3, 50)
+    assert {plain.replacement(7, attempt) for attempt in range(50)} == set(range(50))
+    assert len({plain.replacement(sample, 1) for sample in range(200)}) > 40, "another image for another sample"

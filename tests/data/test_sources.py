@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from PIL import Image
 from muralist.core.errors import UserError
 from muralist.data.decode import ImageDecodeError, center_crop
 from muralist.data.packed import PackedSource
-from muralist.data.source import CachedSource, Sample, Source, cache_in_memory, read_batch
+from muralist.data.source import CachedSource, Sample, Source, cache_in_memory, contents_of, read_batch
 from muralist.data.sources import open_held_out, open_source
 from muralist.demo.driving_world import DrivingWorld
 from muralist.tools.pack import pack
@@ -579,3 +580,26 @@ def test_a_pack_of_equal_sides_is_that_of_a_square(tmp_path: Path) -> None:
     for file in ("00000.arrow", "manifest.json"):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
     assert len(open_source(str(tmp_path / "one"), (16, 16))) == 4
+
+
+def test_missing_captions_and_skipped_files_are_counted(tmp_path: Path) -> None:
+    image = BytesIO()
+    Image.new("RGB", (20, 20)).save(image, "PNG")
+    members = {"0.png": image.getvalue(), "0.txt": b"a road", "1.png": image.getvalue(), "2.heic": b"", "3.avif": b""}
+    (tmp_path / "folder").mkdir()
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, content in members.items():
+            (tmp_path / "folder" / name).write_bytes(content)
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, BytesIO(content))
+    (tmp_path / "folder" / "notes.txt").write_text("not a caption")
+    (tmp_path / "table.csv").write_text("image,caption\nfolder/0.png,a road\nfolder/1.png, \nfolder/1.png,\n")
+    kinds = {".heic": 1, ".avif": 1}
+    expected = {"folder": (1, kinds | {".txt": 1}), "a.tar": (1, kinds), "table.csv": (2, {})}
+    for name, contents in expected.items():
+        assert contents_of(open_source(str(tmp_path / name), SIZE)) == contents, name
+    both = open_source([str(tmp_path / "folder"), str(tmp_path / "a.tar")], SIZE)
+    assert contents_of(both) == (2, {".heic": 2, ".avif": 2, ".txt": 1})
+    captioned = open_source(str(tmp_path / "folder"), SIZE, "A photo")
+    assert contents_of(captioned).uncaptioned == 0

@@ -50,11 +50,12 @@ def assert_ends_alike(undisturbed: Path, results: Path) -> None:
 
 def test_signal_saves_and_ends_the_run(photo_folder: Path, tmp_path: Path, undisturbed: Path) -> None:
     stopped_at = 0
-    for which in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    # `train && generate` stops; SIGUSR1 comes from SLURM, which requeues the job.
+    for which, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 0)):
         process = fork(*command(photo_folder, tmp_path))
         wait_until(lambda before=stopped_at: steps_written(tmp_path) > before + 2)  # type: ignore[misc]
         process.send_signal(which)
-        output = finish(process)
+        output = finish(process, expect=status)
         before, stopped_at = stopped_at, int(last_checkpoint(only_run(tmp_path)).name.removeprefix("step_"))
         assert f"Stopped by {which.name} at step {stopped_at}" in output
         assert before < stopped_at < STEPS
@@ -116,7 +117,7 @@ def test_save_file_requests_a_checkpoint(photo_folder: Path, tmp_path: Path) -> 
     assert not (only_run(tmp_path) / "save").exists()
     assert process.poll() is None, "it must go on"
     process.send_signal(signal.SIGTERM)
-    finish(process)
+    finish(process, expect=143)
 
 
 def test_second_trainer_on_one_run_is_refused(photo_folder: Path, tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_second_trainer_on_one_run_is_refused(photo_folder: Path, tmp_path: Path
     refused = finish(fork(*words, "--epochs", "100000"), expect=1)
     assert f"is being trained by process {first.pid}" in refused
     first.send_signal(signal.SIGTERM)
-    finish(first)
+    finish(first, expect=143)
 
 
 def children_of(pid: int) -> list[int]:
@@ -154,6 +155,6 @@ def test_signal_to_the_process_group_saves_too(photo_folder: Path, tmp_path: Pat
     process = fork(*words)
     wait_until(lambda: steps_written(tmp_path) > 3)
     os.killpg(process.pid, signal.SIGTERM)
-    assert "Stopped by SIGTERM" in finish(process)
+    assert "Stopped by SIGTERM" in finish(process, expect=143)
     finish(fork(*words))
     assert_ends_alike(undisturbed, tmp_path)

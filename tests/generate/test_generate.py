@@ -25,6 +25,7 @@ from muralist.generate.output_dir import Header
 from muralist.generate.workers import GenerateBatch, MeasureBatchSize
 from muralist.models.weights import read_weights
 from muralist.settings import GenerateSettings
+from tests.support.jit_models import checkpoint, family, network_of
 from tests.support.pipelines import build_pipeline
 from tests.support.runs import only_run, train
 from tests.support.worker_pools import ModelThreadPool
@@ -259,6 +260,15 @@ def test_a_table_without_a_known_class_is_refused_before_anything_is_made(
     assert not images.exists()
     output = capsys.readouterr().err
     assert "None of the 2 prompts names a class of this model." in output and "Did you mean meadow?" in output
+
+
+def test_prompts_of_an_unconditional_model_are_warned_about(tmp_path: Path, capsys: Capture) -> None:
+    spec = family()
+    run = checkpoint(tmp_path / "plain", spec.describe(), network_of(spec).state_dict())
+    for prompt, warned in (("a red car", True), ("unconditional", False)):
+        table(tmp_path / prompt, f"prompt\n{prompt}\n")
+        generate(tmp_path / prompt, run, "--num_inference_steps", 2)
+        assert ("The model is unconditional: prompts only name the images" in capsys.readouterr().err) == warned
 
 
 def test_a_row_of_another_size_than_that_of_the_jit_fails_alone(run: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from muralist.generate.pipeline import Pipeline, SampleRequest, load_pipeline
 from muralist.models.jit_spec import JiTSpec
 from muralist.models.lora import Lora
 from muralist.models.weights import export
-from muralist.settings import ExportSettings, GenerateSettings, SampleSettings
+from muralist.settings import BatchScriptSettings, ExportSettings, GenerateSettings, SampleSettings
 from tests.support.hunyuan import small_family
 from tests.support.jit_models import SIDE, checkpoint, family, network_of
 from tests.support.pipeline_calls import CPU, max_difference, no_callback
@@ -262,6 +262,9 @@ def test_impossible_settings_are_refused(pets: Pets, tmp_path: Path) -> None:
     assert np.array_equal(*(generate(load(plain), DOG._replace(prompt=text))[0] for text in ("dog", "anything")))
     with pytest.raises(UserError, match="no effect: JiT runs without"):
         inspect_model(given(plain, cfg_truncation_step=2))
+    with pytest.raises(UserError, match="--guidance_scale 3 has no effect: this JiT model is unconditional"):
+        inspect_model(given(plain, guidance_scale=3.0))
+    inspect_model(given(plain, guidance_scale=1.0))
 
 
 @pytest.mark.parametrize(("lora", "noise"), [(None, 0.02), (Lora(2, ("attn1.to_v",)), 0.5)])
@@ -286,6 +289,13 @@ def test_a_trained_hunyuandit_generates_the_images_of_its_export(
     )
     assert all(map(np.array_equal, mine, theirs))
     assert max_difference(mine[0], base[0]) > 5
+    for settings in (given(run), BatchScriptSettings(prompts_csv="", output_dir="", model_path=str(run))):
+        assert inspect_model(settings).resolved["guidance_scale"] == 5.0  # as in the samples of its training
+    (checkpoint_folder,) = run.glob("checkpoints/step_*")
+    save_file(stored, checkpoint_folder / "model.safetensors")
+    as_trained = load(run, height=32, width=32, weights="model").generate(requests, size, no_callback)
+    assert all(map(np.array_equal, as_trained, base))
+    assert inspect_model(given(run, weights="model")).identity != inspect_model(given(run)).identity
 
 
 def test_non_square_images_have_the_rotary_positions_of_training(tmp_path: Path) -> None:

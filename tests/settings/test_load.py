@@ -349,7 +349,7 @@ APART = {
     "epochs", "max_steps", "compile", "results_dir", "run_name", "distributed.strategy", "distributed.dist_backend",
     "distributed.dist_timeout",
     "model.gradient_checkpointing", "checkpoint.latest_every", "checkpoint.at_epoch_end",
-    "optim.non_finite",  # without it such a run has no result at all; one that stopped may go on with it
+    "data.on_broken", "optim.non_finite",  # without it such a run has no result at all; one that stopped may go on with it
 }  # fmt: skip
 """What never changes the result of a run; a new setting shapes it unless it is listed here on purpose."""
 
@@ -381,7 +381,10 @@ def test_identity_is_what_shapes_the_result(path: str) -> None:
 
 def test_the_length_shapes_a_cosine() -> None:
     assert identity(changed("epochs", "--lr_schedule", "cosine")) != identity(settings("--lr_schedule", "cosine"))
-    assert identity(changed("max_steps", "--lr_schedule", "cosine")) == identity(settings("--lr_schedule", "cosine"))
+    assert identity(changed("max_steps", "--lr_schedule", "cosine")) != identity(settings("--lr_schedule", "cosine"))
+    fixed = ["--lr_schedule", "cosine", "--lr_decay_steps", "500"]  # then the length only says when to stop
+    for length in ("epochs", "max_steps"):
+        assert identity(changed(length, *fixed)) == identity(settings(*fixed))
 
 
 def test_a_path_is_the_same_however_it_is_written() -> None:

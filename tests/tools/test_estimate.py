@@ -76,6 +76,7 @@ def test_parse_and_format_counts() -> None:
         with pytest.raises(UserError, match="is not a number"):
             parse_count(wrong)
     assert format_duration(4.3 * 3600) == "4 h 18 min"
+    assert format_duration(-3) == "0 s"
 
 
 def test_ring_all_reduce_overlaps_with_the_backward_pass() -> None:

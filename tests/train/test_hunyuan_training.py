@@ -191,7 +191,7 @@ def test_official_entry_point(project: Path) -> None:
         assert process.poll() is None and time.monotonic() < deadline, "it never came to its first step"
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    output = finish(process)
+    output = finish(process, expect=130)
     assert "at 512 x 512 px" in output and "Stopped by SIGINT" in output
     assert json.loads((last_checkpoint(found[0].parent) / "manifest.json").read_text())["model"]["img_size"] == 512
 
@@ -242,7 +242,12 @@ def test_images_without_captions_are_warned_about(trained: Path, photo_folder: P
         == log.count("Set --data.caption to the name of a column")
         == 1
     )
-    assert "no captions" not in (trained / "logs" / "train.log").read_text()
+    assert "found      48 images, 2 classes: meadow, sunrise; 48 without captions\n" in log
+    own = (trained / "logs" / "train.log").read_text()
+    assert "None of the images" not in own
+    warning = "warning    no --model.path was given: this trains a small HunyuanDiT from random weights"
+    assert warning in own and "--model.path FOLDER fine-tunes a published one" in own
+    assert len(list((trained / "samples" / "step_0000006").glob("gpu_0_sample*.png"))) == 8
 
 
 def test_one_caption_avoids_the_warning(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,15 @@ def write_run(results: Path, name: str, value: float, steps: tuple[int, ...] = (
     folder, state = results / name / "checkpoints", {"s": torch.ones(1)}
     sets = {step: {"ema1": {"a": torch.full((3,), value + step)}} for step in steps}
     return [checkpoint.write(folder, step, sets[step], state, {"images": step, "model": described}) for step in steps]
+
+
+def test_the_run_with_most_images_counts_not_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start_log(None, 0)
+    write_run(tmp_path, "trained", 100, steps=(2000, 5000))
+    write_run(tmp_path, "smoke_test", 200, steps=(3,))
+    assert found(tmp_path) == 5100
+    said = " ".join(capsys.readouterr().out.split())
+    assert "has seen 5,000 images, the most of 2 such runs; --init_from RUN names another." in said
 
 
 def found(results: Path, init_from: str = "default", condition: bool = True) -> float | None:
@@ -99,3 +110,81 @@ def test_holding_out_every_image_is_refused(
     said = capsys.readouterr().err
     assert "--val_fraction 1 holds out all " in said
     assert "Give a smaller one; 0 holds none out." in said
+
+
+def test_fork_has_the_batch_and_the_learning_rate_it_was_given(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--samples_per_gpu", "0", "--val_fraction", "0"]
+    train(*common, "--run_name", "base", "--max_steps", "3")  # 12 images
+    train(*common, "--run_name", "base", "--max_steps", "5", "--learning_rate", "1e-4", expect=1)
+    fork = [*common, "--resume", tmp_path / "base", "--batch_size", "8", "--learning_rate", "1e-4"]
+    assert f"--resume {tmp_path / 'base'} --run_name NEW" in capsys.readouterr().err
+    train(*fork, "--run_name", "fork", "--init_from", tmp_path / "base", expect=1)
+    assert "both name the weights to start from" in capsys.readouterr().err
+    for stop in (3, 5):  # the second command goes on with the fork, not with the base again
+        train(*fork, "--run_name", "fork", "--max_steps", stop)
+    said = capsys.readouterr().out
+    assert "at step 1: 12 images in batches of 4 until now, the last 4 of which are seen again" in said
+    assert "has checkpoints of its own: resuming from its last one, not from" in said
+    lines = metrics(tmp_path / "fork")
+    assert [(line["step"], line["images"]) for line in lines] == [(2, 16), (3, 24), (4, 32), (5, 40)]
+    assert lines[-1]["train/learning_rate"] == 1e-4
+    train(*fork, "--run_name", "through", "--max_steps", "5")
+    assert_same_state(last_checkpoint(tmp_path / "fork"), last_checkpoint(tmp_path / "through"))
+    assert metrics(tmp_path / "through") == lines
+
+
+def test_cosine_ends_where_training_ends(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [
+        "--data_path",
+        photo_folder,
+        "--results_dir",
+        tmp_path,
+        "--samples_per_gpu",
+        "0",
+        "--lr_schedule",
+        "cosine",
+    ]
+    common += ["--warmup_steps", "0", "--min_lr", "1e-5"]
+    train(*common, "--run_name", "short", "--max_steps", "4")
+    said = capsys.readouterr().out
+    rates = [line["train/learning_rate"] for line in metrics(tmp_path / "short")]
+    assert rates == pytest.approx([1e-5 + 9.9e-4 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(4)])
+    assert f"then cosine to 1e-05 at step 4; {rates[-1]:.3g} in the last step" in said
+    train(*common, "--run_name", "short", "--max_steps", "4")
+    assert f"continue in a new run, --resume {tmp_path / 'short'} --run_name NEW" in capsys.readouterr().out
+    train(*common, "--run_name", "short", "--max_steps", "6", expect=1)
+    assert "max_steps: 4 there, 6 here" in capsys.readouterr().err
+    for stop in (2, 4):  # asked otherwise: the length only says when to stop
+        train(*common, "--run_name", "long", "--lr_decay_steps", "8", "--max_steps", stop)
+    rates = [line["train/learning_rate"] for line in metrics(tmp_path / "long")]
+    assert rates == pytest.approx([1e-5 + 9.9e-4 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(4)])
+    train(*common[:-6], "--run_name", "constant", "--lr_decay_steps", "8", expect=1)
+    assert "--lr_decay_steps 8 has no effect under a constant learning rate" in capsys.readouterr().err
+
+
+def test_cosine_of_version_0_1_goes_on_to_the_end_of_its_epochs(photo_folder: Path, tmp_path: Path) -> None:
+    common = [
+        "--data_path",
+        photo_folder,
+        "--results_dir",
+        tmp_path,
+        "--samples_per_gpu",
+        "0",
+        "--lr_schedule",
+        "cosine",
+    ]
+    common += ["--warmup_steps", "0", "--epochs", "2", "--val_fraction", "0", "--run_name", "old"]  # 24 steps
+    train(*common, "--max_steps", "1")
+    for stop in (2, 3):
+        manifest = last_checkpoint(tmp_path / "old") / "manifest.json"
+        content = json.loads(manifest.read_text())
+        assert ("lr_decay_steps" in content) == (stop == 2), "such a run stays one"
+        content = {key: value for key, value in content.items() if key not in ("lr_decay_steps", "sha256")}
+        manifest.write_text(json.dumps(content | {"sha256": checkpoint._seal(content)}))
+        train(*common, "--max_steps", stop)
+    rates = [line["train/learning_rate"] for line in metrics(tmp_path / "old")]
+    assert rates[1:] == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 24)) / 2 for step in (1, 2)])

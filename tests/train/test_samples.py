@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import logging
+from itertools import combinations
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from muralist.settings import ModelSettings, SampleSettings, TrainSettings
 from muralist.train.checkpoint import folder_name
 from muralist.train.loggers import MetricsLogger
 from muralist.train.parallel import SwappedWeights
-from muralist.train.samples import generate_samples, prompts_of_rank, read_prompts, write_samples, write_sheet
+from muralist.train.samples import generate_samples, read_prompts, samples_of_rank, write_samples, write_sheet
 from muralist.train.step import EMA
 from tests.support.disks import read_only_view
 
@@ -48,16 +50,27 @@ def network(built: JiTSpec, scale: float = 1.0) -> torch.nn.Module:
 # Prompts
 
 
-@given(st.integers(1, 20), st.integers(1, 8), st.integers(1, 20))
-def test_gpu_r_takes_prompt_r_mod_n_then_further_ones_and_none_twice(prompts: int, ranks: int, count: int) -> None:
+@given(st.integers(1, 20), st.integers(1, 8), st.integers(0, 20) | st.just("auto"), st.booleans())
+def test_every_given_prompt_is_sampled_once_by_some_gpu(
+    prompts: int, ranks: int, per_gpu: int | Literal["auto"], given_here: bool
+) -> None:
     names = [str(index) for index in range(prompts)]
-    assert prompts_of_rank(names, 0, ranks, 0) == []
-    chosen = [prompts_of_rank(names, rank, ranks, count) for rank in range(ranks)]
-    for rank, mine in enumerate(chosen):
-        assert mine[0] == rank % prompts
-        assert len(set(mine)) == len(mine) <= count
-    if ranks * count >= prompts:
-        assert {index for mine in chosen for index in mine} == set(range(prompts))
+    settings = SampleSettings(per_gpu=per_gpu, prompts=names if given_here else [])
+    chosen = [samples_of_rank(names, settings, rank, ranks) for rank in range(ranks)]
+    together = sorted(index for mine in chosen for index in mine)
+    assert together == list(range(len(together))), "each sample, and so each seed, once"
+    if per_gpu == 0:
+        assert not together
+        return
+    assert all(mine[0] == rank for rank, mine in enumerate(chosen)), "gpu_R_sample.png exists for every GPU"
+    assert not given_here or len(together) >= prompts
+    if per_gpu == "auto" and ranks == 1 and not given_here:
+        assert 4 <= len(together) <= 8
+    elif per_gpu != "auto":
+        assert all(len(mine) >= per_gpu for mine in chosen)
+        assert given_here or len(together) == per_gpu * ranks
+    else:
+        assert len(together) == max(ranks, prompts * given_here)
 
 
 def test_prompts_from_flags_a_file_or_the_model(tmp_path: Path) -> None:
@@ -137,13 +150,16 @@ def test_files_of_two_gpus(tmp_path: Path) -> None:
     net.train()
     settings, shown = SampleSettings(steps=2, seed=5, per_gpu=2), Shown()
     for rank in (1, 0):
-        write_samples(tmp_path, 500, rank, 2, pets, net, ["cat", "dog", "owl"], settings, None, [shown])
+        write_samples(
+            tmp_path, 500, rank, 2, pets, net, ["cat", "dog", "owl"], settings, None, [shown], at_once=rank + 1
+        )
     assert net.training
     folder = tmp_path / "step_0000500"
     expected = {"gpu_0_sample": "cat", "gpu_0_sample_2": "owl", "gpu_1_sample": "dog", "gpu_1_sample_2": "cat"}
+    seeds = {"gpu_0_sample": 5, "gpu_0_sample_2": 7, "gpu_1_sample": 6, "gpu_1_sample_2": 8}
     for name, prompt in expected.items():
         assert (folder / f"{name.replace('sample', 'prompt')}.txt").read_text() == f"{prompt}\n"
-        seed = 5 + ["cat", "dog", "owl"].index(prompt)
+        seed = seeds[name]
         with Image.open(folder / f"{name}.png") as image:
             image.load()
             assert image.info == {"prompt": prompt, "seed": str(seed), "step": "500"}
@@ -153,7 +169,8 @@ def test_files_of_two_gpus(tmp_path: Path) -> None:
         assert (step, caption) == (500, prompt)
         assert np.abs(kept.astype(int) - alone).max() <= 1
     assert len(list(folder.iterdir())) == 8
-    assert (tmp_path / "sheet.png").is_file()
+    rows = cells(tmp_path / "sheet.png", 4, 1, 96)  # a second row for the second cat
+    assert all(not np.array_equal(one, other) for one, other in combinations(rows, 2))
 
 
 # What goes wrong

@@ -59,7 +59,9 @@ def test_the_ranks_share_each_global_batch(batch: int, ranks: int, accumulation:
 def test_resumed_run_keeps_its_total_batch_on_any_dividing_ranks(batch: int, total: int, ranks: int) -> None:
     data, optim = DataSettings(batch_size=batch), OptimSettings()
     if total % ranks:
-        with pytest.raises(UserError, match=rf"{total} of this run cannot be divided by {ranks} processes"):
+        with pytest.raises(
+            UserError, match=rf"{total} of this run cannot be divided by {ranks} processes.*--resume RUN"
+        ):
             plan_batch(data, optim, ranks, fixed_total=total)
         return
     plan = plan_batch(data, optim, ranks, fixed_total=total)

@@ -180,6 +180,36 @@ def test_broken_image_is_named_and_the_run_is_saved(tmp_path: Path, capfd: pytes
     assert [path.name for path in checkpoints] == [f"step_{len(losses(run)):07d}"]
 
 
+def test_broken_images_are_skipped_counted_and_listed_with_exact_resumption(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = split_folder(tmp_path)  # 16 images, 4 held out
+    for name in ("train/cat/3.png", "train/dog/5.png", "train/dog/6.png", "val/dog/1.png"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:50])
+    for name in ("a.heic", "b.heic", "c.avif"):
+        (data / "cat" / name).write_bytes(b"")
+    (data / "dog" / "7.txt").write_text("a dog")
+    common = ["--data_path", data, "--ckpt_every", "2", "--enable_condition", "--samples_per_gpu", "0"]
+    train(*common, "--results_dir", tmp_path / "legs", "--epochs", "2", expect=1)  # at the first broken image
+    said = capfd.readouterr()
+    assert "is a broken image" in said.err and "--on_broken skip" in said.err
+    found = "16 images, 2 classes: cat, dog; captions, which JiT-T/8 does not use; 3 files skipped: 2 .heic, 1 .avif"
+    assert f"found      {found}\n" in said.out
+    common += ["--on_broken", "skip"]
+    through, legs = train_through_and_in_legs(tmp_path, common, 3, 8)
+    assert metrics(through)[-1] == metrics(legs)[-1] and "val/loss" in metrics(legs)[-1]
+    listed = sorted((legs / "broken.txt").read_text().splitlines())
+    assert [line.partition(": ")[0] for line in listed] == [
+        str(tmp_path / name) for name in ("train/cat/3.png", "train/dog/5.png", "train/dog/6.png", "val/dog/1.png")
+    ]
+    assert f"Skipped broken images: 4, listed in {legs / 'broken.txt'}." in capfd.readouterr().out
+    for number, more in enumerate((["--cache", "device"], ["--num_workers", "1"])):
+        train(*common, "--max_steps", "8", "--results_dir", tmp_path / str(number), *more)
+        other = only_run(tmp_path / str(number))
+        assert losses(other) == losses(through)
+        assert sorted((other / "broken.txt").read_text().splitlines()) == listed
+
+
 def test_non_finite_loss_stops_the_run_and_is_never_saved(
     photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -435,3 +465,22 @@ def test_wandb_without_a_login_is_one_error(
     train("--data_path", photo_folder, "--results_dir", tmp_path, "--max_steps", "1", "--use_wandb", expect=1)
     said = capfd.readouterr().err
     assert "No API key configured" in said and "WANDB_MODE=offline" in said and "Traceback" not in said
+
+
+def test_every_prompt_is_sampled_on_one_process_and_unconditional_models_take_none(
+    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--data_path", photo_folder, "--results_dir", tmp_path, "--max_steps", "1", "--val_fraction", "0"]
+    train(*common, "--run_name", "plain", "--samples_per_gpu", "3")
+    train(*common, "--run_name", "default")
+    train(*common, "--run_name", "classes", "--enable_condition", "--sample-prompts", "sunrise", "0", "1")
+    samples = {name: tmp_path / name / "samples" / "step_0000001" for name in ("plain", "default", "classes")}
+    assert len(list(samples["plain"].glob("gpu_0_sample*.png"))) == 3
+    assert len({path.read_bytes() for path in samples["default"].glob("gpu_0_sample*.png")}) == 4
+    texts = sorted(samples["classes"].glob("gpu_0_prompt*.txt"))
+    assert [path.read_text() for path in texts] == ["sunrise\n", "0\n", "1\n"]
+    capfd.readouterr()
+    for flags in (["--sample_prompts", "dog"], ["--sample_guidance", "3"]):
+        train(*common, "--run_name", "refused", *flags, expect=1)
+        said = capfd.readouterr().err
+        assert f"{' '.join(flags)} has no effect".replace("dog", "'dog'") in said and "--enable_condition" in said

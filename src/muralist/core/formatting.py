@@ -28,7 +28,7 @@ Advance = Callable[[int], None]
 
 def format_duration(seconds: float) -> str:
     """Format seconds as `45 s`, `3 min 05 s`, `2 h 10 min` or `1 d 4 h`."""
-    seconds = round(seconds)
+    seconds = max(0, round(seconds))
     if seconds < 60:
         return f"{seconds} s"
     if seconds < 3600:

@@ -37,6 +37,7 @@ class Purpose(IntEnum):
     CAPTION_DROP = 11
     INIT = 12
     BUCKET = 13
+    REPLACEMENT = 14
     DROPOUT = 1 << 16  # plus a site number: one stream per dropout layer
 
 

@@ -295,6 +295,7 @@ class RunDir:
         self.heartbeats = root / "heartbeats"  # one file per rank
         self.shapes = root / "picture_shapes.npz"  # height and width of every image, measured for --multireso
         self.forecast = root / "forecast.json"  # the time estimate of the run, and its error at the end
+        self.broken = root / "broken.txt"  # images that --on_broken skip left out, one per line
         self.profile = root / "profile"  # traces of --profile
         self.save_request = root / "save"  # touch this file to request a checkpoint at the next step
 

@@ -40,7 +40,10 @@ class ImageDecodeError(UserError):
     """An image that cannot be decoded completely: `name` is its file, `reason` the cause."""
 
     def __init__(
-        self, name: str, reason: str, fix: str = "`muralist pack` leaves broken images out and lists them."
+        self,
+        name: str,
+        reason: str,
+        fix: str = "Remove it, or train with --on_broken skip; `muralist pack` leaves broken images out and lists them.",
     ) -> None:
         super().__init__(f"{name or 'The image'} is a broken image: {reason}.", fix=fix)
         self.name, self.reason = name, reason

@@ -22,11 +22,19 @@ from muralist.core.formatting import format_bytes, progress_bar
 from muralist.core.hardware import available_cpus
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.core.worker_pool import without_main_module
-from muralist.data.decode import Size, height_width
+from muralist.data.decode import ImageDecodeError, Size, height_width
 from muralist.data.packed import LatentBatch, LatentSource
 from muralist.data.sampler import Indices, SampleOrder, Split
 from muralist.data.source import CachedSource, Source, read_batch
 from muralist.settings import DataSettings
+
+
+class BrokenImage(NamedTuple):
+    """An image that cannot be decoded: its position among the images that were to be read, its name, the reason."""
+
+    position: int
+    name: str
+    reason: str
 
 
 class Batch(NamedTuple):
@@ -37,6 +45,7 @@ class Batch(NamedTuple):
     captions: list[str]
     sample_indices: Tensor  # [B] int64
     encoded: LatentBatch | None = None
+    broken: tuple[BrokenImage, ...] = ()  # images in whose place others were read
 
     def to(self, device: torch.device) -> Batch:
         """Copy to a device, asynchronously from pinned memory."""
@@ -48,7 +57,7 @@ class Batch(NamedTuple):
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         images, labels, samples = map(function, (self.images_u8, self.labels, self.sample_indices))
-        return Batch(images, labels, self.captions, samples, self.encoded and self.encoded.map(function))
+        return Batch(images, labels, self.captions, samples, self.encoded and self.encoded.map(function), self.broken)
 
 
 def to_unit_range(images_u8: Tensor, flips: SampleKeys | None) -> Tensor:
@@ -67,15 +76,57 @@ def flip_mask(keys: SampleKeys) -> Tensor:
 class _OrderedDataset(Dataset[Batch]):
     """Reads the training images of a list of sample indices."""
 
-    def __init__(self, source: Source, split: Split, order: SampleOrder) -> None:
-        self.source, self.split, self.order = source, split, order
+    def __init__(self, source: Source, split: Split, order: SampleOrder, skip_broken: bool) -> None:
+        self.source, self.split, self.order, self.skip_broken = source, split, order, skip_broken
 
     def __getitems__(self, sample_indices: list[int]) -> Batch | UserError:
         samples = np.asarray(sample_indices, dtype=np.int64)
         try:
-            return _read(self.source, self.split.training_index(self.order.positions(samples)), samples)
+            positions = self.order.positions(samples)
+            try:
+                return _read(self.source, self.split.training_index(positions), samples)
+            except ImageDecodeError:
+                if not self.skip_broken:
+                    raise
+            return _read_others(self.source, self.split.training_index, self.order, positions, samples)
         except UserError as error:
             return error  # raised by the main process: DataLoader would wrap it into a traceback
+
+
+def _read_others(
+    source: Source, index_of: Callable[[Indices], Indices], order: SampleOrder, positions: Indices, samples: Indices
+) -> Batch:
+    """Read a batch with other images in place of broken ones; `index_of` turns positions into indices of the source."""
+    broken: dict[int, BrokenImage] = {}
+
+    def is_broken(position: int) -> bool:
+        try:
+            source.read(int(index_of(np.array([position]))[0]))
+        except ImageDecodeError as error:
+            broken[position] = BrokenImage(position, error.name, error.reason)
+        return position in broken
+
+    intact = replace_broken(order, positions, samples, is_broken)
+    return _read(source, index_of(intact), samples)._replace(broken=tuple(broken.values()))
+
+
+def replace_broken(
+    order: SampleOrder, positions: Indices, samples: Indices, is_broken: Callable[[int], bool]
+) -> Indices:
+    """Return the positions with those of broken images replaced, as a function of seed and sample index alone."""
+    positions = positions.copy()
+    for slot, sample in enumerate(samples.tolist()):
+        attempt = 0
+        while is_broken(int(positions[slot])):
+            attempt += 1
+            if attempt > _MAX_ATTEMPTS:
+                raise UserError(
+                    f"--on_broken skip found {_MAX_ATTEMPTS} broken images in a row in place of a broken one.",
+                    "Most images of this size are broken.",
+                    "Repair the data set; `muralist pack` lists every broken image in broken.txt.",
+                )
+            positions[slot] = order.replacement(sample, attempt)
+    return positions
 
 
 def _read(source: Source, indices: np.ndarray, sample_indices: np.ndarray) -> Batch:
@@ -105,7 +156,8 @@ def training_batches(
 
     They live as long as the run, or with `persistent_workers` false until the end of each epoch.
     """
-    workers, dataset = num_loader_workers(settings), _OrderedDataset(source, split, order)
+    workers = num_loader_workers(settings)
+    dataset = _OrderedDataset(source, split, order, settings.on_broken == "skip")
 
     def start(indices: Iterable[list[int]]) -> Iterator[Batch | UserError]:
         loader: DataLoader[Batch] = DataLoader(
@@ -154,11 +206,21 @@ def _checked(batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
         yield batch
 
 
-def held_out_batches(source: Source, indices: np.ndarray, positions: np.ndarray, size: int) -> Iterator[Batch]:
-    """Yield held-out images by position, which is also their sample index: their noise is the same in every run."""
+def held_out_batches(
+    source: Source, indices: np.ndarray, positions: np.ndarray, size: int, skip_broken: bool = False
+) -> Iterator[Batch]:
+    """Yield held-out images by position, which is also their sample index: their noise is the same in every run.
+
+    With `skip_broken`, the next intact image is read in place of a broken one.
+    """
     for start in range(0, len(positions), size):
         chosen = positions[start : start + size]
-        yield _read(source, indices[chosen], chosen)
+        try:
+            yield _read(source, indices[chosen], chosen)
+        except ImageDecodeError:
+            if not skip_broken:
+                raise
+            yield _read_others(source, indices.__getitem__, _StoredOrder(len(indices)), chosen, chosen)
 
 
 def _identity(batch: Batch | UserError) -> Batch | UserError:
@@ -178,17 +240,24 @@ def _prepare_worker(worker: int) -> None:
     sys.excepthook = ignore_lost_trainer
 
 
+_MAX_ATTEMPTS = 1000  # to find an intact image in place of a broken one
 _MAX_FRACTION = 0.1  # of the GPU's free memory, under auto
 _MAX_BYTES = 8e9  # under auto
 _CHUNK_BYTES = 1 << 23  # read and copied at once
 _LOOKAHEAD = 1 << 13  # samples whose positions are computed at once: for a step of 256 alone it takes a millisecond
 
 
+@dataclass(frozen=True)
 class _StoredOrder:
-    """The order in which images are copied to the GPU: that of the data set."""
+    """The order in which images are copied to the GPU: that of the data set; after a broken one comes the next."""
+
+    size: int
 
     def positions(self, sample_indices: Indices) -> Indices:
         return sample_indices
+
+    def replacement(self, sample_index: int, attempt: int) -> int:
+        return (sample_index + attempt) % self.size
 
 
 @dataclass(frozen=True)
@@ -198,10 +267,14 @@ class GpuResidentDataset:
     images_u8: Tensor  # [N, H, W, 3]
     labels: Tensor  # [N] int64
     captions: list[str] | None  # None if all are empty
+    broken: tuple[BrokenImage, ...] = ()  # whose rows hold other images, and are not used
 
     def batches(self, order: SampleOrder, batches: Iterable[list[int]]) -> Iterator[Batch]:
         """Yield one batch for every list of sample indices in `batches`, equal to those of `training_batches`."""
+        broken = {image.position for image in self.broken}
         for sample_indices, positions in _positions_ahead(order, batches):
+            if broken:
+                positions = replace_broken(order, positions, sample_indices, broken.__contains__)
             both = torch.from_numpy(np.stack((sample_indices, positions)))
             if self.images_u8.is_cuda:
                 both = both.pin_memory()
@@ -260,15 +333,17 @@ def load_to_device(
     images = torch.empty((count, height, width, 3), dtype=torch.uint8, device=device)
     labels = torch.empty(count, dtype=torch.int64, device=device)
     captions: list[str] = []
+    broken: list[BrokenImage] = []
     chunks = [list(range(start, min(start + chunk, count))) for start in range(0, count, chunk)]
     # Bypass the cache in host memory: each image is read this once.
     uncached = source.source if isinstance(source, CachedSource) else source
     with progress_bar("images to the device", count, shown) as advance:
-        for batch in training_batches(uncached, split, _StoredOrder(), chunks, settings):
+        for batch in training_batches(uncached, split, _StoredOrder(count), chunks, settings):
             rows = slice(len(captions), len(captions) + len(batch.labels))
             images[rows].copy_(batch.images_u8, non_blocking=True)
             labels[rows].copy_(batch.labels, non_blocking=True)
             captions += batch.captions
+            broken += batch.broken
             advance(len(batch.labels))
             on_progress(len(captions))
-    return GpuResidentDataset(images, labels, captions if any(captions) else None)
+    return GpuResidentDataset(images, labels, captions if any(captions) else None, tuple(dict.fromkeys(broken)))

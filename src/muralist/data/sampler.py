@@ -104,6 +104,10 @@ class SampleOrder(Protocol):
         """Return the position in the training set of each sample index."""
         ...
 
+    def replacement(self, sample_index: int, attempt: int) -> int:
+        """Return the position of an image of the same size to try in place of a broken one; `attempt` counts from 1."""
+        ...
+
 
 @dataclass(frozen=True)
 class ShuffledOrder:
@@ -115,6 +119,16 @@ class ShuffledOrder:
     def positions(self, sample_indices: Indices) -> Indices:
         """Return the position in the training set of each sample index."""
         return permute(sample_indices % self.size, sample_indices // self.size, self.size, self.seed)
+
+    def replacement(self, sample_index: int, attempt: int) -> int:
+        """Return the position of an image to try in place of a broken one."""
+        return _replacement(sample_index, attempt, self.size, self.seed)
+
+
+def _replacement(sample_index: int, attempt: int, size: int, seed: int) -> int:
+    """Choose among `size` images; the attempts of one sample are the places of one permutation, so none comes twice."""
+    place, key = np.array([attempt % size]), np.array([sample_index])
+    return int(permute(place, key, size, seed, Purpose.REPLACEMENT)[0])
 
 
 # -- multi-resolution buckets
@@ -179,15 +193,23 @@ def nearest_size(shapes: np.ndarray, sizes: Sequence[Shape]) -> np.ndarray:
     return np.searchsorted((ratios[1:] + ratios[:-1]) / 2, wanted)
 
 
-def measure_shapes(source: MeasurableSource, count: int, meanwhile: Callable[[], object] = lambda: None) -> np.ndarray:
-    """Return height and width of the first `count` images, int32 [N, 2]; calls `meanwhile` every few seconds."""
+def measure_shapes(
+    source: MeasurableSource, count: int, meanwhile: Callable[[], object] = lambda: None, skip_broken: bool = False
+) -> np.ndarray:
+    """Return height and width of the first `count` images, int32 [N, 2]; calls `meanwhile` every few seconds.
+
+    With `skip_broken`, broken images count as squares: another image is read in place of each later.
+    """
     shapes = np.empty((count, 2), dtype=np.int32)
     logged = time.monotonic()
     for index in range(count):
         try:
             shapes[index] = source.shape(index)
         except ImageDecodeError as error:
-            raise ImageDecodeError(error.name, error.reason, "Remove it, or replace it by an intact one.") from error
+            if not skip_broken:
+                fix = "Remove it, or give --on_broken skip."
+                raise ImageDecodeError(error.name, error.reason, fix) from error
+            shapes[index] = 1
         if time.monotonic() - logged > _LOG_INTERVAL:
             log.info("Reading image sizes: %s of %s", f"{index + 1:,}", f"{count:,}")
             meanwhile()
@@ -286,6 +308,11 @@ class BucketSampler:
             places = permute(place, epoch + bucket * _EPOCHS_PER_BUCKET, len(members), self.seed)
             positions[here] = members[places]
         return positions
+
+    def replacement(self, sample_index: int, attempt: int) -> int:
+        """Return the position of an image of the same bucket to try in place of a broken one."""
+        members = self.members[self._turn(sample_index // self.batch)[0]]
+        return int(members[_replacement(sample_index, attempt, len(members), self.seed)])
 
     def _turn(self, batch: int) -> tuple[int, int]:
         """Return the bucket of a global batch, and how many batches of this bucket precede it."""

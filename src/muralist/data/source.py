@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,13 @@ class Source(Protocol):
         ...
 
 
+class SourceContents(NamedTuple):
+    """What opening a source found besides its images; sources that know it have an attribute `contents`."""
+
+    uncaptioned: int | None = None  # images without a caption; None if unknown
+    skipped: Mapping[str, int] = {}  # files that were left out, by kind
+
+
 class ConcatSource:
     """Several data sets, one after the other; they have classes if all of them have the same."""
 
@@ -59,6 +67,10 @@ class ConcatSource:
         # A class has one number: where names differ, the number would mean something else in each data set.
         self.label_names = names if all(source.label_names == names for source in self.sources) else []
         self._starts = np.cumsum([0, *map(len, self.sources)])
+        found = [contents_of(source) for source in self.sources]
+        counts = [one.uncaptioned for one in found if one.uncaptioned is not None]
+        skipped = sum((Counter(one.skipped) for one in found), Counter[str]())
+        self.contents = SourceContents(sum(counts) if len(counts) == len(found) else None, skipped)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -72,6 +84,12 @@ class ConcatSource:
     def fingerprint(self) -> str:
         """Hash the fingerprints in order."""
         return short_hash("several", *(source.fingerprint() for source in self.sources))
+
+
+def contents_of(source: Source) -> SourceContents:
+    """Return what opening a source found besides its images."""
+    contents: SourceContents = getattr(source, "contents", SourceContents())
+    return contents
 
 
 class CachedSource:
@@ -223,6 +241,11 @@ class CaptionTemplate:
     def columns(self) -> tuple[str, ...]:
         """The columns that the template uses."""
         return tuple(_FIELD.findall(self.text))
+
+    @property
+    def is_always_there(self) -> bool:
+        """Whether the caption has text whatever the columns hold."""
+        return bool(_FIELD.sub("", self.text).strip())
 
     @property
     def fingerprint_parts(self) -> tuple[str, ...]:

@@ -71,11 +71,10 @@ def _train(arguments: list[str]) -> int:
 
     settings = load(DemoSettings, arguments, {})
     try:
-        train(recipe(settings), RUN_NAME, preflight=check_training)
+        return train(recipe(settings), RUN_NAME, preflight=check_training).exit_status
     except SettingsMismatch as error:
         folder = RunDir.named(settings.results_dir, RUN_NAME).root
         raise UserError(error.what, fix=f"Delete {folder}, or give another --results_dir.") from None
-    return 0
 
 
 if __name__ == "__main__":

@@ -373,8 +373,13 @@ def read_plan(settings: GenerateSettings, model: ModelInfo) -> tuple[GenerateSet
 def _check_class_names(plan: Plan, model: ModelInfo) -> None:
     """Refuse a table none of whose prompts names a class; warn where some do not, whose rows fail."""
     from muralist.generate.jit_pipeline import spec_from_description
+    from muralist.models.jit_spec import UNCONDITIONAL
 
     spec = spec_from_description(model.description)
+    if not spec.label_names:
+        if any(sample.prompt != UNCONDITIONAL for sample in plan.samples(np.arange(0, len(plan), plan.copies))):
+            log.warning("The model is unconditional: prompts only name the images, and do not change them.")
+        return
     find_label = functools.cache(spec.find_label)
     first_copies = plan.samples(np.arange(0, len(plan), plan.copies))
     unknown = [sample.prompt for sample in first_copies if find_label(sample.prompt) is None]

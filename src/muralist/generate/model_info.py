@@ -132,7 +132,7 @@ def inspect_model(settings: GenerateSettings) -> ModelInfo:
     description = read_description(path)
     family = find_family_by_key(description["family"]) if "family" in description else None
     if family and family.pipeline_class:
-        _refuse_jit_flags(settings, f"a {family.name}")
+        _refuse_jit_flags(settings, f"a {family.name}", [flag for flag in _JIT_FLAGS if flag != "weights"])
         return _fine_tuned(path, family, description, settings)
     if description or path.suffix in _WEIGHTS or _is_jit_folder(path):
         return _jit(path, description, settings)
@@ -233,13 +233,14 @@ def _fine_tuned(path: Path, family: ModelFamily, description: dict[str, Any], se
     resolved = found | _resolved_frames(_requested_frames(settings))
     _check_loras(settings, base, components, name)
     fingerprints = {part: fingerprint(base / part) for part in components}
-    fingerprints["trained"] = fingerprint(weights_file(path, "ema1"))
+    fingerprints["trained"] = fingerprint(weights_file(path, settings.weights))
     identity = _identity(f"{family.name} trained here", fingerprints, settings)
+    identity |= settings.model_dump(mode="json", include={"weights"}, exclude_defaults=True)
     return ModelInfo(resolved, identity, description, base, components, name, default_owners=owners)
 
 
-def _refuse_jit_flags(settings: GenerateSettings, kind: str) -> None:
-    for flag in _JIT_FLAGS:
+def _refuse_jit_flags(settings: GenerateSettings, kind: str, flags: Sequence[str] = _JIT_FLAGS) -> None:
+    for flag in flags:
         if flag in settings.model_fields_set:
             raise UserError(f"--{flag} is for JiT models, and this is {kind}.", fix="Leave it out.")
 
@@ -279,6 +280,12 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
         for name in ("num_inference_steps", "guidance_scale")
     )
     asked_steps = asked_steps or script_value(settings, "num_inference_steps")
+    if not spec.label_names and user_value(settings, "guidance_scale") not in (None, 1.0):
+        raise UserError(
+            f"--guidance_scale {settings.guidance_scale:g} has no effect: this JiT model is unconditional.",
+            "Guidance needs a model that was trained with classes (--enable_condition).",
+            "Leave --guidance_scale out.",
+        )
     guidance = JIT_GUIDANCE if asked_guidance is None else asked_guidance
     _check_truncation(settings, "JiT", guided=bool(spec.label_names) and guidance != 1)
     steps = asked_steps or _JIT_STEPS

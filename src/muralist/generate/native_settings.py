@@ -286,8 +286,7 @@ def script_value(settings: GenerateSettings, name: str) -> Any:
 
 def folder_value(settings: GenerateSettings, name: str) -> Any:
     """Return a default that `output_dir.keep_folder_settings` took from the images in the folder; else None."""
-    value, default = getattr(settings, name), type(settings).model_fields[name].default
-    return value if name not in settings.model_fields_set and value != default else None
+    return getattr(settings, name) if name in settings.from_folder else None
 
 
 def resolve_settings(
@@ -302,6 +301,8 @@ def resolve_settings(
         )
     own = dict(zip(("height", "width"), own_size, strict=True)) if own_size else {}
     script = {name: script_value(settings, name) for name in NAMES}
+    if own_size:
+        script["guidance_scale"] = None  # trained here: as in the samples of its training
     if files.pipeline.startswith("Flux") and files.network.get("guidance_embeds") is False:
         script["guidance_scale"] = None  # not guided, with the script too
     timesteps = list(settings.timesteps)

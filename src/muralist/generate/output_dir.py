@@ -344,6 +344,7 @@ def keep_folder_settings(settings: GenerateSettings) -> GenerateSettings:
     kept = {name: value for name, value in kept.items() if user_value(settings, name) is None}
     changed = settings.model_copy(update=kept)
     changed.model_fields_set.difference_update(kept)  # still defaults
+    changed._from_folder = frozenset(kept)
     return changed
 
 

@@ -259,5 +259,7 @@ def load_pipeline(settings: GenerateSettings, device: torch.device, model: Model
         from muralist.models.weights import read_weights
 
         spec, dtype = find_family_by_key(model.description["family"]).spec_class(), DTYPES[settings.dtype]
-        components = spec.trained_components(read_weights(settings.model_path), model.description, dtype)
+        components = spec.trained_components(
+            read_weights(settings.model_path, settings.weights), model.description, dtype
+        )
     return DiffusersPipeline.load(settings, device, model.folder, components, model=model)

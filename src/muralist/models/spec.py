@@ -91,6 +91,10 @@ class ModelFamily:
         height, width = model.size
         return f"{model.path} is intact" if model.path else f"{model.name} at {height} x {width} px is built here"
 
+    def warning(self, model: ModelSettings) -> str:
+        """Return what a user must know before training this model, for the run summary; empty for most models."""
+        return ""
+
     def check_description(self, description: Mapping[str, Any]) -> None:
         """Raise ValueError if a checkpoint's description lacks what other commands rely on."""
         if self.pipeline_class and not description.get("folder"):
@@ -166,6 +170,15 @@ class HunyuanDiTFamily(ModelFamily):
         """Return `--model.path`, or where the small model is built."""
         path = settings.model.path
         return Path(path) if path else Path(settings.results_dir) / "models" / "small-hunyuandit"
+
+    def warning(self, model: ModelSettings) -> str:
+        """Say that the small model is trained where nobody asked for it."""
+        if model.path is not None:
+            return ""
+        return (
+            "no --model.path was given: this trains a small HunyuanDiT from random weights, for trials; "
+            "--model.path FOLDER fine-tunes a published one, in diffusers layout"
+        )
 
     def prepare(self, settings: TrainSettings) -> None:
         """Build the small model unless `--model.path` names one."""

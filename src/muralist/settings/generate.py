@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
 from muralist.core.errors import UserError
 from muralist.settings.section import Fraction, LocalPath, Repeatable, Section
@@ -64,7 +64,7 @@ class GenerateSettings(Section):
     official_last_step: bool = False
     """JiT: reproduce the official sampler, whose clamp of 1 - t leaves noise after the last step."""
     weights: Literal["model", "ema1", "ema2"] = "ema1"
-    """JiT: which weights of a run, a checkpoint or an official file: as trained, or one of the two EMAs."""
+    """Models trained here and official JiT files: which weights, as trained, or one of the two EMAs."""
     negative_prompt: str = ""
     """Negative prompt of rows that have none."""
     height: PositiveInt | None = None
@@ -139,6 +139,13 @@ class GenerateSettings(Section):
             )
         return given
 
+    _from_folder: frozenset[str] = PrivateAttr(frozenset())
+
+    @property
+    def from_folder(self) -> frozenset[str]:
+        """Names of the settings whose values are those of the images in the folder."""
+        return self._from_folder
+
     @property
     def resolved_quality(self) -> int | Literal["lossless"] | None:
         """The quality of the images; None for PNG."""
@@ -153,7 +160,8 @@ class BatchScriptSettings(GenerateSettings):
     num_inference_steps: PositiveInt | Literal["auto"] = 20
     """Denoising steps."""
     guidance_scale: Annotated[float, Field(ge=0)] | Literal["auto"] = 7.5
-    """Classifier-free guidance scale; for JiT the default is 2.9."""
+    """Classifier-free guidance scale; for models trained here the default is that of training: 2.9 for JiT, 5 for
+    HunyuanDiT."""
     height: PositiveInt | None = 480
     """Height in pixels of rows that have none; for models trained here, the default is their own."""
     width: PositiveInt | None = 832

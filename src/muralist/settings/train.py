@@ -33,6 +33,9 @@ class DataSettings(Section):
     cameras: list[str] = []
     """Waymo: use only images of these cameras, out of FRONT FRONT_LEFT FRONT_RIGHT SIDE_LEFT SIDE_RIGHT; default:
     all."""
+    on_broken: Annotated[Literal["stop", "skip"], NonIdentity] = "stop"
+    """Broken images: stop ends the run with a checkpoint; skip trains on another image in place of each, chosen by seed and
+    sample index alone, and lists them in the run's broken.txt."""
     max_samples: PositiveInt | None = None
     """Use only the first N images of the source."""
     multireso: bool = False
@@ -79,7 +82,8 @@ class ModelSettings(Section):
     img_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 64
     """Side of the square images in pixels, or height and width (HunyuanDiT)."""
     enable_condition: bool = False
-    """Train with class labels (folder names); starts from the newest unconditional run unless --init_from is given."""
+    """Train with class labels (folder names); starts from the unconditional run with most images seen, unless
+    --init_from is given."""
     attn_dropout: FractionBelowOne = 0.0
     """Dropout on attention weights, in the middle half of the blocks."""
     proj_dropout: FractionBelowOne = 0.0
@@ -145,7 +149,10 @@ class OptimSettings(Section):
     lr_base_batch: PositiveInt = 256
     """The total batch that learning_rate was chosen for."""
     lr_schedule: Literal["constant", "cosine"] = "constant"
-    """Constant after warm-up, or a half cosine to min_lr at the end of training."""
+    """Constant after warm-up, or a half cosine to min_lr at the end of training (epochs or max_steps)."""
+    lr_decay_steps: PositiveInt | None = None
+    """Optimizer step at which the cosine schedule reaches min_lr; default: the last one, and epochs and max_steps are then
+    part of the run's identity."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Final learning rate of the cosine schedule."""
     warmup_steps: Annotated[int, Field(ge=0)] = 500
@@ -183,20 +190,22 @@ class CheckpointSettings(Section):
     keep_every: Annotated[PositiveInt | None, NonIdentity] = None
     """Keep checkpoints whose step is a multiple of this for good."""
     resume: Annotated[str, NonIdentity, LocalPath] = "auto"
-    """auto: resume this run if it has a checkpoint; PATH: resume from that checkpoint; none: start at step 0, refused
-    if the run has a checkpoint."""
+    """auto: resume this run if it has a checkpoint; PATH: resume from that checkpoint, or fork the run at PATH: with another
+    --run_name, batch and learning rate may differ; none: start at step 0, refused if the run has a checkpoint."""
     init_from: Annotated[str, LocalPath] = "default"
-    """Initial weights: a run, a checkpoint, an official .pth file, a PEFT LoRA folder, auto (the newest unconditional
-    run of this model and size) or none; default: auto with --enable_condition, else none."""
+    """Initial weights: a run, a checkpoint, an official .pth file, a PEFT LoRA folder, auto (of the unconditional
+    runs of this model and size, the one with most images seen) or none; default: auto with --enable_condition, else none."""
 
 
 class SampleSettings(Section):
     """The sample images of every checkpoint."""
 
     prompts: Annotated[list[str], NonIdentity] = []
-    """Class names or indices, or a text file with one prompt per line; default: the first eight classes."""
-    per_gpu: Annotated[int, Field(ge=0), NonIdentity] = 1
-    """Images per GPU and checkpoint; 0: none."""
+    """Class names or indices, or a text file with one prompt per line; each is sampled at every checkpoint, shared among
+    the GPUs. Default: the first eight classes."""
+    per_gpu: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], NonIdentity] = "auto"
+    """Images per GPU and checkpoint, or more if there are more --sample_prompts; 0: none; auto: one per GPU, and 4 to 8 on
+    a single GPU."""
     steps: Annotated[PositiveInt, NonIdentity] = 10
     """Sampler steps."""
     guidance: Annotated[Annotated[float, Field(ge=0)] | Literal["auto"], NonIdentity] = "auto"
@@ -208,7 +217,7 @@ class SampleSettings(Section):
     official_last_step: Annotated[bool, NonIdentity] = False
     """Reproduce the official sampler, whose clamp of 1 - t leaves noise after the last step."""
     seed: Annotated[int, Field(ge=0, lt=2**62), NonIdentity] = 0
-    """Seed of the first prompt; prompt i has seed + i, the same at every checkpoint."""
+    """Seed of the first sample; sample i has seed + i, the same at every checkpoint."""
 
 
 class LogSettings(Section):
@@ -254,9 +263,10 @@ class TrainSettings(Section):
     log: LogSettings = LogSettings()
     distributed: DistributedSettings = DistributedSettings()
     epochs: Annotated[PositiveInt, NonIdentity] = 100
-    """Passes over the data, which is where training ends (part of the run's identity only under lr_schedule cosine)."""
+    """Passes over the data, which is where training ends."""
     max_steps: Annotated[PositiveInt | None, NonIdentity] = None
-    """Stop after this optimizer step; never changes a schedule."""
+    """Stop after this optimizer step, even if epochs are left. A constant learning rate allows to raise it later; the
+    cosine schedule ends there, unless lr_decay_steps is given."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the sample order, the noise and the initial weights."""
     use_amp: bool = False

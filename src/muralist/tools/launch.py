@@ -36,6 +36,7 @@ from muralist.core.slurm import first_host, free_port
 from muralist.settings import LaunchSettings
 
 _GRACE_SECONDS = 30.0  # that the other ranks have to save and exit once one has failed
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit statuses of ranks that saved and agreed to stop
 
 
 def launch(command: Sequence[str], processes: int, threads: int = 1) -> int:
@@ -93,6 +94,8 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
             if child.returncode < 0:
                 how = f"was killed by {signal.Signals(-child.returncode).name}; the other processes were stopped"
                 report = f"Rank {rank} (process {child.pid}) {how}. Run the same command to resume."
+            if child.returncode in _STOPPED:
+                report = ""  # not a failure, and its own message says so
             for other in running:
                 other.terminate()
         if not running or time.monotonic() > deadline:

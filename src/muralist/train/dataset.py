@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from muralist.core.errors import UserError
+from muralist.core.formatting import format_list
 from muralist.core.run_dir import atomic_write
 from muralist.data import sampler
 from muralist.data.loader import fits_on_device, free_device_memory, image_bytes, num_loader_workers
 from muralist.data.packed import LatentSource
-from muralist.data.source import Source, cache_in_memory, short_hash
+from muralist.data.source import Source, cache_in_memory, contents_of, short_hash
 from muralist.data.sources import open_held_out, open_source
 from muralist.data.sources.hydit_index import IndexSource
 from muralist.models.spec import families_with, find_family
@@ -39,6 +40,7 @@ class TrainingData:
     held_out: Source | None
     held_out_indices: np.ndarray
     facts: dict[str, Any]  # fingerprint and size, which checkpoints store to notice that the data changed
+    found: str = ""  # images, classes, missing captions and skipped files, for the run summary
     buckets: sampler.Buckets | None = None  # with --multireso; held-out images have one size, as in all other runs
 
     def order(self, seed: int, total_batch: int) -> sampler.SampleOrder:
@@ -88,6 +90,7 @@ def open_data(settings: TrainSettings) -> TrainingData:
         )
     if isinstance(source, LatentSource):
         _check_latents(source, settings)
+    found = describe_source(source, settings)
     size = min(len(source), settings.data.max_samples or len(source))
     if settings.data.multireso:
         sampler.check_measurable(source, " ".join(settings.data.paths))
@@ -103,7 +106,27 @@ def open_data(settings: TrainSettings) -> TrainingData:
     held_out = own or (source if len(split.held_out) else None)
     indices = sampler.split_held_out(len(own), 1.0).held_out if own else split.held_out
     facts = {"fingerprint": source.fingerprint(), "samples": split.training_size}
-    return TrainingData(source, split, held_out, indices, facts)
+    return TrainingData(source, split, held_out, indices, facts, found)
+
+
+def describe_source(source: Source, settings: TrainSettings) -> str:
+    """Say what was found at the data path, and what of it this run does not use."""
+    images, classes, contents = len(source), source.label_names, contents_of(source)
+    text = f"{images:,} image{'s' * (images != 1)}"
+    uses_captions = find_family(settings.model.name).uses_captions
+    if classes:
+        unused = "" if settings.model.enable_condition or uses_captions else " (not used without --enable_condition)"
+        text += f", {len(classes):,} class{'es' * (len(classes) != 1)}: {format_list(classes)}{unused}"
+    if contents.uncaptioned is not None and uses_captions:
+        text += f"; {contents.uncaptioned:,} without captions" if contents.uncaptioned else ", all with captions"
+    elif contents.uncaptioned is not None and contents.uncaptioned < images:
+        text += f"; captions, which {settings.model.name} does not use"
+    if contents.skipped:
+        kinds = sorted(contents.skipped.items(), key=lambda pair: (-pair[1], pair[0]))
+        count = sum(contents.skipped.values())
+        words = format_list([f"{number:,} {kind}" for kind, number in kinds])
+        text += f"; {count:,} file{'s' * (count != 1)} skipped: {words}"
+    return text
 
 
 def has_captions(data: TrainingData) -> bool:
@@ -141,7 +164,8 @@ def with_buckets(data: TrainingData, settings: TrainSettings, world: World, cach
         buckets = sampler.Buckets.of_index(source, count)
     else:
         sizes = sampler.bucket_sizes(base, settings.data.reso_step or sampler.default_step(base))
-        shapes = _shared_shapes(source, count, world, cache, data.facts["fingerprint"])
+        skip = settings.data.on_broken == "skip"
+        shapes = _shared_shapes(source, count, world, cache, data.facts["fingerprint"], skip)
         buckets = sampler.Buckets.assign(sizes, sampler.nearest_size(shapes, sizes))
     divided = cache_in_memory(sampler.BucketedSource(source, buckets), count, base, num_loader_workers(settings.data))
     facts = data.facts | {"buckets": short_hash(*map(str, buckets.sizes), buckets.of_image)}
@@ -149,11 +173,11 @@ def with_buckets(data: TrainingData, settings: TrainSettings, world: World, cach
 
 
 def _shared_shapes(
-    source: sampler.MeasurableSource, count: int, world: World, cache: Path, fingerprint: str
+    source: sampler.MeasurableSource, count: int, world: World, cache: Path, fingerprint: str, skip_broken: bool
 ) -> np.ndarray:
     if world.is_main:
         if (shapes := _read_shapes(cache, count, fingerprint)) is None:
-            shapes = sampler.measure_shapes(source, count, meanwhile=lambda: world.all_reduce_max(1))
+            shapes = sampler.measure_shapes(source, count, lambda: world.all_reduce_max(1), skip_broken)
             file = io.BytesIO()
             np.savez_compressed(file, shapes=shapes, fingerprint=fingerprint)
             atomic_write(cache, file.getvalue())
@@ -163,7 +187,7 @@ def _shared_shapes(
         pass  # the main process takes part regularly: one long wait could exceed the timeout
     shapes = _read_shapes(cache, count, fingerprint)
     if shapes is None:  # the folder is not shared with the main process
-        shapes = sampler.measure_shapes(source, count)
+        shapes = sampler.measure_shapes(source, count, skip_broken=skip_broken)
     return shapes
 
 

@@ -40,7 +40,23 @@ def check_settings(settings: TrainSettings) -> None:
             fix="With a total batch, accumulation is derived: leave --gradient_accumulation_steps out.",
         )
     check_strategy(settings, settings.distributed.strategy)
-    low, high = settings.samples.interval
+    _check_samples(settings)
+
+
+def _check_samples(settings: TrainSettings) -> None:
+    samples, model = settings.samples, settings.model
+    if not find_family(model.name).uses_captions and not model.enable_condition:
+        words = f"{model.name} is unconditional without --enable_condition: it is trained without classes."
+        if samples.prompts not in ([], ["unconditional"]):
+            raise UserError(
+                f"--sample_prompts {samples.prompts[0]!r:.80} has no effect.",
+                words,
+                "Leave it out (--samples_per_gpu N makes N images), or add --enable_condition.",
+            )
+        if samples.guidance not in ("auto", 1.0):
+            fix = "Leave it out or give auto, or add --enable_condition."
+            raise UserError(f"--sample_guidance {samples.guidance:g} has no effect.", words, fix)
+    low, high = samples.interval
     if low >= high:
         raise UserError(f"--sample_interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0.")
 
@@ -194,15 +210,20 @@ def run_summary(
         f"data       {' '.join(settings.data.paths)}: {clock.samples:,} images to train on, "
         f"{len(data.held_out_indices):,} held out"
         + (f"; training images are kept on the device ({format_bytes(gpu_bytes)})" if gpu_bytes else ""),
+        f"found      {data.found}",
         *data.bucket_lines(plan.total),
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {clock.samples / clock.total_batch:,.1f} steps/epoch = "
         f"{clock.last_step:,} steps" + (f", stopping after {stop:,}" if stop < clock.last_step else ""),
-        f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}",
+        f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}"
+        + (f" to {rate.minimum:.3g} at step {rate.decay_steps:,}" if rate.decay_steps else "")
+        + f"; {rate.at((stop - 1) * plan.total):.3g} in the last step",
         f"memory     {memory / 1e9:.2f} GB per GPU for weights, gradients, optimizer and EMA "
         f"({state.strategy.layout}), plus activations; {BYTES_ON_DISK * trained / 1e9:.2f} GB of disk per checkpoint",
         f"time       at least {format_duration(seconds)} (at the measured matmul rate); an estimate follows",
     ]
+    if warning := find_family(settings.model.name).warning(settings.model):
+        lines.insert(1, f"warning    {warning}")
     rule = "linear" if optim.blr is not None else optim.lr_rule
     if rule != "none":
         lines.append(f"rule       {rule} with the total batch: {rates_by_gpus(rate, rule, plan)} GPUs")

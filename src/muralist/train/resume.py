@@ -13,7 +13,7 @@ from torch import Tensor
 from muralist.core.errors import UserError
 from muralist.core.run_dir import RunDir, atomic_write
 from muralist.models.weights import read_weights
-from muralist.settings import TrainSettings
+from muralist.settings import CheckpointSettings, TrainSettings
 from muralist.settings.load import flatten, identity, read_yaml, to_yaml
 from muralist.train.checkpoint import Checkpoint, list_checkpoints, newest_intact, read_manifest
 from muralist.train.distributed import World
@@ -37,20 +37,34 @@ def check_same_settings(run: RunDir, settings: TrainSettings) -> None:
         return
     before = read_yaml(TrainSettings, run.config)
     there, here = identity(before), identity(settings)
+    if _decays_with_epochs(run):
+        there, here = ({key: value for key, value in one.items() if key != "max_steps"} for one in (there, here))
     was, now = flatten(before), flatten(settings)
     if different := [path for path in sorted(there | here) if there.get(path) != here.get(path)]:
         raise SettingsMismatch(
             f"The run {run.root} was started with other settings: {_differences(different, was, now)}.",
-            fix="Give another --run_name, or the settings it was started with.",
+            fix="Give the settings it was started with, or continue from it in a new run with these settings: "
+            f"--resume {run.root} --run_name NEW.",
         )
+
+
+def _decays_with_epochs(run: RunDir) -> bool:
+    """Whether version 0.1 began this run: its cosine schedule ends with the epochs, and max_steps may change."""
+    try:
+        return "lr_decay_steps" not in json.loads((list_checkpoints(run.checkpoints)[-1] / "manifest.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False  # damaged; the newest intact checkpoint is looked for later
 
 
 def _differences(keys: list[str], there: dict[str, Any], here: dict[str, Any]) -> str:
     return "; ".join(f"{key}: {there.get(key)!r} there, {here[key]!r} here" for key in keys)
 
 
-def find_checkpoint(run: RunDir, resume: str, model: dict[str, Any], data: dict[str, Any]) -> Checkpoint | None:
+def find_checkpoint(
+    run: RunDir, settings: CheckpointSettings, model: dict[str, Any], data: dict[str, Any]
+) -> Checkpoint | None:
     """The intact checkpoint to resume from, of the same model and data; None to start at step 0."""
+    resume = settings.resume
     if resume == "none":
         if existing := list_checkpoints(run.checkpoints):
             raise UserError(
@@ -58,7 +72,10 @@ def find_checkpoint(run: RunDir, resume: str, model: dict[str, Any], data: dict[
                 fix="Give another --run_name, or delete the folder yourself.",
             )
         return None
-    found = newest_intact(run.checkpoints) if resume == "auto" else _open(Path(resume))
+    if resume == "auto":
+        found = newest_intact(run.checkpoints)
+    elif not is_own(run, found := _open(Path(resume))):
+        found = _fork(run, found, settings)
     if found is None:
         return None
     then = found.manifest["model"]
@@ -66,7 +83,7 @@ def find_checkpoint(run: RunDir, resume: str, model: dict[str, Any], data: dict[
     if different := [key for key in model if key != "folder" and then.get(key) != model[key]]:
         raise UserError(
             f"The checkpoint {found.path} is of another model: {_differences(different, then, model)}.",
-            fix="Give the settings it was trained with, or start a new run with --init_from.",
+            fix="Give the settings it was trained with, or start a new run from weights that fit, with --init_from.",
         )
     if (before := found.manifest["data"]) != data:
         how = "with other names or contents" if before["samples"] == data["samples"] else "another number"
@@ -74,9 +91,28 @@ def find_checkpoint(run: RunDir, resume: str, model: dict[str, Any], data: dict[
         raise UserError(
             f"The data changed since this run started: {counts}.",
             "Resuming would train on the images in another order.",
-            "Restore the data, or start a new run with --run_name and --init_from.",
+            f"Restore the data, or start a new run from its weights: --run_name NEW --init_from {found.path}.",
         )
     return found
+
+
+def is_own(run: RunDir, checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint belongs to this run; another run's makes this one a fork."""
+    return checkpoint.path.parent.resolve() == run.checkpoints.resolve()
+
+
+def _fork(run: RunDir, origin: Checkpoint, settings: CheckpointSettings) -> Checkpoint:
+    """The checkpoint of another run that a new run continues, or its own newest one once it has some."""
+    if settings.init_from not in ("default", "none"):
+        raise UserError(
+            f"--resume {settings.resume} and --init_from {settings.init_from} both name the weights to start from.",
+            "--resume continues from weights, optimizer and images seen; --init_from takes the weights alone.",
+            "Leave one of them out.",
+        )
+    own = newest_intact(run.checkpoints)
+    if own:
+        log.info("%s has checkpoints of its own: resuming from its last one, not from %s.", run.root, origin.path)
+    return own or origin
 
 
 def _open(path: Path) -> Checkpoint:
@@ -108,34 +144,39 @@ def find_initial_weights(settings: TrainSettings) -> tuple[dict[str, Tensor], st
         return None
     path = Path(init_from)
     if init_from in ("auto", "default"):
-        newest = _newest_unconditional(settings)
-        if newest is None:
-            where = f"{model.name} at {model.size[0]} x {model.size[1]} px under {settings.results_dir}"
+        found = _best_unconditional(settings)
+        where = f"{model.name} at {model.size[0]} x {model.size[1]} px under {settings.results_dir}"
+        if found is None:
             log.info("No unconditional run of %s: starting from scratch.", where)
             return None
-        path = newest
+        images, path, runs = found
+        others = f", the most of {runs} such runs; --init_from RUN names another" if runs > 1 else ""
+        log.info("--init_from auto: the unconditional run of %s has seen %s images%s.", where, f"{images:,}", others)
     elif (path / "checkpoints").is_dir():
         path = _open(path).path
     return read_weights(path, "ema1"), str(path)
 
 
-def _newest_unconditional(settings: TrainSettings) -> Path | None:
-    """The newest intact checkpoint of an unconditional run; files are hashed only where the manifest matches."""
+def _best_unconditional(settings: TrainSettings) -> tuple[int, Path, int] | None:
+    """The intact checkpoint of an unconditional run with most images seen, those images, and how many runs there are.
+
+    Of several with as many images it is the newest. Files are hashed only where the manifest matches.
+    """
     model = settings.model.model_dump(mode="json")  # a rectangle is a list there, as in the manifest
-    matching: list[tuple[float, Path]] = []
+    matching: list[tuple[int, float, Path]] = []
     for manifest in Path(settings.results_dir).glob("*/checkpoints/step_*/manifest.json"):
         try:
             content = json.loads(manifest.read_text())
             found = content["model"]
             same_model = found["model"] == model["name"] and found["img_size"] == model["img_size"]
             if same_model and not found["label_names"]:
-                matching.append((content["written"], manifest.parent))
+                matching.append((int(content["images"]), float(content["written"]), manifest.parent))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged; reported when its own run is resumed
-    for _, path in sorted(matching, reverse=True):
+    for images, _, path in sorted(matching, reverse=True):
         try:
             read_manifest(path)
-            return path
+            return images, path, len({checkpoint.parent for _, _, checkpoint in matching})
         except UserError as error:
             log.warning("%s Skipping it.", error)
     return None

@@ -3,6 +3,8 @@
     samples/step_0000500/gpu_0_sample.png, gpu_0_prompt.txt      further images of a GPU: gpu_0_sample_2.png, ...
     samples/sheet.png                                            rows: prompts, columns: checkpoints
 
+Sample i has prompt i modulo their number and seed + i, on whichever GPU: GPU r generates samples r, r + GPUs, ...
+
 No collective runs here: a rank that fails logs the error, and the others go on.
 """
 
@@ -13,6 +15,7 @@ import logging
 import math
 import re
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,14 +36,24 @@ from muralist.train.loggers import MetricsLogger
 
 log = logging.getLogger("muralist")
 _MAX_COLUMNS = 10
+_ON_ONE_GPU = (4, 8)  # fewest and most samples of a GPU that trains alone, by default
 _MIN_WIDTH, _MAX_WIDTH, _GAP = 96, 256, 6
+_PROMPT_FILE = re.compile(r"gpu_(?P<rank>\d+)_prompt(?P<number>(?:_(?P<turn>\d+))?)\.txt")
 _MAX_FILE_NAME = 256  # bytes; a longer prompt cannot be a file, and asking the disk for one would be an error
 
 
-def prompts_of_rank(prompts: Sequence[str], rank: int, ranks: int, count: int) -> list[int]:
-    """Indices of the prompts of a GPU: rank, rank + ranks, ... modulo their number, none twice."""
-    chosen = [(rank + turn * ranks) % len(prompts) for turn in range(count)]
-    return list(dict.fromkeys(chosen))
+def samples_of_rank(prompts: Sequence[str], settings: SampleSettings, rank: int, ranks: int) -> list[int]:
+    """The samples of a GPU: as many as asked for, and together at least one for every prompt that was given."""
+    if settings.per_gpu == 0:
+        return []
+    if settings.per_gpu != "auto":
+        count = settings.per_gpu * ranks
+    else:
+        alone = ranks == 1 and not settings.prompts
+        count = min(max(len(prompts), _ON_ONE_GPU[0]), _ON_ONE_GPU[1]) if alone else ranks
+    if settings.prompts:
+        count = max(count, len(prompts))
+    return list(range(rank, count, ranks))
 
 
 def read_prompts(given: Sequence[str], spec: ModelSpec) -> list[str]:
@@ -73,11 +86,11 @@ def generate_samples(
     settings: SampleSettings,
     autocast: torch.dtype | None,
 ) -> np.ndarray:
-    """Generate the images of the chosen prompts, uint8 [B, H, W, 3]."""
+    """Generate the chosen samples, uint8 [B, H, W, 3]."""
     device = next(network.parameters()).device
+    texts, seeds = [prompts[i % len(prompts)] for i in chosen], [settings.seed + i for i in chosen]
     with torch.autocast(device.type, autocast, enabled=autocast is not None):
-        images = spec.sample(network, [prompts[i] for i in chosen], [settings.seed + i for i in chosen], settings)
-    return to_uint8_array(images)
+        return to_uint8_array(spec.sample(network, texts, seeds, settings))
 
 
 def write_samples(
@@ -92,23 +105,29 @@ def write_samples(
     autocast: torch.dtype | None,
     loggers: Sequence[MetricsLogger],
     logger: logging.Logger = log,
+    at_once: int = 1,
 ) -> None:
-    """Generate and write this rank's samples of a step; an error is logged and written down, and training goes on."""
+    """Generate and write this rank's samples of a step, `at_once` in a batch.
+
+    An error is logged and written down, and training goes on.
+    """
     target = folder / folder_name(step)
-    chosen = prompts_of_rank(prompts, rank, ranks, settings.per_gpu)
+    chosen = samples_of_rank(prompts, settings, rank, ranks)
     was_training = network.training
     try:
         network.eval()
         logger.info("Generating samples at step %d", step)
         target.mkdir(parents=True, exist_ok=True)
-        images = generate_samples(spec, network, prompts, chosen, settings, autocast)
-        for turn, (index, image) in enumerate(zip(chosen, images, strict=True)):
-            number = f"_{turn + 1}" if turn else ""
-            texts = {"prompt": prompts[index], "seed": str(settings.seed + index), "step": str(step)}
-            atomic_write(target / f"gpu_{rank}_sample{number}.png", encode_png(image, texts))
-            atomic_write(target / f"gpu_{rank}_prompt{number}.txt", prompts[index] + "\n")
-            for metrics_logger in loggers:
-                metrics_logger.image(step, f"samples/gpu_{rank}{number}", image, prompts[index])
+        for start in range(0, len(chosen), at_once):
+            batch = chosen[start : start + at_once]
+            images = generate_samples(spec, network, prompts, batch, settings, autocast)
+            for turn, (index, image) in enumerate(zip(batch, images, strict=True), start=start):
+                number, prompt = f"_{turn + 1}" if turn else "", prompts[index % len(prompts)]
+                texts = {"prompt": prompt, "seed": str(settings.seed + index), "step": str(step)}
+                atomic_write(target / f"gpu_{rank}_sample{number}.png", encode_png(image, texts))
+                atomic_write(target / f"gpu_{rank}_prompt{number}.txt", prompt + "\n")
+                for metrics_logger in loggers:
+                    metrics_logger.image(step, f"samples/gpu_{rank}{number}", image, prompt)
         if rank == 0:
             write_sheet(folder, prompts)
     except Exception as error:
@@ -136,22 +155,34 @@ def collect_samples(folder: Path, step: int, prompts: Sequence[str], loggers: Se
 
 
 def _samples_in(step_folder: Path) -> Iterator[tuple[str, Path]]:
-    """Prompt and image file of every sample of a step."""
-    for text in sorted(step_folder.glob("gpu_*_prompt*.txt")):
-        image_file = text.with_name(re.sub(r"_prompt(.*)\.txt$", r"_sample\1.png", text.name))
+    """Prompt and image file of every sample of a step, in the order of the samples."""
+    texts = step_folder.iterdir() if step_folder.is_dir() else ()
+    found = [(match, text) for text in texts if (match := _PROMPT_FILE.fullmatch(text.name))]
+    for match, text in sorted(found, key=lambda pair: (int(pair[0]["turn"] or 1), int(pair[0]["rank"]))):
+        image_file = text.with_name(f"gpu_{match['rank']}_sample{match['number']}.png")
         if image_file.is_file():
             yield text.read_text(encoding="utf-8").strip(), image_file
 
 
 def write_sheet(folder: Path, prompts: Sequence[str]) -> Path | None:
-    """Write the contact sheet of a run: rows are prompts, columns checkpoints, evenly chosen when there are many."""
-    columns: list[tuple[int, dict[str, Path]]] = []
+    """Write the contact sheet of a run: rows are prompts, columns checkpoints, evenly chosen when there are many.
+
+    A prompt with several samples has as many rows.
+    """
+    columns: list[tuple[int, dict[tuple[str, int], Path]]] = []
     for step_folder in list_checkpoints(folder):
-        if files := dict(reversed(list(_samples_in(step_folder)))):  # of equal prompts, the first GPU's
+        repeats: Counter[str] = Counter()
+        files: dict[tuple[str, int], Path] = {}
+        for prompt, file in _samples_in(step_folder):
+            repeats[prompt] += 1
+            files[prompt, repeats[prompt]] = file
+        if files:
             columns.append((step_of(step_folder), files))
     if len(columns) > _MAX_COLUMNS:
         columns = [columns[round(i * (len(columns) - 1) / (_MAX_COLUMNS - 1))] for i in range(_MAX_COLUMNS)]
-    shown = [prompt for prompt in prompts if any(prompt in files for _, files in columns)]
+    found = {row for _, files in columns for row in files}
+    order = {prompt: place for place, prompt in reversed(list(enumerate(prompts)))}
+    shown = sorted((row for row in found if row[0] in order), key=lambda row: (order[row[0]], row[1]))
     if not shown:
         return None
     with Image.open(next(iter(columns[-1][1].values()))) as image:
@@ -164,10 +195,11 @@ def write_sheet(folder: Path, prompts: Sequence[str]) -> Path | None:
         with Image.open(file) as image:
             return image.convert("RGB").resize(cell, Image.Resampling.LANCZOS)
 
-    rows = [[read(files.get(prompt)) for _, files in columns] for prompt in shown]
+    rows = [[read(files.get(row)) for _, files in columns] for row in shown]
     titles = [f"step {step:,}" for step, _ in columns]
+    labels = [prompt if number == 1 else f"{prompt} ({number})" for prompt, number in shown]
     buffer = io.BytesIO()
-    contact_sheet(rows, len(columns), cell, _GAP, labels=shown, titles=titles).save(buffer, "PNG")
+    contact_sheet(rows, len(columns), cell, _GAP, labels=labels, titles=titles).save(buffer, "PNG")
     atomic_write(folder / "sheet.png", buffer.getvalue())
     return folder / "sheet.png"
 
@@ -206,6 +238,7 @@ def sample_images_multi_gpu(
     given = {ours: getattr(args, theirs, None) for ours, theirs in {**names, "per_gpu": "samples_per_gpu"}.items()}
     settings = SampleSettings(**{name: value for name, value in given.items() if value is not None})
     prompts = list(getattr(args, "sample_prompts", None) or spec.default_prompts())
+    settings = settings.model_copy(update={"prompts": list(getattr(args, "sample_prompts", None) or [])})
     autocast, loggers = getattr(args, "autocast", None), getattr(args, "monitors", ())
     folder = Path(args.samples_dir)
     write_samples(folder, train_steps, rank, world_size, spec, network, prompts, settings, autocast, loggers, logger)

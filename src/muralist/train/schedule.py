@@ -44,10 +44,12 @@ def plan_batch(data: DataSettings, optim: OptimSettings, ranks: int, fixed_total
     if total is None:
         total = data.batch_size * ranks * optim.gradient_accumulation_steps
     if total % ranks:
-        origin = "of this run" if fixed_total else "(--global_batch_size)"
+        origin, fork = "(--global_batch_size)", ""
+        if fixed_total:
+            origin, fork = "of this run", ", or continue with another batch in a new run: --resume RUN --run_name NEW"
         raise UserError(
             f"The total batch of {total} {origin} cannot be divided by {ranks} processes.",
-            fix=f"Use a number of processes that divides {total}.",
+            fix=f"Use a number of processes that divides {total}{fork}.",
         )
     per_rank = total // ranks
     accumulation = next(n for n in range(-(-per_rank // data.batch_size), per_rank + 1) if per_rank % n == 0)
@@ -106,6 +108,11 @@ class LearningRate:
     cosine: bool
     reason: str
 
+    @property
+    def decay_steps(self) -> int | None:
+        """The step at which the cosine reaches its minimum; None for a constant rate."""
+        return self.total_images // self.step_images if self.cosine else None
+
     def at(self, images: int) -> float:
         """The learning rate of the step that starts after `images` images."""
         if images < self.warmup_images:
@@ -127,8 +134,8 @@ def rates_by_gpus(rate: LearningRate, rule: str, plan: BatchPlan) -> str:
     return ", ".join(f"{peak:.3g} on {count} (batch {count * plan.per_rank})" for count, peak in peaks.items())
 
 
-def learning_rate(optim: OptimSettings, clock: TrainingClock) -> LearningRate:
-    """Build the schedule of a run, with a reason for its peak."""
+def learning_rate(optim: OptimSettings, clock: TrainingClock, last_step: int | None = None) -> LearningRate:
+    """Build the schedule of a run, with a reason for its peak; it ends with the epochs, or before, at `last_step`."""
     base, rule, base_batch = optim.learning_rate, optim.lr_rule, optim.lr_base_batch
     if optim.blr is not None:
         base, rule, base_batch = optim.blr, "linear", 256
@@ -137,12 +144,18 @@ def learning_rate(optim: OptimSettings, clock: TrainingClock) -> LearningRate:
     reason = "as given, no scaling" if rule == "none" else scaling
     peak = base * factor
     cosine = optim.lr_schedule == "cosine"
+    if optim.lr_decay_steps and not cosine:
+        raise UserError(
+            f"--lr_decay_steps {optim.lr_decay_steps} has no effect under a constant learning rate.",
+            fix="Add --lr_schedule cosine, or leave --lr_decay_steps out.",
+        )
     if cosine and optim.min_lr > peak:
         raise UserError(
             f"--min_lr {optim.min_lr:g} is above the learning rate of {peak:g} ({reason}).",
             fix="The cosine falls from the learning rate to min_lr: lower --min_lr.",
         )
-    batch, total = clock.total_batch, clock.last_step * clock.total_batch
+    batch = clock.total_batch
+    total = (optim.lr_decay_steps or last_step or clock.last_step) * batch
     return LearningRate(peak, optim.min_lr, optim.warmup_steps * batch, total, batch, cosine, reason)
 
 

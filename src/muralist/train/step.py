@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from muralist.core.errors import UserError
 from muralist.core.rng import SampleKeys
-from muralist.data.loader import Batch, held_out_batches
+from muralist.data.loader import Batch, BrokenImage, held_out_batches
 from muralist.models.spec import ModelSpec
 from muralist.models.weights import WeightSet
 from muralist.settings import OptimSettings, TrainSettings
@@ -120,14 +120,14 @@ class TrainState:
         trained = strategy.trained_weights(network)
         self.emas = [EMA(trained, half_life) for half_life in (optim.ema1_half_life, optim.ema2_half_life)]
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Load EMA weights, optimizer, loss scale and images seen; the network has its weights already."""
+    def restore(self, checkpoint: Checkpoint, images: int) -> None:
+        """Load EMA weights, optimizer and loss scale, after `images` images; the network has its weights already."""
         names: tuple[WeightSet, WeightSet] = ("ema1", "ema2")
         for name, ema in zip(names, self.emas, strict=True):
             self.strategy.load_ema(ema, read_saved_weights(checkpoint.path, name, self.network, self.spec))
         self.strategy.load_optimizer(checkpoint.path, self)
         self.scaler.load_state_dict(checkpoint.manifest["loss_scale"])
-        self.images = checkpoint.step * self.plan.total
+        self.images = images
 
     def step(self, batches: Iterable[Batch]) -> StepResult:
         """Train on this rank's batches of the next global batch."""
@@ -236,8 +236,16 @@ class TrainState:
 
 
 @torch.no_grad()
-def held_out_loss(state: TrainState, data: TrainingData, watchdog: Watchdog) -> tuple[float | None, UserError | None]:
-    """Mean loss over the held-out images with fixed noise, None without any; or an error that all ranks raise."""
+def held_out_loss(
+    state: TrainState,
+    data: TrainingData,
+    watchdog: Watchdog,
+    on_broken: Callable[[Sequence[BrokenImage]], None] | None = None,
+) -> tuple[float | None, UserError | None]:
+    """Mean loss over the held-out images with fixed noise, None without any; or an error that all ranks raise.
+
+    `on_broken` is told of broken images, which are skipped; without it they are errors.
+    """
     if data.held_out is None:
         return None, None
     world, count = state.world, len(data.held_out_indices)
@@ -245,7 +253,8 @@ def held_out_loss(state: TrainState, data: TrainingData, watchdog: Watchdog) -> 
     rows = -(-count // world.size)
     positions = np.minimum(world.rank + world.size * np.arange(rows), count - 1)
     counted = torch.arange(rows) * world.size + world.rank < count
-    batches = held_out_batches(data.held_out, data.held_out_indices, positions, state.micro_batch)
+    skip = on_broken is not None
+    batches = held_out_batches(data.held_out, data.held_out_indices, positions, state.micro_batch, skip)
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     state.network.eval()
     try:
@@ -258,6 +267,8 @@ def held_out_loss(state: TrainState, data: TrainingData, watchdog: Watchdog) -> 
                 error = caught
             if world.all_reduce_max(error is not None) or batch is None:
                 return None, error or UserError("Another process could not read a held-out image; see its message.")
+            if on_broken:
+                on_broken(batch.broken)
             losses = state.losses(batch.to(world.device), VALIDATION_SEED)
             total += losses.double()[counted[first : first + state.micro_batch].to(world.device)].sum()
     finally:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import IntEnum
 from itertools import islice
@@ -22,9 +22,9 @@ from muralist import __version__
 from muralist.core import compile_cache
 from muralist.core.errors import UserError
 from muralist.core.hardware import can_compile
-from muralist.core.run_dir import RunDir, atomic_write, disk_write_error, is_disk_full
+from muralist.core.run_dir import RunDir, atomic_write, disk_write_error, is_disk_full, open_no_follow
 from muralist.core.slurm import set_rank_environment
-from muralist.data.loader import Batch, held_out_batches, load_to_device, training_batches
+from muralist.data.loader import Batch, BrokenImage, held_out_batches, load_to_device, training_batches
 from muralist.models.spec import build_spec, find_family
 from muralist.settings import TrainSettings
 from muralist.train import resume, samples
@@ -73,33 +73,40 @@ class Trainer:
         self.data, self.spec = data, build_spec(settings, data.source.label_names, data.latents)
         self.prompts = samples.read_prompts(settings.samples.prompts, self.spec)
 
-        self.checkpoint = resume.find_checkpoint(run, settings.checkpoint.resume, self.spec.describe(), data.facts)
+        self.checkpoint = resume.find_checkpoint(run, settings.checkpoint, self.spec.describe(), data.facts)
         manifest = self.checkpoint.manifest if self.checkpoint else {}
-        self.plan = plan_batch(settings.data, settings.optim, world.size, manifest.get("total_batch"))
+        forked = self.checkpoint is not None and not resume.is_own(run, self.checkpoint)
+        fixed_total = None if forked else manifest.get("total_batch")  # a fork is a new run, with a batch of its own
+        self.plan = plan_batch(settings.data, settings.optim, world.size, fixed_total)
         self.clock = TrainingClock(data.split.training_size, self.plan.total, settings.epochs)
         check_length(self.clock)
         last_step = min(self.clock.last_step, settings.max_steps or self.clock.last_step)
-        self.steps = range(self.checkpoint.step if self.checkpoint else 0, last_step)
+        # Images seen are what a fork takes over; those of an incomplete batch are seen again.
+        self.batch_before = manifest.get("total_batch", self.plan.total)
+        self.images_before = self.checkpoint.step * self.batch_before if self.checkpoint else 0
+        self.steps = range(self.images_before // self.plan.total, last_step)
         self.checkpoint_steps = checkpoint_steps(settings.checkpoint, self.clock, last_step)
-        rate = learning_rate(settings.optim, self.clock)
+        # Version 0.1 ended the cosine with the epochs, whatever max_steps was: its runs go on like that.
+        self.decays_with_epochs = bool(manifest) and not forked and "lr_decay_steps" not in manifest
+        rate = learning_rate(settings.optim, self.clock, None if self.decays_with_epochs else last_step)
         resume.check_ranks_agree(world, self.checkpoint, data.facts, self.plan.total)
 
         self.state = self._build_state(rate)
         self.saved_step = -1
+        self.skips_broken = settings.data.on_broken == "skip"
         self.gpu_bytes = data.bytes_on(world.device, settings, self.steps, self.plan.total, world.size)
         self.peak_flops = matmul_rate(world.device, self.state.autocast or torch.float32)
         self._log_summary()
 
-    def train(self) -> bool:
-        """Train until the last step, or a request to stop; returns whether the last step was reached."""
+    def train(self) -> int:
+        """Train until the last step, or a request to stop; returns the signal that stopped the run, or 0."""
         if not self.steps:
             done = f"the run is at step {self.steps.start} of {self.steps.stop}"
-            log.info("Nothing left to do: %s. Raise --epochs or --max_steps to continue.", done)
-            return True
+            log.info("Nothing left to do: %s. %s", done, self._how_to_continue())
+            return 0
         batches = self._open_batches()
         if batches is None:
-            self._log_stopped(self.steps.start)
-            return False
+            return self._stopped(self.steps.start)
         self._warm_up()
         with ExitStack() as stack:
             self._open_outputs(stack)
@@ -113,8 +120,7 @@ class Trainer:
                     self._fail(error)
                 if request == Request.STOP:
                     self._finish_saving()
-                    self._log_stopped(step)
-                    return False
+                    return self._stopped(step)
                 self.watchdog.report("computing", step)
                 result = self.state.step(step_batches)
                 self.recorder.add(step + 1, result, waited)
@@ -126,12 +132,16 @@ class Trainer:
             self.recorder.forecast.conclude()
             self._finish_saving()
             log.info("Finished at step %d.", self.steps.stop)
-        return True
+            if self.skips_broken and self.world.is_main and self.run.broken.exists():
+                count = len(self.run.broken.read_text(encoding="utf-8").splitlines())
+                log.warning("Skipped broken images: %d, listed in %s.", count, self.run.broken)
+        return 0
 
     def validate_save_sample(self, step: int) -> None:
         """Compute the held-out loss, write a checkpoint, generate samples."""
         with self.recorder.paused():
-            loss, error = held_out_loss(self.state, self.data, self.watchdog)
+            list_broken = self._list_broken if self.skips_broken else None
+            loss, error = held_out_loss(self.state, self.data, self.watchdog, list_broken)
         self.save(step, {} if loss is None else {"val/loss": loss})
         if error:
             self._fail(error)
@@ -158,6 +168,7 @@ class Trainer:
                     "data": self.data.facts,
                     **self.recorder.state_dict(),
                     "loss_scale": self.state.scaler.state_dict(),
+                    **({} if self.decays_with_epochs else {"lr_decay_steps": self.state.rate.decay_steps}),
                     "versions": {"muralist": __version__, "torch": torch.__version__},
                 }
                 self.writer.submit(step, snapshot.weights, snapshot.state, manifest)
@@ -173,7 +184,7 @@ class Trainer:
         folder, world = self.run.samples, self.world
         samples.write_samples(
             folder, step, world.rank, world.size, self.spec, network, self.prompts, self.settings.samples,
-            self.state.autocast, self.loggers,
+            self.state.autocast, self.loggers, at_once=self.state.micro_batch,
         )  # fmt: skip
         if world.size > 1:
             world.barrier()  # then the samples of all ranks are complete
@@ -191,9 +202,21 @@ class Trainer:
         try:
             self.writer.check()
             found = list(islice(batches, self.plan.accumulation_steps))
+            for batch in found:
+                self._list_broken(batch.broken)
         except UserError as error:
             reason = error
         return found, time.perf_counter() - started, reason
+
+    def _list_broken(self, broken: Sequence[BrokenImage]) -> None:
+        """Write broken images that were skipped into the run's list, each once, whichever rank or start found it."""
+        for image in broken:
+            line = " ".join(f"{image.name}: {image.reason}".split())
+            listed = self.run.broken.read_text(encoding="utf-8").splitlines() if self.run.broken.exists() else []
+            if line not in listed:
+                with open_no_follow(self.run.broken, "a", encoding="utf-8") as file:
+                    file.write(f"{line}\n")
+                log.warning("Skipped a broken image, %d so far: %s", len(listed) + 1, line)
 
     def _agree_on_request(self, step: int, error: UserError | None) -> Request:
         """Agree with all ranks, between steps, on one rank's request or error."""
@@ -237,7 +260,7 @@ class Trainer:
         strategy = build_strategy(self.world)
         state = TrainState(settings, spec, network, strategy, self.plan, rate, autocast, compiled, cuda_graphs)
         if self.checkpoint:
-            state.restore(self.checkpoint)
+            state.restore(self.checkpoint, self.steps.start * self.plan.total)
         return state
 
     def _log_summary(self) -> None:
@@ -247,12 +270,20 @@ class Trainer:
         for line in (
             *world.banner().splitlines(),
             f"device     {world.device_name}",
-            f"run        {self.run.root}, {origin} at step {self.steps.start}",
+            f"run        {self.run.root}, {origin} at step {self.steps.start}{self._changed_batch()}",
             *run_summary(self.settings, self.state, self.clock, self.data, self.gpu_bytes, seconds),
         ):
             log.info(line)
         if world.is_main and find_family(self.settings.model.name).uses_captions and not has_captions(self.data):
             log.warning(NO_CAPTIONS)
+
+    def _changed_batch(self) -> str:
+        """What another total batch means for a fork, for the run summary."""
+        if self.batch_before == self.plan.total:
+            return ""
+        again = self.images_before - self.steps.start * self.plan.total
+        seen_again = f", the last {again:,} of which are seen again" if again else ""
+        return f": {self.images_before:,} images in batches of {self.batch_before} until now{seen_again}"
 
     def _open_batches(self) -> Iterator[Batch] | None:
         """Start reading this rank's batches; None if a stop was requested while images were loaded to the GPU."""
@@ -277,6 +308,7 @@ class Trainer:
             stopped = True  # also on an error: a signal to the whole job ends loader processes too
         if self.world.all_reduce_max(stopped) or images is None:
             return None
+        self._list_broken(images.broken)
         log.info(f"{len(images.labels):,} images are on the device after {time.perf_counter() - started:.1f} s.")
         return images.batches(order, sample_indices)
 
@@ -287,16 +319,22 @@ class Trainer:
         if cache := self.compile_cache:
             cached = f"seconds if {cache.folder} has the code, else about a minute"
             log.info("Compiling the training step: %s.", cached if cache.is_warm else "about a minute, once")
-        indices = np.arange(self.plan.batch_size)
-        largest = np.full_like(indices, self.data.largest)
-        self.state.warm_up(next(held_out_batches(self.data.source, largest, indices, self.plan.batch_size)))
+        self.state.warm_up(self._warm_up_batch())
         if self.compile_cache and (report := self.compile_cache.summary()):
             log.info("%s", report)
+
+    def _warm_up_batch(self) -> Batch:
+        """Copies of one image of the largest size, or of the next one if it is broken and is to be skipped."""
+        count, size = self.plan.batch_size, len(self.data.source)
+        candidates = (self.data.largest + np.arange(size if self.skips_broken else 1)) % size
+        first = next(held_out_batches(self.data.source, candidates, np.zeros(1, np.int64), 1, self.skips_broken))
+        broken = len(first.broken)
+        return next(held_out_batches(self.data.source, candidates[broken:][:1].repeat(count), np.arange(count), count))
 
     def _open_outputs(self, stack: ExitStack) -> None:
         """Open loggers, recorder, checkpoint writer and profiler; the stack closes them whatever ends the run."""
         settings, world, run, steps, checkpoint = self.settings, self.world, self.run, self.steps, self.checkpoint
-        if checkpoint and world.is_main and checkpoint.path.parent.resolve() == run.checkpoints.resolve():
+        if checkpoint and world.is_main and resume.is_own(run, checkpoint):
             # A run that was resumed from an earlier checkpoint stays there, even if it dies before the next one.
             atomic_write(run.checkpoints / "latest", checkpoint.path.name + "\n")
         hardware = {"world_size": world.size, "device": world.device_name}
@@ -309,24 +347,39 @@ class Trainer:
         self.recorder = MetricsRecorder(
             self.state, self.clock, self.loggers, progress, forecast, settings.log.every, self.peak_flops
         )
-        self.recorder.load_state_dict(checkpoint.manifest if checkpoint else {})
+        # The losses of an epoch that began with another batch do not add up.
+        same_batch = self.batch_before == self.plan.total
+        self.recorder.load_state_dict(checkpoint.manifest if checkpoint and same_batch else {})
         self.writer = CheckpointWriter(run.checkpoints, settings.checkpoint, self.state.strategy.checkpoint_mesh)
         stack.callback(self._finish_saving)
         self.watchdog.before_exit = self.writer.finish
         self.profiler = StepProfiler(settings.log.profile or 0, steps, run.profile, world.rank, world.device)
         stack.callback(self.profiler.close)
 
-    def _log_stopped(self, step: int) -> None:
+    def _how_to_continue(self) -> str:
+        if self.state.rate.cosine and self.settings.optim.lr_decay_steps is None and not self.decays_with_epochs:
+            return f"Its learning rate has ended: continue in a new run, --resume {self.run.root} --run_name NEW."
+        return "Raise --epochs or --max_steps to continue."
+
+    def _stopped(self, step: int) -> int:
+        """Log that the run was stopped, and return the signal, on which all ranks agree: they exit alike."""
         what = "saved" if step > self.steps.start else "before the first step, so nothing was saved"
-        by = self.signals.signal_name or "another process"
-        log.info("Stopped by %s at step %d: %s. Run the same command to resume.", by, step, what)
+        name = self.signals.signal_name
+        log.info("Stopped by %s at step %d: %s. Run the same command to resume.", name or "another process", step, what)
+        return self.world.all_reduce_max(signal.Signals[name] if name else 0)
 
 
 class TrainedRun(NamedTuple):
-    """A run that training has left: `finished` at its last step, or stopped by a signal with its state saved."""
+    """A run that training has left: at its last step, or stopped by a signal with its state saved."""
 
     folder: RunDir
-    finished: bool
+    stop_signal: int
+    """The signal that stopped it; 0 at the last step."""
+
+    @property
+    def exit_status(self) -> int:
+        """128 plus the signal, as a shell reports it; 0 after SIGUSR1, after which SLURM requeues the job."""
+        return 128 + self.stop_signal if self.stop_signal not in (0, signal.SIGUSR1) else 0
 
 
 def train(
@@ -350,16 +403,16 @@ def train(
         try:
             if size > 1 and preflight:  # here the other processes are told of an error
                 preflight(settings, run.root)
-            finished = _train_in_world(settings, data, run, watchdog)
+            stop_signal = _train_in_world(settings, data, run, watchdog)
         except RuntimeError as error:
             if size == 1 or not is_lost_peer(error):
                 raise
             what = f"Rank {rank} lost contact with the other processes."
             raise UserError(what, watchdog.diagnosis(), RESUME_HINT) from None
-    return TrainedRun(run, finished)
+    return TrainedRun(run, stop_signal)
 
 
-def _train_in_world(settings: TrainSettings, data: TrainingData, run: RunDir, watchdog: Watchdog) -> bool:
+def _train_in_world(settings: TrainSettings, data: TrainingData, run: RunDir, watchdog: Watchdog) -> int:
     distributed = settings.distributed
     world = World(distributed.strategy, distributed.dist_timeout, watchdog, distributed.dist_backend)
     try:
@@ -374,9 +427,9 @@ def _train_in_world(settings: TrainSettings, data: TrainingData, run: RunDir, wa
             start_log(run.log, world.rank)
             signals = SignalHandler(run.save_request)
             stack.enter_context(signals.installed())
-            finished = Trainer(settings, data, run, world, watchdog, signals).train()
+            stop_signal = Trainer(settings, data, run, world, watchdog, signals).train()
             world.barrier()
-            return finished
+            return stop_signal
     except Exception as error:
         explained = _explain(error, run)
         if world.size == 1 or not is_lost_peer(error):
@@ -429,7 +482,8 @@ class SignalHandler:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal_name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.signal_name = signal.Signals(number).name
+        # The first one counts: a job that SLURM warned by SIGUSR1 is requeued, also if SIGTERM follows at the time limit.
+        self.signal_name = self.signal_name or signal.Signals(number).name
 
     def poll(self, savable: bool) -> Request:
         """Return the most urgent request; the save file is looked for five times a second, and removed."""

@@ -17,6 +17,7 @@ from muralist.data.source import (
     LABEL_FIELDS,
     CaptionTemplate,
     Sample,
+    SourceContents,
     first_present,
     parse_label,
     resolve_labels,
@@ -109,6 +110,7 @@ class FolderSource(_FileSource):
             for column in self._caption.columns
             if column in columns
         }
+        self.contents = SourceContents(self._count_uncaptioned(bool(class_names)), listing.skipped)
 
     def fingerprint(self) -> str:
         """Hash all names, the captions of tables, and excerpts of images and text files."""
@@ -128,6 +130,15 @@ class FolderSource(_FileSource):
         if self._has_text[index] and "caption" in self._caption.columns:
             cells["caption"] = self._read_text(index)
         return self._caption.format(cells, str(self._path_of(index)))
+
+    def _count_uncaptioned(self, labeled: bool) -> int:
+        """Count the images without text for their captions; text files are not opened, so empty ones count as captions."""
+        if self._caption.is_always_there or (labeled and "label" in self._caption.columns):
+            return 0
+        captioned = self._has_text & ("caption" in self._caption.columns)
+        for values in self._values.values():
+            captioned = captioned | np.array([bool(value.strip()) for value in values.to_pylist()], dtype=bool)
+        return int((~captioned).sum())
 
     def _read_text(self, index: int) -> str:
         path = self.start / _text_name(self._name(index))
@@ -153,6 +164,12 @@ class _Listing:
         self.others: Counter[str] = Counter()  # the number of other files of each kind
         self.folders: list[str] = []  # directly below this one
         self._walk(folder, "", frozenset())
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Files that are neither images nor their captions, by kind."""
+        captions = {_text_name(name) for name in self.images} & self.texts
+        return self.others - Counter({_TEXT_SUFFIX: len(captions)}) - Counter(Path(name).suffix for name in self.tables)
 
     def _walk(self, folder: Path, prefix: str, parents: frozenset[tuple[int, int]]) -> None:
         try:
@@ -287,6 +304,7 @@ class TableSource(_FileSource):
         self._check_files(path, images, lines)
         self._labels, self.label_names = resolve_labels(np.array(labels, dtype=np.int64), known, str(path))
         self._captions = pyarrow.array(captions, pyarrow.large_string())
+        self.contents = SourceContents(sum(not caption.strip() for caption in captions))
 
     def fingerprint(self) -> str:
         """Hash the rows, and excerpts of the files they name."""

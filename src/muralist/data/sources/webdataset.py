@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -22,6 +23,7 @@ from muralist.data.source import (
     CaptionTemplate,
     LruCache,
     Sample,
+    SourceContents,
     check_caption,
     first_present,
     parse_label,
@@ -67,8 +69,9 @@ class WebDatasetSource:
         names: list[bytes] = []
         captions: list[str] = []
         labels: list[int] = []
+        skipped: Counter[str] = Counter()
         for tar, path in enumerate(paths):
-            for sample in _samples(path):
+            for sample in _samples(path, skipped):
                 offsets.append((tar, sample.offset, sample.size))
                 names.append(os.fsencode(sample.name))
                 captions.append(sample.caption)
@@ -87,6 +90,8 @@ class WebDatasetSource:
         self._names = pyarrow.array(names, pyarrow.large_binary())
         self._captions = pyarrow.array(captions, pyarrow.large_string())
         self._files: LruCache[IO[bytes]] = LruCache(_MAX_OPEN_FILES)
+        is_known = self._caption.is_always_there or (self.label_names and "label" in self._caption.columns)
+        self.contents = SourceContents(0 if is_known else sum(not text.strip() for text in captions), skipped)
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -141,15 +146,17 @@ class _Members:
     label: int | None = None
 
 
-def _samples(path: Path) -> Iterator[_Members]:
-    """Yield the samples of a tar file that have an image, in the order of their first members."""
+def _samples(path: Path, skipped: Counter[str]) -> Iterator[_Members]:
+    """Yield the samples of a tar file that have an image, in the order of their first members; count skipped members."""
     samples: dict[str, _Members] = {}
     for member, descriptor in tar_members(path):
-        _add_member(samples, member, descriptor, path)
+        _add_member(samples, member, descriptor, path, skipped)
     return (sample for sample in samples.values() if sample.name)
 
 
-def _add_member(samples: dict[str, _Members], member: tarfile.TarInfo, descriptor: int, path: Path) -> None:
+def _add_member(
+    samples: dict[str, _Members], member: tarfile.TarInfo, descriptor: int, path: Path, skipped: Counter[str]
+) -> None:
     folder, _, base = member.name.rpartition("/")
     key, _, kind = base.partition(".")
     if not key:  # a hidden file
@@ -163,6 +170,7 @@ def _add_member(samples: dict[str, _Members], member: tarfile.TarInfo, descripto
         sample.name, sample.offset, sample.size = member.name, member.offset_data, member.size
         return
     if kind not in (".cls", ".txt", ".json"):
+        skipped[kind] += 1
         return
     try:
         text = os.pread(descriptor, member.size, member.offset_data).decode()

@@ -55,7 +55,7 @@ def check_run_folder(context: CheckContext) -> Finding:
 
     Symptom: a run that resumes, or refuses to resume
     Otherwise: Two runs in one folder would overwrite each other.
-    Fix: Give another --run_name, or the settings that the run was started with.
+    Fix: Give the settings that the run was started with, or continue in a new run: --resume RUN --run_name NEW.
     """
     from muralist.train.resume import check_same_settings  # imports torch
 
