@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muralist.core.errors import UserError
-from muralist.core.formatting import format_bytes, format_duration
+from muralist.core.formatting import format_bytes, format_count, format_duration
 from muralist.models.spec import families_with, find_family
-from muralist.settings import ModelSettings, Strategy, TrainSettings, accelerate_strategy
+from muralist.settings import ModelSettings, OptimSettings, Strategy, TrainSettings, accelerate_strategy
 from muralist.train.schedule import TrainingClock, rates_by_gpus
 
 if TYPE_CHECKING:
@@ -39,6 +39,12 @@ def check_settings(settings: TrainSettings) -> None:
             "--global_batch_size and --gradient_accumulation_steps cannot both be given.",
             fix="With a total batch, accumulation is derived: leave --gradient_accumulation_steps out.",
         )
+    if settings.optim.ema_decay and settings.optim.ema1_half_life != OptimSettings().ema1_half_life:
+        raise UserError(
+            "--ema_decay and --ema1_half_life cannot both be given.",
+            "Both say how long the first EMA remembers: per optimizer step, or in images.",
+            "Leave one of them out.",
+        )
     check_strategy(settings, settings.distributed.strategy)
     low, high = settings.samples.interval
     if low >= high:
@@ -48,6 +54,11 @@ def check_settings(settings: TrainSettings) -> None:
 def check_model_settings(model: ModelSettings) -> None:
     """Refuse a model that does not exist, is incomplete, or cannot be trained like this."""
     family = find_family(model.name)
+    if model.training_parts != "lora" and model.lora_rank != ModelSettings().lora_rank:
+        raise UserError(
+            f"--lora_rank {model.lora_rank} has no effect without --training_parts lora.",
+            fix="Give both, or leave --lora_rank out.",
+        )
     if model.training_parts == "lora":
         if not family.supports_lora:
             supported = f"LoRA supports {families_with('supports_lora')}."
@@ -67,6 +78,12 @@ def check_strategy(settings: TrainSettings, strategy: Strategy, device: torch.de
         raise UserError(
             f"--non_finite skip is not supported with --strategy {strategy}: DeepSpeed updates the weights by itself.",
             fix="Use --strategy fsdp2 or ddp, or leave --non_finite skip out.",
+        )
+    if settings.precision == "fp16" and strategy not in ("auto", "ddp"):
+        raise UserError(
+            f"--precision fp16 is not supported with --strategy {strategy}.",
+            "Loss scaling, which fp16 needs, is implemented for ddp only.",
+            "Use --precision bf16, which needs none, or --strategy ddp.",
         )
     fp8 = settings.precision == "fp8"
     if fp8 and not find_family(settings.model.name).supports_fp8:
@@ -92,7 +109,7 @@ def check_strategy(settings: TrainSettings, strategy: Strategy, device: torch.de
             kernels.why_no_fp8(device),
             "Use --use_amp, which is bf16, or leave both out.",
         )
-    if strategy != "ddp" and str(autocast_dtype(settings.mixed, device)) == "torch.float16":
+    if strategy not in ("auto", "ddp") and str(autocast_dtype(settings, device)) == "torch.float16":
         raise UserError(
             f"--use_amp with --strategy {strategy} needs GPUs that support bf16.",
             "These GPUs do not, and loss scaling for fp16 is implemented for ddp only.",
@@ -188,6 +205,8 @@ def run_summary(
     trained, frozen = state.num_trained, state.num_unsaved
     memory = state_bytes(state.world.strategy, trained, frozen, state.world.size)
     stop = min(clock.last_step, settings.max_steps or clock.last_step)
+    precision = "fp32" if state.autocast is None else f"mixed precision ({str(state.autocast).removeprefix('torch.')})"
+    half_lives = " and ".join(format_count(ema.half_life) for ema in state.emas)
     lines = [
         f"model      {state.spec.summary()}, {trained / 1e6:.1f}M "
         + (f"of {(trained + frozen) / 1e6:.1f}M parameters trained" if frozen else "parameters"),
@@ -198,6 +217,7 @@ def run_summary(
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {clock.samples / clock.total_batch:,.1f} steps/epoch = "
         f"{clock.last_step:,} steps" + (f", stopping after {stop:,}" if stop < clock.last_step else ""),
+        f"optimizer  AdamW, {precision}; EMA half-lives {half_lives} images, at most 5% of the images seen",
         f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}",
         f"memory     {memory / 1e9:.2f} GB per GPU for weights, gradients, optimizer and EMA "
         f"({state.strategy.layout}), plus activations; {BYTES_ON_DISK * trained / 1e9:.2f} GB of disk per checkpoint",

@@ -21,7 +21,7 @@ from muralist.models.weights import WeightSet
 from muralist.settings import OptimSettings, TrainSettings
 from muralist.train.checkpoint import Checkpoint, read_saved_weights
 from muralist.train.parallel import DataParallel, LossWrapper, optimizer_tensors
-from muralist.train.schedule import BatchPlan, LearningRate, ema_decay
+from muralist.train.schedule import BatchPlan, LearningRate, ema_decay, ema_half_lives
 
 if TYPE_CHECKING:
     from muralist.kernels.fused_adamw_ema import FusedAdamWEma
@@ -40,10 +40,12 @@ class StepResult(NamedTuple):
     learning_rate: float
 
 
-def autocast_dtype(use_amp: bool, device: torch.device) -> torch.dtype | None:
-    """bf16 where the hardware has it, else fp16; None without mixed precision."""
-    if not use_amp:
+def autocast_dtype(settings: TrainSettings, device: torch.device) -> torch.dtype | None:
+    """The dtype of --precision, or for --use_amp bf16 where the hardware has it, else fp16; None without either."""
+    if not settings.mixed:
         return None
+    if settings.precision != "auto":
+        return torch.float16 if settings.precision == "fp16" else torch.bfloat16
     return torch.float16 if device.type == "cuda" and not torch.cuda.is_bf16_supported() else torch.bfloat16
 
 
@@ -118,7 +120,7 @@ class TrainState:
         self.module = strategy.wrap(self.loss, self.optimizer, compiled, self.cuda_graphs)
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=autocast is torch.float16)
         trained = strategy.trained_weights(network)
-        self.emas = [EMA(trained, half_life) for half_life in (optim.ema1_half_life, optim.ema2_half_life)]
+        self.emas = [EMA(trained, half_life) for half_life in ema_half_lives(optim, plan.total)]
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load EMA weights, optimizer, loss scale and images seen; the network has its weights already."""
