@@ -31,6 +31,7 @@ from muralist.settings.train import (
     LogSettings,
     ModelSettings,
     ObjectiveSettings,
+    Optimizer,
     OptimSettings,
     Precision,
     SampleSettings,

@@ -12,6 +12,7 @@ from muralist.settings.section import Fraction, FractionBelowOne, LocalPath, Non
 
 Strategy = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 DistBackend = Literal["auto", "nccl", "gloo"]
+Optimizer = Literal["adamw", "muon", "adamw8bit", "prodigy"]
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 
 
@@ -94,6 +95,8 @@ class ModelSettings(Section):
     """HunyuanDiT: all trains the full network; lora trains LoRA layers and freezes the rest."""
     lora_rank: PositiveInt = 64
     """LoRA rank."""
+    lora_alpha: PositiveFloat | None = None
+    """LoRA alpha: the adapter's output is scaled by alpha / rank; default: the rank, which is no scaling."""
     lora_targets: list[str] = ["to_q", "to_k", "to_v", "to_out.0"]
     """Layers of the blocks that get LoRA, by the end of their name: to_q (all attention), attn2.to_q, ff.net.0.proj,
     ..."""
@@ -137,6 +140,10 @@ class ObjectiveSettings(Section):
 class OptimSettings(Section):
     """The optimizer, the learning-rate schedule in images seen, and the two EMAs of the weights."""
 
+    optimizer: Optimizer = "adamw"
+    """adamw; muon: Muon for the matrices of the blocks, AdamW for the rest, at the learning rate and weight decay of AdamW
+    (ddp, fsdp2); adamw8bit: AdamW with 8-bit state; prodigy: estimates its step size, with learning_rate 1 (both an extra;
+    ddp)."""
     learning_rate: PositiveFloat = 2e-4
     """Learning rate after warm-up, before lr_rule."""
     blr: PositiveFloat | None = None
@@ -324,6 +331,7 @@ DIFFUSERS_NAMES: FlatNames = {
         "cosine": {"optim.lr_schedule": "cosine"},
     },
     "scale_lr": {"true": {"optim.lr_rule": "linear", "optim.lr_base_batch": 1}, "false": {"optim.lr_rule": "none"}},
+    "use_8bit_adam": {"true": {"optim.optimizer": "adamw8bit"}, "false": {"optim.optimizer": "adamw"}},
     "report_to": {
         "tensorboard": {"log.use_tensorboard": True, "log.use_wandb": False},
         "wandb": {"log.use_tensorboard": False, "log.use_wandb": True},
@@ -373,6 +381,8 @@ TRAIN_MEANINGS = {
     "num_inference_steps": "--sample_steps N is the number of steps of the samples.",
     "center_crop": "Images are resized and cropped at the center always: leave it out.",
     "lora_target_modules": "--lora_targets LAYERS names the layers that get LoRA.",
+    "network_dim": "--lora_rank N is the rank of LoRA.",
+    "network_alpha": "--lora_alpha X is the alpha of LoRA.",
     "lora": "--training_parts lora trains LoRA layers.",
     "use_lora": "--training_parts lora trains LoRA layers.",
     "height": "--img_size HEIGHT WIDTH sets both sides.",
@@ -385,6 +395,8 @@ TRAIN_MEANINGS = {
     "steps": "--max_steps N is the number of optimizer steps.",
     "iterations": "--max_steps N is the number of optimizer steps.",
     "num_epochs": "--epochs N is the number of passes over the data.",
+    "optim": "--optimizer is the optimizer: adamw, muon, adamw8bit or prodigy.",
+    "muon": "--optimizer muon trains with Muon.",
     "scheduler": "--lr_schedule is the schedule of the learning rate.",
     "warmup": "--warmup_steps N is the number of warm-up steps.",
     "warmup_epochs": "--warmup_steps N is the number of warm-up steps.",

@@ -155,6 +155,7 @@ class Trainer:
                 manifest = {
                     "images": self.state.images,
                     "total_batch": self.plan.total,
+                    "optimizer": self.settings.optim.optimizer,
                     "model": self.spec.describe(),
                     "data": self.data.facts,
                     **self.recorder.state_dict(),
