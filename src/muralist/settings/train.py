@@ -21,7 +21,11 @@ class DataSettings(Section):
 
     path: Annotated[str | list[str] | None, LocalPath] = None
     """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tar files, Parquet, .npz, a folder by
-    `muralist pack`, a HunyuanDiT index, or driving_world (built in). Several paths are concatenated."""
+    `muralist pack`, a HunyuanDiT index, or driving_world (built in). Several paths are one data set; classes of the same
+    name are one class."""
+    weights: list[PositiveFloat] = []
+    """Share of each of several data sets in the training samples, as numbers in the order of data_path: 3 1; default: by
+    their number of images."""
     batch_size: PositiveInt = 64
     """Images per GPU and forward-backward pass; total batch = batch_size x GPUs x gradient_accumulation_steps."""
     global_batch_size: PositiveInt | None = None
@@ -343,6 +347,7 @@ DIFFUSERS_NAMES: FlatNames = {
 
 TRAIN_FLAT_NAMES: FlatNames = {
     "data_path": "data.path",
+    "data_weights": "data.weights",
     "model": "model.name",
     "img_size": "model.img_size",
     "image_size": "model.img_size",

@@ -34,6 +34,11 @@ def check_settings(settings: TrainSettings) -> None:
         raise UserError(
             "No data set was given.", fix="Give --data_path FOLDER, or --data_path driving_world for the embedded set."
         )
+    if (weights := settings.data.weights) and len(weights) != len(settings.data.paths):
+        raise UserError(
+            f"--data_weights has {len(weights)} numbers, and --data_path {len(settings.data.paths)} data sets.",
+            fix="Give one number for each data set, in the same order.",
+        )
     if settings.data.multireso:
         _check_multireso(settings)
     elif settings.data.reso_step:
@@ -250,6 +255,7 @@ def run_summary(
         f"{len(data.held_out_indices):,} held out"
         + (f"; training images are kept on the device ({format_bytes(gpu_bytes)})" if gpu_bytes else ""),
         *data.bucket_lines(plan.total),
+        *data.share_lines(settings.data.paths),
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {clock.samples / clock.total_batch:,.1f} steps/epoch = "
         f"{clock.last_step:,} steps" + (f", stopping after {stop:,}" if stop < clock.last_step else ""),
