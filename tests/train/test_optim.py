@@ -165,7 +165,7 @@ def test_any_number_of_processes_trains_the_same(name: str, photo_folder: Path, 
         runs[strategy, ranks] = only_run(results)
     alone = runs.pop(("ddp", 1))
     for run in runs.values():
-        if name == "adamw8bit":  # rounding to 8 bits amplifies that of a sum
+        if name == "adamw8bit":  # 8-bit state amplifies the rounding of a sum
             assert losses(run) == pytest.approx(losses(alone), rel=1e-3)
             assert tensors(last_checkpoint(run)).keys() == tensors(last_checkpoint(alone)).keys()
         else:

@@ -122,7 +122,8 @@ class Lora:
         from peft import LoraConfig
 
         # By default scale 1, as in the official HunyuanDiT script.
-        config = LoraConfig(r=self.rank, lora_alpha=self.rank if self.alpha is None else self.alpha)
+        alpha: Any = self.rank if self.alpha is None else self.alpha  # PEFT takes fractions, although it says int
+        config = LoraConfig(r=self.rank, lora_alpha=alpha)
         config.target_modules = sorted(self.targets)  # PEFT makes a set of it, whose order is not reproducible
         return config
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from muralist.core.errors import UserError
+from muralist.core.run_dir import check_exists
 from muralist.models import configs
 from muralist.models.integrity import check_integrity, stored_parameters
 from muralist.settings import ModelSettings, SampleSettings, TrainSettings
@@ -148,6 +149,7 @@ class HunyuanDiTFamily(ModelFamily):
 
     def read_configs(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the configs of a model's transformer and scheduler; refuse a folder that is not a HunyuanDiT."""
+        check_exists(folder, "model", "Give the folder of a HunyuanDiTPipeline as --model.path.")
         try:
             transformer = json.loads((folder / "transformer" / "config.json").read_text())
             scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())

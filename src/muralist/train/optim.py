@@ -1,7 +1,7 @@
 """Optimizers, and their state as named tensors that checkpoints hold.
 
-AdamW is torch's. Muon is ours: torch.optim.Muon orthogonalizes one matrix after the other, and starts 15 small kernels
-for each (docs/decisions.md). 8-bit AdamW and Prodigy come from bitsandbytes and prodigyopt, the extra `optimizers`.
+AdamW is torch's. Muon is ours: torch.optim.Muon orthogonalizes one matrix after the other, which takes more than twice
+as long for JiT-B (docs/decisions.md). 8-bit AdamW and Prodigy come from bitsandbytes and prodigyopt, the extra `optimizers`.
 """
 
 from __future__ import annotations
