@@ -46,8 +46,8 @@ class ModelFamily:
     """Can be trained on the latents of `muralist pack --encode`."""
     supports_lora: bool = False
     supports_fp8: bool = False
-    square_only: bool = False
-    """One image size, and that a square: no `--multireso`."""
+    single_size: bool = False
+    """One image size per run: no `--multireso`."""
     pixels_per_token: int = 1
     """Divides both sides of every image."""
     has_formulas: bool = False
@@ -96,8 +96,6 @@ class ModelFamily:
         """Raise ValueError if a checkpoint's description lacks what other commands rely on."""
         if self.pipeline_class and not description.get("folder"):
             raise ValueError("the folder of the fine-tuned model is missing")
-        if self.square_only and not isinstance(description["img_size"], int):
-            raise ValueError(f"{self.name} makes square images")
 
     def spec_class(self) -> Any:
         """Import the family's ModelSpec."""
@@ -113,7 +111,7 @@ class JiTFamily(ModelFamily):
 
     def check(self, model: ModelSettings) -> None:
         """Refuse an image size that the patches do not divide."""
-        configs.check_image_size(configs.parse_jit_name(model.name)[1], configs.square(model.img_size))
+        configs.check_image_size(configs.parse_jit_name(model.name)[1], model.img_size)
 
     def parameter_count(self, model: ModelSettings, num_classes: int) -> int:
         """Count by formula; an unconditional model has one class."""
@@ -122,8 +120,7 @@ class JiTFamily(ModelFamily):
 
     def activation_bytes(self, model: ModelSettings, bf16: bool, compiled: bool) -> float | None:
         """Estimate by formula."""
-        side = configs.square(model.img_size)
-        return configs.activation_bytes(model.name, side, bf16, compiled, model.gradient_checkpointing)
+        return configs.activation_bytes(model.name, model.img_size, bf16, compiled, model.gradient_checkpointing)
 
 
 _HUNYUAN_COMPONENTS = {
@@ -185,7 +182,7 @@ JIT = JiTFamily(
     name_pattern=f"JiT-<config>/<patch size> with one of {', '.join(configs.JIT_CONFIGS)}",
     spec="muralist.models.jit_spec:JiTSpec",
     supports_fp8=True,
-    square_only=True,
+    single_size=True,
     has_formulas=True,
 )
 HUNYUAN_DIT = HunyuanDiTFamily(

@@ -79,11 +79,11 @@ class ModelSettings(Section):
     """The network."""
 
     name: str = "JiT-B/4"
-    """JiT-{B,L,H,G,S,T}/{patch}, for any patch size that divides img_size; or HunyuanDiT."""
+    """JiT-{B,L,H,G,S,T}/{patch}, for any patch size that divides both sides of img_size; or HunyuanDiT."""
     path: Annotated[str | None, LocalPath] = None
     """HunyuanDiT: the folder in diffusers layout to fine-tune; none: build and train a small model."""
     img_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 64
-    """Side of the square images in pixels, or height and width (HunyuanDiT)."""
+    """Side of the square images in pixels, or height and width."""
     enable_condition: bool = False
     """Train with class labels (folder names); starts from the newest unconditional run unless --init_from is given."""
     attn_dropout: FractionBelowOne = 0.0

@@ -201,7 +201,7 @@ def _parse_command(command: str) -> tuple[str, int, int]:
     settings = read_yaml(TrainSettings, config) if config.is_file() else TrainSettings()
     model = value(r"--model[= ](\S+)", settings.model.name)
     _check_model(model, command)
-    side = value(r"--im(?:a)?ge?_size[= ](\d+)", configs.square(settings.model.img_size))
+    side = value(r"--im(?:a)?ge?_size[= ](\d+)", configs.height_width(settings.model.img_size)[0])
     return model, side, value(r"--batch_size[= ](\d+)", settings.data.batch_size)
 
 
@@ -272,9 +272,9 @@ def scale(compute: float, gradient_bytes: float, gpus: int, links: Links) -> Sca
     return Scaling(gpus, all_reduce, exposed, straggler, compute)
 
 
-def flops_per_token(model: str, size: Size) -> float:
+def flops_per_token(model: str, img_size: Size) -> float:
     """FLOPs of training on one token."""
-    (letter, patch), img_size = configs.parse_jit_name(model), configs.square(size)
+    letter, patch = configs.parse_jit_name(model)
     return 3 * configs.forward_flops(letter, patch, img_size) / configs.tokens_per_image(patch, img_size)
 
 
@@ -293,12 +293,12 @@ class TrainingEstimate:
         else:
             if not find_family(self.model).has_formulas:
                 raise _no_formula(self.model, self.model)
-            (letter, patch), side, frozen = configs.parse_jit_name(self.model), configs.square(self.img_size), 0.0
-            configs.check_image_size(patch, side)
-            self.tokens_per_image = configs.tokens_per_image(patch, side)
+            (letter, patch), frozen = configs.parse_jit_name(self.model), 0.0
+            configs.check_image_size(patch, self.img_size)
+            self.tokens_per_image = configs.tokens_per_image(patch, self.img_size)
             parameters = configs.parameter_count(letter, patch, 1)
             same = (self.model, self.img_size) == (measured.model, measured.img_size)
-            by_formula = configs.activation_bytes(self.model, side, bf16=True, compiled=True)
+            by_formula = configs.activation_bytes(self.model, self.img_size, bf16=True, compiled=True)
             per_image = (same and measured.image_bytes) or by_formula
         self.gradient_bytes = float(_GRADIENT_BYTES * parameters)
         spec = next((spec for name, spec in GPU_SPECS.items() if name in measured.gpu), _UNKNOWN_GPU)

@@ -159,8 +159,8 @@ def check_strategy(settings: TrainSettings, strategy: Strategy, device: torch.de
 
 def _check_multireso(settings: TrainSettings) -> None:
     family, img_size, step = find_family(settings.model.name), settings.model.img_size, settings.data.reso_step
-    if family.square_only:
-        what = f"{settings.model.name} makes square images only. --multireso trains images of several shapes."
+    if family.single_size:
+        what = f"{settings.model.name} makes images of one size. --multireso trains images of several shapes."
         raise UserError(what, fix="Leave --multireso out.")
     if settings.data.cache == "device":
         what = "--cache device needs images of one size. With --multireso they have several."
