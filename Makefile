@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 setup: .venv/.ready
 
 .venv/.ready: .venv/.installed
-	$(PIP) -e '.[wandb,deepspeed,lora,ray,video,fast,board,docs,test]'
+	$(PIP) -e '.[wandb,deepspeed,lora,optimizers,ray,video,fast,board,docs,test]'
 	touch $@
 
 demo: .venv/.installed

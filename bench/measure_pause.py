@@ -25,9 +25,10 @@ from muralist.models.spec import build_spec, find_family
 from muralist.settings import CheckpointSettings, ModelSettings, OptimSettings, SampleSettings, TrainSettings
 from muralist.train.checkpoint import CheckpointWriter
 from muralist.train.distributed import World
+from muralist.train.optim import build_optimizer
 from muralist.train.parallel import DataParallel
 from muralist.train.samples import write_samples
-from muralist.train.step import EMA, build_optimizer
+from muralist.train.step import EMA
 
 
 def measure(name: str, size: int, folder: Path) -> dict[str, Any]:

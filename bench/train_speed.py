@@ -47,7 +47,7 @@ def build_state(
     """Build the training state of `muralist train`."""
     spec, plan = build_spec(settings, classes), plan_batch(settings.data, settings.optim, ranks=1)
     rate = learning_rate(settings.optim, TrainingClock(100_000, plan.total, 1))
-    autocast = autocast_dtype(settings.mixed, device)
+    autocast = autocast_dtype(settings, device)
     strategy = DataParallel(World())
     return TrainState(settings, spec, spec.network(), strategy, plan, rate, autocast, compiled, cuda_graphs)
 

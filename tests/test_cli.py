@@ -8,8 +8,10 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from muralist import __version__, cli
 from muralist.cli import COMMANDS, main
@@ -163,3 +165,23 @@ def test_a_command_started_without_stdout_succeeds() -> None:
         f'"{sys.executable}" -m muralist --version >&-', shell=True, stderr=subprocess.PIPE, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --data_path driving_world --model HunyuanDiT --img_size 32 --model.path {missing} --dry_run",
+        "evaluate --images {here} --reference {missing}.npz --output_dir {here}/out",
+        "report {missing}",
+    ],
+)
+def test_a_path_that_does_not_exist_is_not_found(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("a", "b"):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
+    assert main(words.format(missing=tmp_path / "modle", here=tmp_path).split()) == 1
+    said = capsys.readouterr().err
+    assert "was not found" in said and "Errno" not in said
+    assert ".npz" in words or "Did you mean model?" in said

@@ -365,3 +365,7 @@ def test_replacements_are_of_the_same_bucket_and_cover_it() -> None:
     plain = ShuffledOrder(3, 50)
     assert {plain.replacement(7, attempt) for attempt in range(50)} == set(range(50))
     assert len({plain.replacement(sample, 1) for sample in range(200)}) > 40, "another image for another sample"
+    weighted = buckets_module.WeightedOrder(3, (30, 20), (1.0, 5.0))
+    for sample, first in zip(range(40), weighted.positions(np.arange(40)), strict=True):
+        own = set(range(30)) if first < 30 else set(range(30, 50))
+        assert {weighted.replacement(sample, attempt) for attempt in range(len(own))} == own

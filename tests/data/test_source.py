@@ -20,6 +20,7 @@ from muralist.settings.load import identity, load, run_name
 from muralist.tools.hydit import translate
 from muralist.tools.pack import pack
 from muralist.train.dataset import open_data
+from muralist.train.preflight import check_settings
 from tests.data.driving_files import write_arrow, write_index
 from tests.support.images import encoded_samples, noise, write_csv, write_files, write_folder, write_parquet, write_tar
 
@@ -333,22 +334,66 @@ def test_held_out_parts_are_held_out_together(tmp_path: Path, indices: list[str]
     assert (of_one.split.training_size, len(of_one.held_out_indices)) == (3, 2)
 
 
-def test_classes_are_kept_only_if_all_have_the_same(tmp_path: Path) -> None:
+def test_classes_of_one_name_are_one_class(tmp_path: Path) -> None:
     chosen = encoded_samples(6)
-    same = [str(write_folder(tmp_path / name, chosen)) for name in ("one", "two")]
+    same = [str(write_folder(tmp_path / name / "train", chosen)) for name in ("one", "two")]
     first = open_source(same[0], SIZE)
     source = open_source(same, SIZE)
     assert source.label_names == first.label_names != []
     assert [source.read(6 + row).label for row in range(6)] == [first.read(row).label for row in range(6)]
-    other = tmp_path / "other" / "elephants"
-    other.mkdir(parents=True)
-    (other / "0.png").write_bytes(chosen[0].png)
-    different = [same[0], str(other.parent)]
-    assert open_source(different, SIZE).label_names == []
-    assert {open_source(different, SIZE).read(row).label for row in range(7)} == {0}
-    read = load(TrainSettings, ["--data_path", *different, "--enable_condition"], TRAIN_FLAT_NAMES)
-    with pytest.raises(UserError, match="needs labels, .*only if their classes are the same"):
+    shared = first.label_names[1]
+    for part in ("train", "val"):
+        for name in ("aardvarks", shared):
+            (tmp_path / "other" / part / name).mkdir(parents=True)
+            (tmp_path / "other" / part / name / "0.png").write_bytes(chosen[0].png)
+    different = [same[0], str(tmp_path / "other" / "train")]
+    source = open_source(different, SIZE)
+    assert source.label_names == [*first.label_names, "aardvarks"]
+    assert [source.read(row).label for row in range(6)] == [first.read(row).label for row in range(6)]
+    assert [source.label_names[source.read(6 + row).label] for row in range(2)] == ["aardvarks", shared]
+    held_out = open_held_out(different, SIZE)  # of the second data set alone, with the numbers of both
+    assert held_out is not None and held_out.label_names == source.label_names
+    assert [source.label_names[held_out.read(row).label] for row in range(2)] == ["aardvarks", shared]
+
+
+def test_labels_and_captions_do_not_mix(tmp_path: Path, indices: list[str]) -> None:
+    labeled = str(write_folder(tmp_path / "labeled", encoded_samples(3)))
+    captioned = str(tmp_path / "captioned")
+    Path(captioned).mkdir()
+    (tmp_path / "captioned" / "0.png").write_bytes(encoded_samples(1)[0].png)
+    (tmp_path / "captioned" / "0.txt").write_text("a car")
+    read = load(TrainSettings, ["--data_path", labeled, captioned, "--enable_condition"], TRAIN_FLAT_NAMES)
+    with pytest.raises(
+        UserError, match=f"--enable_condition needs labels, and {captioned} has none. .*captions are not"
+    ):
         open_data(read)
+    words = ["--model", "HunyuanDiT", "--img_size", "32", "--val_fraction", "0", "--data_path", labeled, captioned]
+    with pytest.raises(UserError, match=f"{labeled} has class labels and no captions, and {captioned} has captions."):
+        open_data(load(TrainSettings, words, TRAIN_FLAT_NAMES))
+    open_data(load(TrainSettings, words[:-1], TRAIN_FLAT_NAMES))
+
+
+def test_weights_give_each_data_set_its_share(tmp_path: Path) -> None:
+    counts = {"small": 4, "large": 30}
+    paths = [str(write_folder(tmp_path / name, encoded_samples(count))) for name, count in counts.items()]
+    words = ["--data_path", *paths, "--img_size", "16", "--val_fraction", "0.06", "--data_weights", "3", "1"]
+    data = open_data(load(TrainSettings, words, TRAIN_FLAT_NAMES))
+    assert data.weighted is not None and sum(data.weighted.sizes) == data.split.training_size == 32
+    small = data.weighted.sizes[0]
+    order = data.order(seed=5, total_batch=8)
+    stream = order.positions(np.arange(20 * 32))
+    assert np.array_equal(stream[100:150], order.positions(np.arange(100, 150))), "a function of the sample index"
+    for epoch in stream.reshape(20, 32):
+        assert np.sum(epoch < small) == 24
+    seen = np.bincount(stream, minlength=32)
+    assert seen[:small].max() - seen[:small].min() <= 1 and seen[small:].max() - seen[small:].min() <= 1
+    held_out = {*data.held_out_indices.tolist()}
+    assert not held_out & {*data.split.training_index(stream).tolist()}
+    assert not np.array_equal(stream, data.order(seed=6, total_batch=8).positions(np.arange(20 * 32)))
+    lines = data.share_lines(paths)
+    assert lines[0] == f"shares     {paths[0]}: 24 samples per epoch from {small} images" and len(lines) == 2
+    with pytest.raises(UserError, match="--data_weights has 1 numbers, and --data_path 2 data sets"):
+        check_settings(load(TrainSettings, [*words[:-1]], TRAIN_FLAT_NAMES))
 
 
 def test_flags_and_yaml(tmp_path: Path) -> None:

@@ -240,5 +240,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().out == "page/index.html: open it in a browser.\n"
     assert "3 runs side by side" in (tmp_path / "page" / "index.html").read_text()
     assert main(["report", "a"]) == 0 and (tmp_path / "report" / "index.html").is_file()
-    assert main(["report", "d"]) == 1 and "d holds no report.json." in capsys.readouterr().err
+    assert main(["report", "d"]) == 1 and "The folder d was not found." in capsys.readouterr().err
     assert main(["report"]) == 1 and "Missing argument FOLDERS." in capsys.readouterr().err

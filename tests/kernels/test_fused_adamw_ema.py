@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from muralist.data.loader import Batch
 from muralist.settings import OptimSettings
-from muralist.train.parallel import optimizer_tensors
-from muralist.train.step import EMA, build_optimizer
+from muralist.train.optim import build_optimizer, optimizer_tensors
+from muralist.train.step import EMA
 from tests.train.test_step import make_state
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")

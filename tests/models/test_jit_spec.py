@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,15 @@ from torch import Tensor, nn
 from muralist.core.errors import UserError
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.data.loader import Batch
-from muralist.models.jit_spec import JiTInputs, JiTSpec
+from muralist.models import configs, jit
+from muralist.models.jit_spec import (
+    JiTInputs,
+    JiTSpec,
+    Objective,
+    infer_jit_config,
+    read_config,
+    write_jit_folder,
+)
 from muralist.models.spec import build_spec
 from muralist.settings import DataSettings, ModelSettings, ObjectiveSettings, SampleSettings, TrainSettings
 
@@ -286,3 +295,40 @@ def test_tokens_and_flops() -> None:
     assert family(name="JiT-B/4", img_size=64).tokens_per_image() == 256
     base, double = (family(name="JiT-B/4", img_size=size).flops_per_image() for size in (64, 128))
     assert 4 * base < double < 8 * base
+
+
+@pytest.mark.parametrize("size", [(16, 64), (64, 16), (24, 32), (32, 24)])
+def test_rectangles(size: tuple[int, int], tmp_path: Path) -> None:
+    """Rows and columns keep their meaning; an export tells 16 x 64 from a square of as many tokens."""
+    height, width = size
+    network = jit.build("JiT-T/8", size, 2)
+    network.init_weights(0)
+    square = jit.build("JiT-T/8", max(size), 2)
+    square.init_weights(0)
+    rows, columns = height // 8, width // 8
+    table = square.pos_embed[0].unflatten(0, (max(size) // 8, max(size) // 8))[:rows, :columns]
+    assert torch.equal(network.pos_embed[0].unflatten(0, (rows, columns)), table)
+    cpu = torch.device("cpu")
+    for mine, whole in zip(
+        jit.rope_table((rows, columns), 32, 4, cpu), jit.rope_table(max(size) // 8, 32, 4, cpu), strict=True
+    ):
+        cut = whole[4:].unflatten(0, (max(size) // 8, max(size) // 8))[:rows, :columns].flatten(0, 1)
+        assert torch.equal(mine[4:], cut) and torch.equal(mine[:4], whole[:4])
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        noisy = torch.randn(1, 3, height, width)
+        out = network(noisy, torch.tensor([0.3]), torch.tensor([1]))
+        assert out.shape == noisy.shape
+        # The patch that is changed is the patch whose prediction changes most.
+        noisy[:, :, -8:, :8] += 3.0
+        moved = (network(noisy, torch.tensor([0.3]), torch.tensor([1])) - out).abs().mean(1)[0]
+        patches = moved.unflatten(0, (rows, 8)).unflatten(2, (columns, 8)).mean((1, 3))
+        assert divmod(int(patches.argmax()), columns) == (rows - 1, 0)
+    config = infer_jit_config(network.state_dict())
+    assert config["input_size"] == [height, width]
+    write_jit_folder(tmp_path / "export", network.state_dict(), config)
+    assert read_config(tmp_path / "export")["input_size"] == [height, width]
+    assert configs.tokens_per_image(8, size) == rows * columns
+    assert Objective.from_settings(ObjectiveSettings(), (512, 2048)).noise_scale == 4.0

@@ -29,7 +29,7 @@ from muralist.settings import TRAIN_FLAT_NAMES, OptimSettings, SampleSettings, T
 from muralist.settings.load import load
 from muralist.tools.hydit import translate
 from muralist.train import checkpoint
-from muralist.train.step import build_optimizer
+from muralist.train.optim import build_optimizer
 from tests.support.hunyuan import SMALL, scenes
 from tests.support.runs import assert_same_state, finish, last_checkpoint, losses, start, tensors
 
@@ -229,6 +229,31 @@ def test_init_from_other_runs(model: Path, run: Path, tmp_path: Path, capsys: py
     save_file(weights, tmp_path / "full.safetensors")
     train(model, tmp_path, "narrow", 1, "--init_from", tmp_path / "full.safetensors", expect=1)
     assert "this run trains LoRA, and they are a full network" in capsys.readouterr().err
+
+
+def test_alpha_scales_the_adapter_everywhere(model: Path, run: Path, tmp_path: Path) -> None:
+    """Started from weights of another scale, a run with alpha has the same network; so has its export."""
+    unscaled = load_file(last_checkpoint(run) / "ema1.safetensors")
+    words = ["--lora_alpha", "16", "--init_from", run, "--learning_rate", "1e-9", *QUIET]
+    train(model, tmp_path, "scaled", 1, *words)
+    scaled = load_file(last_checkpoint(tmp_path / "scaled") / "model.safetensors")
+    for name, value in unscaled.items():
+        torch.testing.assert_close(scaled[name], value / 4 if ".lora_B." in name else value, rtol=0, atol=1e-7)
+    losses_of = []
+    for lora, weights in ((LORA, unscaled), (Lora(4, TARGETS, 16.0), scaled)):
+        family = family_of(model, lora)
+        network = family.network()
+        network.load_state_dict(weights, strict=False)
+        losses_of.append(loss_of(family, network))
+    torch.testing.assert_close(*losses_of)
+    assert "LoRA of rank 4 and alpha 16 on to_q" in (tmp_path / "scaled" / "logs" / "train.log").read_text()
+    assert main(["export", str(tmp_path / "scaled"), str(tmp_path / "out")]) == 0
+    for name, value in read_weights(tmp_path / "out" / "lora").items():
+        torch.testing.assert_close(value, unscaled[name], rtol=0, atol=1e-6)
+    train(model, tmp_path, "back", 1, "--init_from", tmp_path / "scaled", "--learning_rate", "1e-9", *QUIET)
+    back = load_file(last_checkpoint(tmp_path / "back") / "model.safetensors")
+    for name, value in unscaled.items():
+        torch.testing.assert_close(back[name], value, rtol=0, atol=1e-6)
 
 
 def official_adapter(weights: dict[str, Tensor], folder: Path, alpha: int) -> dict[str, Tensor]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 import tempfile
 import time
 import types
@@ -19,7 +22,15 @@ from muralist import settings as all_settings
 from muralist.cli import COMMANDS, main
 from muralist.core.errors import UserError
 from muralist.core.run_dir import RunDir
-from muralist.settings import TRAIN_FLAT_NAMES, GenerateSettings, OptimSettings, PackSettings, TrainSettings
+from muralist.settings import (
+    DIFFUSERS_NAMES,
+    TRAIN_FLAT_NAMES,
+    TRAIN_MEANINGS,
+    GenerateSettings,
+    OptimSettings,
+    PackSettings,
+    TrainSettings,
+)
 from muralist.settings.load import (
     FLAT_NAMES,
     FlagTable,
@@ -29,6 +40,7 @@ from muralist.settings.load import (
     identity,
     leaves,
     load,
+    load_values,
     read_yaml,
     run_name,
     to_yaml,
@@ -84,7 +96,9 @@ def test_every_setting_has_a_flat_and_a_dotted_flag() -> None:
     for path in FIELDS:
         assert names.resolve(path, "") == path
         assert names.resolve(names.flags[path].replace("_", "-"), "") == path
-    assert set(TRAIN_FLAT_NAMES.values()) <= set(FIELDS)
+    assert {path for path in TRAIN_FLAT_NAMES.values() if isinstance(path, str)} <= set(FIELDS)
+    assert {path for values in names.values.values() for value in values.values() for path in value} <= set(FIELDS)
+    assert not TRAIN_MEANINGS.keys() & {*names.paths, *names.values}
 
 
 def test_the_guides_flags() -> None:
@@ -101,6 +115,60 @@ def test_the_guides_flags() -> None:
     assert (read.checkpoint.every, read.samples.steps, read.samples.seed) == (500, 20, 3)
     assert (read.max_steps, read.results_dir, read.run_name) == (5, "r", "n")
     assert (read.data.batch_size, read.epochs, read.checkpoint.init_from) == (64, 50, "auto")
+
+
+DIFFUSERS_COMMAND = (
+    "--train_data_dir ./data/train --resolution 128 --train_batch_size 16 --gradient_accumulation_steps 4 --seed 1337 "
+    "--max_train_steps 15000 --num_train_epochs 3 --learning_rate 1e-05 --lr_scheduler constant --lr_warmup_steps 0 "
+    "--mixed_precision bf16 --report_to wandb --validation_prompt cat --checkpointing_steps 500 --rank 8 "
+    "--checkpoints_total_limit 2 --resume_from_checkpoint latest --adam_beta2 0.99 --max_grad_norm 1 --scale_lr "
+    "--dataloader_num_workers 2 --gradient_checkpointing --random_flip"
+)
+
+
+OUR_COMMAND = (
+    "--data_path ./data/train --img_size 128 --batch_size 16 --gradient_accumulation_steps 4 --seed 1337 "
+    "--max_steps 15000 --epochs 3 --lr 1e-05 --lr_schedule constant --warmup_steps 0 --precision bf16 --use_wandb "
+    "--no_use_tensorboard --sample_prompts cat --ckpt_every 500 --lora_rank 8 --keep_last 2 --resume auto --beta2 0.99 "
+    "--max_grad_norm 1 --lr_rule linear --lr_base_batch 1 --num_workers 2 --gradient_checkpointing --random_flip"
+)
+
+
+def test_a_command_line_of_diffusers_keeps_its_meaning(yaml_file: Any) -> None:
+    words = DIFFUSERS_COMMAND.split()
+    read = settings(*words)
+    assert read == settings(*OUR_COMMAND.split())
+    text = "mixed_precision: no\nreport_to: all\nlr_scheduler: constant_with_warmup\nscale_lr: false\n"
+    read = settings("--config", yaml_file(text))
+    assert (read.precision, read.log.use_wandb, read.log.use_tensorboard, read.optim.warmup_steps) == (
+        "fp32", True, True, 500,
+    )  # fmt: skip
+    assert load_values(TrainSettings, {"report_to": "wandb"}, TRAIN_FLAT_NAMES).log.use_wandb
+    assert to_yaml(settings("--resolution", "32")) == to_yaml(settings("--img_size", "32"))
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("--report_to comet_ml", "--report_to is 'comet_ml': expected tensorboard, wandb, all or none."),
+        ("--lr_scheduler polynomial", "expected constant, constant_with_warmup or cosine."),
+        ("--mixed_precision fp4", "--mixed_precision is 'fp4': expected no, fp16, bf16 or fp8."),
+        ("--lr_scheduler constant --warmup_steps 9", "--lr_scheduler constant means --warmup_steps 0, and"),
+        ("--output_dir x", "--results_dir is the folder of all runs"),
+        ("--num_processes 4", "muralist launch --nproc N train"),
+        ("--use_ema", "--ema_decay"),
+        ("--dataset x", "--data_path is the data set"),
+    ],
+)
+def test_names_of_other_programs_are_answered_by_their_meaning(written: str, told: str) -> None:
+    assert told in str(refusal(*written.split()))
+
+
+def test_every_answer_names_existing_settings() -> None:
+    names = FlagTable(TrainSettings, TRAIN_FLAT_NAMES)
+    for answer in TRAIN_MEANINGS.values():
+        for flag in re.findall(r"--([a-z][\w.]*\w)", answer.replace("--nproc", "")):
+            assert flag in names.paths, answer
 
 
 @pytest.mark.parametrize(
@@ -349,6 +417,7 @@ APART = {
     "epochs", "max_steps", "compile", "results_dir", "run_name", "distributed.strategy", "distributed.dist_backend",
     "distributed.dist_timeout",
     "model.gradient_checkpointing", "checkpoint.latest_every", "checkpoint.at_epoch_end",
+    "dry_run",
     "data.on_broken", "optim.non_finite",  # without it such a run has no result at all; one that stopped may go on with it
 }  # fmt: skip
 """What never changes the result of a run; a new setting shapes it unless it is listed here on purpose."""
@@ -501,6 +570,26 @@ def test_help_names_every_setting(command: str, capsys: pytest.CaptureFixture[st
         assert field.description, f"{path} has no help"
         first, *_ = field.description.split()
         assert first in said
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_fits_a_terminal_and_lists_every_choice(columns: int, tmp_path: Path) -> None:
+    """In a real terminal: the flags, the values of each choice and the names of diffusers, no line broken in a word."""
+    page = tmp_path / "page"
+    shell = f"stty cols {columns}; unset COLUMNS; TERM=xterm {shlex.quote(sys.executable)} -m muralist train --help"
+    subprocess.run(
+        ["script", "-qefc", shell, str(page)], check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+    )
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", page.read_text()).replace("\r", "")
+    lines = plain.splitlines()[1:-1]
+    assert max(map(len, lines)) <= columns and max(map(len, lines)) > columns - 10
+    assert plain.index("--data_path") < plain.index("--dry_run") < plain.index("--global_batch_size")
+    words = plain.replace("(", " ").replace(",", " ").replace(")", " ").split()
+    for path, field in FIELDS.items():
+        if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) > 1:
+            assert "|".join(get_args(field.annotation)) in words, path
+    for name in DIFFUSERS_NAMES:
+        assert words.count(f"--{name}") == 1, name
 
 
 def test_every_setting_says_what_it_accepts() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from muralist.cli import main
 from muralist.core.errors import UserError
@@ -29,7 +30,8 @@ from muralist.tools.estimate import (
     scale,
 )
 from tests.conftest import REPOSITORY
-from tests.support.runs import train
+from tests.support.hunyuan import SMALL
+from tests.support.runs import last_checkpoint, train
 
 STEPS = REPOSITORY / "bench" / "results" / "train_speed_h200.json"
 ONE_GPU = MeasuredSpeed("test", "JiT-B/4", 64, 64, "NVIDIA H200", 1, (80e3, 100e3, 120e3))
@@ -156,6 +158,27 @@ def test_read_a_run(photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     found = estimate(measured := read_measured(tmp_path / "run", None))
     assert (measured.gpus, measured.readings) == (2, (1e6,))
     assert (found.gpu_memory, found.links.intra_node, found.watts) == (141e9, 450e9, 700)
+
+
+def test_read_a_run_of_a_model_without_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    train(*SMALL, "--model", "HunyuanDiT", "--img_size", "32", "48", "--max_steps", "2", "--results_dir", tmp_path,
+          "--run_name", "run", "--samples_per_gpu", "0", "--val_fraction", "0")  # fmt: skip
+    measured = read_measured(run, None)
+    assert measured.network is not None and measured.network.tokens_per_image == 2 * 3  # of 16 pixels
+    count = sum(value.numel() for value in load_file(last_checkpoint(run) / "model.safetensors").values())
+    assert measured.network.trained == pytest.approx(count, abs=5e4) and measured.network.frozen == 0
+    found = estimate(measured, gpus=4)
+    assert found.speeds["medium"] == pytest.approx(found.tokens_per_second(found.scaling[2]))
+    assert found.memory["ddp"].state == pytest.approx(24 * measured.network.trained)
+    capsys.readouterr()
+    assert main(["estimate", "--from", str(run), "--images", "1M"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "Measured: HunyuanDiT at 32 x 48 px" in output and "6M tokens (1M images)" in output
+    assert "plus frozen components and activations, for which HunyuanDiT has no formula" in output
+    for words in (["--from", str(run), "--img_size", "64"], ["--from", "probe", "--model", "HunyuanDiT"]):
+        assert main(["estimate", *words]) == 1
+        assert "Formulas for FLOPs exist for JiT only; HunyuanDiT is estimated from a run" in capsys.readouterr().err
 
 
 def test_read_a_run_whose_metrics_do_not_name_the_hardware(tmp_path: Path) -> None:

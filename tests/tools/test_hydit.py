@@ -19,6 +19,7 @@ from tests.conftest import REPOSITORY
 WORKS: dict[str, dict[str, object]] = {
     "--batch-size 1": {"data.batch_size": 1},
     "--seed 42": {"seed": 42},
+    "--ema-decay 0.9999": {"optim.ema_decay": 0.9999},
     "--use-fp16": {"use_amp": True},
     "--no-fp16": {"use_amp": False},
     "--model DiT-g/2": {"model.name": "JiT-B/4"},  # no flag: the default configuration selects HunyuanDiT
@@ -76,7 +77,6 @@ REFUSED = {
     "--reset-loader": "--init_from RUN with another --run_name",
     "--target-ratios 1:1 3:4": "follow from --reso-step",
     "--ema-dtype fp16": "expected fp32 or none; EMA weights have the precision of the weights",
-    "--ema-decay 0.9999": "--ema1_half_life N",
     "--ema-warmup": "--ema1_half_life N",
     "--ema-warmup-power 0.75": "--ema1_half_life N",
     "--ema-reset-decay": "--ema1_half_life N",

@@ -24,7 +24,7 @@ from muralist.core.run_dir import find_os_error
 from muralist.settings import CheckpointSettings
 from muralist.train import checkpoint
 from muralist.train.checkpoint import CheckpointWriter
-from muralist.train.parallel import optimizer_tensors
+from muralist.train.optim import optimizer_tensors
 from tests.support.disks import PAGE, leave_free, small_disk
 
 FACTS = {"images": 12, "total_batch": 4, "model": {"label_names": ["Straße"]}, "loss_scale": {}, "epoch_loss": [0.1, 3]}

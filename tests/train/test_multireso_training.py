@@ -124,7 +124,7 @@ def test_images_of_other_shapes_are_other_data(folder: Path, results: Path, capf
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--model", "JiT-T/8"], "JiT-T/8 makes square images only. --multireso trains images of several shapes."),
+        (["--model", "JiT-T/8"], "JiT-T/8 makes images of one size. --multireso trains images of several shapes."),
         (["--cache", "device"], "--cache device needs images of one size. With --multireso they have several."),
         (["--img_size", "32", "64"], "--multireso starts from a square, not from 32 x 64."),
         (["--reso_step", "24"], "--reso_step 24 does not fit images of 32 pixels. Give a multiple of 16"),

@@ -20,6 +20,7 @@ from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
 from muralist.settings.load import identity, load
 from muralist.train import preflight
 from muralist.train.preflight import CONTEXT, MemoryEstimate, estimate_memory, state_bytes
+from muralist.train.step import autocast_dtype
 from tests.conftest import REPOSITORY
 from tests.support.runs import last_checkpoint, losses, only_run, tensors, train, train_through_and_in_legs
 
@@ -87,6 +88,30 @@ def test_largest_batch() -> None:
     assert need.largest_batch(1e9) == 0
     strategies = ("ddp", "fsdp2", "zero2", "zero3")
     assert [state_bytes(strategy, 100, 0, 4) for strategy in strategies] == [2400, 600, 1600, 700]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--precision fp16 --strategy fsdp2", "--precision fp16 is not supported with --strategy fsdp2. Loss scaling"),
+        ("--ema_decay 0.999 --ema_half_life 5000", "--ema_decay and --ema1_half_life cannot both be given."),
+        ("--rank 8", "--lora_rank 8 has no effect without --training_parts lora. Give both"),
+    ],
+)
+def test_settings_that_exclude_each_other(words: str, told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        preflight.check_settings(settings(*words.split()))
+    assert told in str(caught.value)
+
+
+def test_precision_decides_before_use_amp() -> None:
+    cpu = torch.device("cpu")
+    for words, dtype in (
+        ("", None), ("--use_amp", torch.bfloat16), ("--precision bf16", torch.bfloat16),
+        ("--precision fp32 --use_amp", None), ("--mixed_precision no", None), ("--precision fp16", torch.float16),
+        ("--precision fp8", torch.bfloat16),
+    ):  # fmt: skip
+        assert autocast_dtype(settings(*words.split()), cpu) is dtype, words
 
 
 def test_fp8_implies_bf16_and_changes_the_run_name() -> None:

@@ -21,6 +21,7 @@ from muralist.train.schedule import (
     TrainingClock,
     checkpoint_steps,
     ema_decay,
+    ema_half_lives,
     learning_rate,
     plan_batch,
     rates_by_gpus,
@@ -174,6 +175,14 @@ DEFAULTS = OptimSettings()
 def test_default_ema_decays_are_the_official_ones_at_batch_1024() -> None:
     assert ema_decay(10**9, 1024, DEFAULTS.ema1_half_life) == pytest.approx(0.9999, abs=1e-7)
     assert ema_decay(10**9, 1024, DEFAULTS.ema2_half_life) == pytest.approx(0.9996, abs=1e-7)
+
+
+def test_ema_decay_is_per_step_at_the_runs_total_batch() -> None:
+    for batch in (8, 1024):
+        first, second = ema_half_lives(OptimSettings(ema_decay=0.999), batch)
+        assert ema_decay(10**9, batch, first) == pytest.approx(0.999, rel=1e-12)
+        assert second == DEFAULTS.ema2_half_life
+    assert ema_half_lives(DEFAULTS, 8) == (DEFAULTS.ema1_half_life, DEFAULTS.ema2_half_life)
 
 
 @given(st.integers(1, 10**5), st.integers(1, 200))

@@ -259,19 +259,35 @@ def test_tensorboard_has_scalars_and_images(photo_folder: Path, tmp_path: Path) 
     assert events.Images("samples/gpu_0")[0].step == 3
 
 
-def test_fp16_scales_the_loss_and_resumes_exactly(
-    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from muralist.train import trainer
-
-    # What a GPU without bf16 gets; the CPU's own half precision stands in for it.
-    monkeypatch.setattr(trainer, "autocast_dtype", lambda use_amp, device: torch.float16)
-    through, legs = train_through_and_in_legs(tmp_path, ["--data_path", photo_folder, "--use_amp"], 5, 12)
+def test_fp16_scales_the_loss_and_resumes_exactly(photo_folder: Path, tmp_path: Path) -> None:
+    common = ["--data_path", photo_folder, "--mixed_precision", "fp16"]
+    through, legs = train_through_and_in_legs(tmp_path, common, 5, 12)
     scale = [json.loads((last_checkpoint(run) / "manifest.json").read_text())["loss_scale"] for run in (through, legs)]
     assert scale[0] == scale[1] and scale[0]["scale"] > 1
-    monkeypatch.undo()
+    assert "AdamW, mixed precision (float16)" in (through / "logs" / "train.log").read_text()
     train("--data_path", photo_folder, "--max_steps", "12", "--results_dir", tmp_path / "plain")
     assert losses(through) == pytest.approx(losses(only_run(tmp_path / "plain")), rel=0.02)
+
+
+def test_dry_run_prints_the_summary_and_writes_nothing(
+    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--data_path", photo_folder, "--results_dir", tmp_path / "results", "--samples_per_gpu", "0"]
+    hunyuan = ["--model", "HunyuanDiT", "--img_size", "32", "--multireso"]
+    for more, told in (([], "JiT-T/8 at 16 px"), (hunyuan, "HunyuanDiT")):
+        train(*flags, *more, "--dry_run")
+        said = " ".join(capfd.readouterr().out.split())
+        assert told in said and "starting at step 0" in said
+        assert said.endswith("Dry run: nothing was trained or written.")
+        assert not (tmp_path / "results").exists()
+    train(*flags, "--max_steps", "3")
+    before = {path: path.is_file() and path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    train(*flags, "--max_steps", "7", "--dry_run")
+    said = " ".join(capfd.readouterr().out.split())
+    assert "step_0000003 at step 3" in said and "stopping after 7" in said
+    train(*flags, "--run_name", only_run(tmp_path / "results").name, "--lr", "2e-3", "--dry_run", expect=1)
+    assert "learning_rate: 0.001 there, 0.002 here" in capfd.readouterr().err
+    assert {path: path.is_file() and path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_clipping_bounds_the_gradient(photo_folder: Path, tmp_path: Path) -> None:

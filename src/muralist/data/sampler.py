@@ -82,6 +82,11 @@ class Split:
         """The number of training images."""
         return self.source_size - len(self.held_out)
 
+    def training_positions(self, indices: Indices) -> Indices:
+        """Return the number of images before each source index that are not held out."""
+        indices = np.minimum(indices, self.source_size)
+        return indices - np.searchsorted(self.held_out, indices)
+
     def training_index(self, positions: Indices) -> Indices:
         """Return the source index of the n-th image that is not held out."""
         return positions + np.searchsorted(self.held_out - np.arange(len(self.held_out)), positions, side="right")
@@ -129,6 +134,47 @@ def _replacement(sample_index: int, attempt: int, size: int, seed: int) -> int:
     """Choose among `size` images; the attempts of one sample are the places of one permutation, so none comes twice."""
     place, key = np.array([attempt % size]), np.array([sample_index])
     return int(permute(place, key, size, seed, Purpose.REPLACEMENT)[0])
+
+
+@dataclass(frozen=True)
+class WeightedOrder:
+    """Several data sets, each with its share of every epoch, whatever its size.
+
+    The draws from each data set go through one permutation of it after the other, so that a small one is repeated evenly.
+    """
+
+    seed: int
+    sizes: tuple[int, ...]  # training images of each data set
+    weights: tuple[float, ...]
+
+    @property
+    def counts(self) -> Indices:
+        """Draws from each data set in an epoch, which has as many samples as there are images."""
+        ends = np.cumsum(self.weights) / np.sum(self.weights) * sum(self.sizes)
+        return np.diff(np.rint(ends).astype(np.int64), prepend=0)
+
+    def positions(self, sample_indices: Indices) -> Indices:
+        """Return the position in the training set of each sample index."""
+        total, counts = sum(self.sizes), self.counts
+        epochs = sample_indices // total
+        places = permute(sample_indices % total, epochs, total, self.seed)
+        starts, firsts = np.cumsum(counts) - counts, np.cumsum(self.sizes) - self.sizes
+        parts = np.searchsorted(np.cumsum(counts), places, side="right")
+        found = np.empty_like(places)
+        for part, size in enumerate(self.sizes):
+            mine = parts == part
+            draws = epochs[mine] * counts[part] + places[mine] - starts[part]
+            # Another purpose per data set: their permutations are independent.
+            purpose = Purpose.ORDER + ((part + 1) << 32)
+            found[mine] = firsts[part] + permute(draws % size, draws // size, size, self.seed, purpose)
+        return found
+
+    def replacement(self, sample_index: int, attempt: int) -> int:
+        """Return the position of an image of the same data set to try in place of a broken one."""
+        ends = np.cumsum(self.sizes)
+        part = int(np.searchsorted(ends, self.positions(np.array([sample_index])), side="right")[0])
+        first = int(ends[part]) - self.sizes[part]
+        return first + _replacement(sample_index, attempt, self.sizes[part], self.seed)
 
 
 # -- multi-resolution buckets

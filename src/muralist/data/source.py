@@ -59,27 +59,31 @@ class SourceContents(NamedTuple):
 
 
 class ConcatSource:
-    """Several data sets, one after the other; they have classes if all of them have the same."""
+    """Several data sets, one after the other; they have classes if all of them do, and classes of one name are one."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[Source], known: Sequence[str] | None = None) -> None:
+        """`known` are the classes of the training set, when its held-out set is opened."""
         self.sources = list(sources)
-        names = self.sources[0].label_names
-        # A class has one number: where names differ, the number would mean something else in each data set.
-        self.label_names = names if all(source.label_names == names for source in self.sources) else []
-        self._starts = np.cumsum([0, *map(len, self.sources)])
+        all_names = dict.fromkeys(name for source in self.sources for name in source.label_names)
+        have_classes = all(source.label_names for source in self.sources)
+        self.label_names = [*(all_names if known is None else known)] if have_classes else []
+        numbers = {name: number for number, name in enumerate(self.label_names)}
+        # A class has one number: where names differ, the number of a name is another one in each data set.
+        self._labels = [[numbers[name] for name in source.label_names] if numbers else [] for source in self.sources]
+        self.starts = np.cumsum([0, *map(len, self.sources)])
         found = [contents_of(source) for source in self.sources]
         counts = [one.uncaptioned for one in found if one.uncaptioned is not None]
         skipped = sum((Counter(one.skipped) for one in found), Counter[str]())
         self.contents = SourceContents(sum(counts) if len(counts) == len(found) else None, skipped)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return int(self.starts[-1])
 
     def read(self, index: int) -> Sample:
         """Return sample `index`, counted through all data sets."""
-        part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        sample = self.sources[part].read(index - int(self._starts[part]))
-        return sample if self.label_names else sample._replace(label=0)
+        part = int(np.searchsorted(self.starts, index, side="right")) - 1
+        sample = self.sources[part].read(index - int(self.starts[part]))
+        return sample._replace(label=self._labels[part][sample.label] if self.label_names else 0)
 
     def fingerprint(self) -> str:
         """Hash the fingerprints in order."""

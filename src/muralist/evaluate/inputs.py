@@ -18,6 +18,7 @@ import numpy as np
 from PIL import Image
 
 from muralist.core.errors import UserError, first_line
+from muralist.core.run_dir import check_exists
 from muralist.data import ledger_reader
 from muralist.data.decode import IMAGE_EXTENSIONS
 from muralist.data.prompts import open_prompt_table
@@ -125,6 +126,7 @@ _STATS_FIX = "`muralist stats DIR -o stats.npz` writes such a file."
 
 def read_statistics(path: Path) -> Statistics:
     """Read an .npz file with mu and sigma, by muralist, pytorch-fid or another tool."""
+    check_exists(path, "reference", _STATS_FIX)
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in _KEYS if name in file.files}

@@ -25,7 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_duration
 from muralist.core.images import thumbnail
-from muralist.core.run_dir import atomic_write, exists
+from muralist.core.run_dir import atomic_write, check_exists, exists
 from muralist.data.decode import read_image_file
 from muralist.data.tar_members import find_member
 
@@ -205,6 +205,7 @@ def _read(folder: Path) -> Report:
     try:
         return Report.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError):
+        check_exists(folder, "folder", fix)
         raise UserError(f"{folder} holds no {REPORT}.", fix=fix) from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.", fix=fix) from None

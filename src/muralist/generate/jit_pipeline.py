@@ -26,6 +26,7 @@ from muralist.generate.pipeline import (
     Size,
     StepCallback,
 )
+from muralist.models.configs import as_size, height_width
 from muralist.models.jit import JiT
 from muralist.models.jit_spec import (
     CONFIG_FILE,
@@ -53,7 +54,7 @@ def read_jit_spec(path: Path, description: Mapping[str, Any], which: WeightSet) 
 
 def spec_from_description(description: Mapping[str, Any]) -> JiTSpec:
     """Return the spec that a checkpoint's manifest, an export's config or `JiTSpec.describe` describes."""
-    given, img_size = description.get("objective"), description["img_size"]
+    given, img_size = description.get("objective"), as_size(description["img_size"])
     try:
         objective = TypeAdapter(Objective).validate_python(given) if given else None
         names = TypeAdapter(list[str]).validate_python(description.get("label_names", []))
@@ -135,10 +136,10 @@ class JiTPipeline(Pipeline):
         self, requests: Requests, size: Size, on_step: StepCallback, mode: GenerationMode = GenerationMode.DEFAULT
     ) -> PendingBatch:
         """Queue images of the model's one size."""
-        side = self._spec.img_size
-        if size != (side, side):
+        height, width = height_width(self._spec.img_size)
+        if size != (height, width):
             raise UserError(  # of a row of the table: the command's own size was checked before
-                f"This JiT model generates images of {side} x {side} pixels, not {size[1]} x {size[0]}.",
+                f"This JiT model generates images of {width} x {height} pixels, not {size[1]} x {size[0]}.",
                 fix="Leave height and width out, also in the table.",
             )
         # A memory probe would compile a graph for every batch size.

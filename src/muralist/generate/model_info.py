@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import check_exists, exists
+from muralist.data.decode import format_size
 from muralist.generate.diffusers_source import diffusers_folder, find_class
 from muralist.generate.lora_check import PEFT_CONFIG, check_lora
 from muralist.generate.native_settings import (
@@ -25,7 +26,7 @@ from muralist.generate.native_settings import (
     user_value,
 )
 from muralist.generate.pipeline_class import PIPELINES, PipelineInputs, check_pipeline_class
-from muralist.models.configs import JIT_GUIDANCE
+from muralist.models.configs import JIT_GUIDANCE, height_width
 from muralist.models.integrity import check_base, check_integrity, fingerprint, read_json
 from muralist.models.spec import ModelFamily, find_family_by_key
 from muralist.settings import GenerateSettings
@@ -259,11 +260,11 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
             f"There are no weights at {file}.", fix="Wait for a complete checkpoint, or choose other --weights."
         )
     spec = read_jit_spec(path, description, settings.weights)
-    side = spec.img_size
-    height, width = (user_value(settings, name) or side for name in ("height", "width"))
-    if (height, width) != (side, side):
+    own_height, own_width = height_width(spec.img_size)
+    height, width = user_value(settings, "height") or own_height, user_value(settings, "width") or own_width
+    if (height, width) != (own_height, own_width):
         raise UserError(
-            f"This JiT model generates images of {side} x {side} pixels, not {width} x {height}.",
+            f"This JiT model generates images of {own_width} x {own_height} pixels, not {width} x {height}.",
             "It was trained at that size and has no other.",
             "Leave --height and --width out.",
         )
@@ -289,11 +290,11 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
     guidance = JIT_GUIDANCE if asked_guidance is None else asked_guidance
     _check_truncation(settings, "JiT", guided=bool(spec.label_names) and guidance != 1)
     steps = asked_steps or _JIT_STEPS
-    resolved = {"height": side, "width": side, "num_inference_steps": steps, "guidance_scale": guidance}
+    resolved = {"height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance}
     resolved |= _resolved_frames(_requested_frames(settings))
     own = [] if asked_steps else ["num_inference_steps"]
     own += ["guidance_scale"] if asked_guidance is None else []
-    identity = _identity(f"{spec.name} at {side} px", {"weights": fingerprint(file)}, settings)
+    identity = _identity(f"{spec.name} at {format_size(spec.img_size)} px", {"weights": fingerprint(file)}, settings)
     # Defaults are left out, so that older ledgers keep their identity.
     identity |= settings.model_dump(mode="json", include=set(_JIT_FLAGS), exclude_defaults=True)
     return ModelInfo(resolved, identity, spec.describe(), default_owners={"the model's {}": own})

@@ -80,23 +80,31 @@ def unknown_model(name: str, patterns: Sequence[str]) -> UserError:
     )
 
 
-def check_image_size(patch: int, img_size: int) -> None:
+Size = int | tuple[int, int]
+"""The side of a square, or height and width."""
+
+
+def height_width(size: int | Sequence[int]) -> tuple[int, int]:
+    """Return height and width of a size."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
+def as_size(size: int | Sequence[int]) -> Size:
+    """Return a size as settings write it: one number for a square."""
+    height, width = height_width(size)
+    return height if height == width else (height, width)
+
+
+def check_image_size(patch: int, img_size: Size) -> None:
     """Refuse an image size that the patches do not divide."""
-    if img_size >= patch and img_size % patch == 0:
+    if all(side >= patch and side % patch == 0 for side in height_width(img_size)):
         return
+    shown = " x ".join(map(str, dict.fromkeys(height_width(img_size))))
     raise UserError(
-        f"Images of {img_size} pixels cannot be divided into patches of {patch}.",
-        fix=f"Use an image size that is a multiple of {patch}, or a patch size that divides {img_size}.",
+        f"Images of {shown} pixels cannot be divided into patches of {patch}.",
+        fix=f"Use an image size that is a multiple of {patch}, or a patch size that divides {shown}.",
     )
-
-
-def square(img_size: int | tuple[int, int]) -> int:
-    """Return the side of a square image, and refuse any other shape: JiT has none."""
-    if isinstance(img_size, tuple):
-        raise UserError(
-            f"JiT makes square images, not {img_size[0]} x {img_size[1]}.", fix="Give one number as --img_size."
-        )
-    return img_size
 
 
 def mlp_width(hidden_size: int, mlp_ratio: float = MLP_RATIO) -> int:
@@ -104,9 +112,10 @@ def mlp_width(hidden_size: int, mlp_ratio: float = MLP_RATIO) -> int:
     return int(int(hidden_size * mlp_ratio) * 2 / 3)
 
 
-def tokens_per_image(patch: int, img_size: int) -> int:
+def tokens_per_image(patch: int, img_size: Size) -> int:
     """Image tokens per image, without the in-context tokens."""
-    return (img_size // patch) ** 2
+    height, width = height_width(img_size)
+    return (height // patch) * (width // patch)
 
 
 def parameter_count(letter: str, patch: int, num_classes: int) -> int:
@@ -128,7 +137,7 @@ def parameter_count(letter: str, patch: int, num_classes: int) -> int:
     return embedders + config.depth * block + final
 
 
-def forward_flops(letter: str, patch: int, img_size: int) -> int:
+def forward_flops(letter: str, patch: int, img_size: Size) -> int:
     """FLOPs of one forward pass on one image, a multiply-add being two; training takes three times as many."""
     config = JIT_CONFIGS[letter]
     d, patch_dim, tokens = config.hidden_size, IMAGE_CHANNELS * patch**2, tokens_per_image(patch, img_size)
@@ -155,7 +164,7 @@ _BLOCK_INPUTS, _OUTSIDE = {"fp32": 8.0, "bf16": 4.0}, {"fp32": 19.0, "bf16": 14.
 
 
 def activation_bytes(
-    name: str, img_size: int, bf16: bool, compiled: bool, gradient_checkpointing: bool = False
+    name: str, img_size: Size, bf16: bool, compiled: bool, gradient_checkpointing: bool = False
 ) -> float:
     """Bytes that one image keeps for the backward pass of a JiT."""
     letter, patch = parse_jit_name(name)

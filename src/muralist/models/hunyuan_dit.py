@@ -36,6 +36,7 @@ from muralist.diffusion import ddpm, flow
 from muralist.models.integrity import check_base, fingerprint
 from muralist.models.lora import Lora, is_adapter
 from muralist.models.spec import HUNYUAN_DIT, ModelSpec, resolve
+from muralist.models.weights import read_description
 from muralist.settings import SampleSettings, TrainSettings
 
 ENCODER_COMPONENTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
@@ -173,7 +174,9 @@ class HunyuanDiTSpec(ModelSpec):
             uncond_p_t5=model.uncond_p_t5,
             random_flip=settings.data.random_flip,
             gradient_checkpointing=model.gradient_checkpointing,
-            lora=Lora(model.lora_rank, tuple(model.lora_targets)) if model.training_parts == "lora" else None,
+            lora=Lora(model.lora_rank, tuple(model.lora_targets), model.lora_alpha)
+            if model.training_parts == "lora"
+            else None,
             seed=settings.seed,
             latents=latents,
         )
@@ -311,6 +314,9 @@ class HunyuanDiTSpec(ModelSpec):
         """Load the weights of a run that trains the same parameters."""
         own = {name: value.shape for name, value in network.state_dict().items() if self.is_saved(name)}
         if own == {name: value.shape for name, value in weights.items()}:
+            if self.lora:  # weights that are not of a run have scale 1
+                adapter = read_description(Path(origin)).get("lora")
+                weights = self.lora.rescaled(weights, _lora(adapter).scale if adapter else 1.0)
             network.load_state_dict(weights, strict=False)
             return
         full, given_full = self.lora is None, not any(map(is_adapter, weights))
@@ -351,7 +357,10 @@ class HunyuanDiTSpec(ModelSpec):
 
     def summary(self) -> str:
         """Folder, image size, objective, LoRA."""
-        lora = f", LoRA of rank {self.lora.rank} on {' '.join(self.lora.targets)}" if self.lora else ""
+        lora = ""
+        if self.lora:
+            alpha = f" and alpha {self.lora.alpha:g}" if self.lora.alpha is not None else ""
+            lora = f", LoRA of rank {self.lora.rank}{alpha} on {' '.join(self.lora.targets)}"
         encoded = "" if self.latents is None else ", encoded ahead of training"
         return f"HunyuanDiT of {self.folder} at {self.size[0]} x {self.size[1]} px, v-prediction{lora}{encoded}"
 
@@ -359,6 +368,8 @@ class HunyuanDiTSpec(ModelSpec):
         """Name the folder, and everything that shapes the training."""
         *encoders, transformer = self._fingerprints.values()
         lora = self.lora and {"rank": self.lora.rank, "targets": list(self.lora.targets), "base": transformer}
+        if lora and self.lora and self.lora.alpha is not None:
+            lora["alpha"] = self.lora.alpha
         return {
             "family": HUNYUAN_DIT.key,
             "model": HUNYUAN_DIT.name,
@@ -407,13 +418,17 @@ class HunyuanDiTSpec(ModelSpec):
         return f"for {HUNYUAN_DIT.pipeline_class}.from_pretrained{alone}"
 
 
+def _lora(description: Mapping[str, Any]) -> Lora:
+    return Lora(description["rank"], tuple(description["targets"]), description.get("alpha"))
+
+
 def _trained_transformer(
     weights: Mapping[str, Tensor], base: Path, lora: Mapping[str, Any] | None, adapter: Path | None = None
 ) -> Any:
     """Build the transformer with trained weights in float32; LoRA is merged, and also written to `adapter`."""
     if lora:
         network = HunyuanDiT2DModel.from_pretrained(base, subfolder="transformer", local_files_only=True).float()
-        return Lora(lora["rank"], tuple(lora["targets"])).merge(network, weights, adapter)
+        return _lora(lora).merge(network, weights, adapter)
     network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
     network.load_state_dict(weights)
     return network

@@ -38,7 +38,10 @@ from muralist.models.configs import (
     JIT_CONFIGS,
     MLP_RATIO,
     TIME_FREQUENCIES,
+    Size,
+    as_size,
     check_image_size,
+    height_width,
     mlp_width,
     parse_jit_name,
 )
@@ -76,26 +79,28 @@ class ResidualStream(NamedTuple):
         return adaln_rmsnorm(self.tokens, self.branch, self.bias, self.gate, weight, shift, scale, consumer)
 
 
-def build(name: str, img_size: int, num_classes: int, **options: Any) -> JiT:
+def build(name: str, img_size: Size, num_classes: int, **options: Any) -> JiT:
     """Build the named network, such as JiT-B/16, on the current default device; `options` are those of JiT."""
     letter, patch = parse_jit_name(name)
     return JiT(img_size, patch, num_classes=num_classes, **asdict(JIT_CONFIGS[letter]), **options)
 
 
-def sincos_position_embedding(grid: int, width: int, device: torch.device | str | None = None) -> Tensor:
-    """Build the fixed 2-D position embedding, [1, grid * grid, width]: first half columns, second half rows."""
+def sincos_position_embedding(grid: Size, width: int, device: torch.device | str | None = None) -> Tensor:
+    """Build the fixed 2-D position embedding, [1, rows * columns, width]: first half columns, second half rows."""
+    rows, columns = height_width(grid)
     exponent = torch.arange(width // 4, dtype=torch.float64, device=device) / (width // 4)
-    angle = torch.arange(grid, dtype=torch.float64, device=device)[:, None] * _PERIOD**-exponent
+    angle = torch.arange(max(rows, columns), dtype=torch.float64, device=device)[:, None] * _PERIOD**-exponent
     axis = torch.cat((angle.sin(), angle.cos()), dim=-1)
-    column, row = axis[None, :].expand(grid, -1, -1), axis[:, None].expand(-1, grid, -1)
-    return torch.cat((column, row), dim=-1).reshape(1, grid * grid, width).float()
+    column, row = axis[None, :columns].expand(rows, -1, -1), axis[:rows, None].expand(-1, columns, -1)
+    return torch.cat((column, row), dim=-1).reshape(1, rows * columns, width).float()
 
 
-def rope_table(grid: int, head_dim: int, context: int, device: torch.device) -> RopeTable:
+def rope_table(grid: Size, head_dim: int, context: int, device: torch.device) -> RopeTable:
     """Build the 2-D RoPE table: half of the channel pairs encode rows, half columns; context tokens get angle 0."""
+    rows, columns = height_width(grid)
     exponent = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=device) / (head_dim // 2)
-    axis = torch.arange(grid, dtype=torch.float32, device=device)[:, None] * (1.0 / _PERIOD**exponent)
-    row, column = axis[:, None].expand(-1, grid, -1), axis[None, :].expand(grid, -1, -1)
+    axis = torch.arange(max(rows, columns), dtype=torch.float32, device=device)[:, None] * (1.0 / _PERIOD**exponent)
+    row, column = axis[:rows, None].expand(-1, columns, -1), axis[None, :columns].expand(rows, -1, -1)
     angle = F.pad(torch.cat((row, column), dim=-1).flatten(0, 1), (0, 0, context, 0))
     return angle.cos(), angle.sin()
 
@@ -277,7 +282,7 @@ class JiT(nn.Module):
 
     def __init__(
         self,
-        input_size: int,
+        input_size: Size,
         patch_size: int,
         in_channels: int = IMAGE_CHANNELS,
         hidden_size: int = 1024,
@@ -300,7 +305,8 @@ class JiT(nn.Module):
             )
         if in_context_len and not 0 <= in_context_start < depth:
             raise ValueError(f"in-context tokens cannot be inserted before block {in_context_start} of {depth}")
-        self.patch_size, self.grid, self.head_dim = patch_size, input_size // patch_size, hidden_size // num_heads
+        self.patch_size, self.head_dim = patch_size, hidden_size // num_heads
+        self.grid = as_size([side // patch_size for side in height_width(input_size)])
         self.in_channels, self.num_classes = in_channels, num_classes
         self.in_context_len, self.in_context_start = in_context_len, in_context_start
         self.has_dropout = attn_drop > 0 or proj_drop > 0
@@ -351,7 +357,7 @@ class JiT(nn.Module):
     def _unpatchify(self, tokens: Tensor) -> Tensor:
         """Unpatchify, [B, L, P * P * C] to [B, C, H, W]."""
         patches = tokens.unflatten(-1, (self.patch_size, self.patch_size, self.in_channels))
-        return patches.unflatten(1, (self.grid, self.grid)).permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
+        return patches.unflatten(1, height_width(self.grid)).permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
     def use_fp8(self) -> None:
         """Use FP8 matmuls in the large layers of the blocks during training."""

@@ -21,10 +21,12 @@ from muralist.core.errors import UserError, closest_match
 from muralist.core.hardware import copy_to_device
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.core.run_dir import atomic_folder, atomic_write_json
+from muralist.data.decode import format_size
 from muralist.data.loader import Batch, to_unit_range
 from muralist.data.packed import LatentSource
 from muralist.diffusion import flow, samplers
 from muralist.models import configs, jit
+from muralist.models.configs import Size
 from muralist.models.spec import ModelSpec
 from muralist.models.weights import MAX_PIXELS, WEIGHTS_FILE, damaged_file, read_weights
 from muralist.settings import ObjectiveSettings, Precision, SampleSettings, TrainSettings
@@ -55,10 +57,11 @@ class Objective(ObjectiveSettings):
     noise_scale: PositiveFloat = 1.0
 
     @classmethod
-    def from_settings(cls, settings: ObjectiveSettings, img_size: int) -> Objective:
-        """Resolve the settings at an image size."""
+    def from_settings(cls, settings: ObjectiveSettings, img_size: Size) -> Objective:
+        """Resolve the settings at an image size; a rectangle has the noise of a square of its area."""
         scale = settings.noise_scale
-        return cls(**settings.model_dump() | {"noise_scale": max(1.0, img_size / 256) if scale == "auto" else scale})
+        side = img_size if isinstance(img_size, int) else math.sqrt(math.prod(img_size))
+        return cls(**settings.model_dump() | {"noise_scale": max(1.0, side / 256) if scale == "auto" else scale})
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class JiTSpec(ModelSpec):
     """A JiT: its name, image size, classes and objective."""
 
     name: str
-    img_size: int
+    img_size: Size
     label_names: list[str]  # empty: unconditional
     objective: Objective
     random_flip: bool = False
@@ -82,7 +85,7 @@ class JiTSpec(ModelSpec):
     ) -> JiTSpec:
         """Build the spec of a training run; `label_names` are the classes of its data."""
         model = settings.model
-        img_size = configs.square(model.img_size)
+        img_size = model.img_size
         objective = Objective.from_settings(settings.objective, img_size)
         if not model.enable_condition:
             objective = objective.model_copy(update={"label_drop_prob": 0.0})
@@ -192,7 +195,7 @@ class JiTSpec(ModelSpec):
 
     def sample_noise(self, seeds: Sequence[int]) -> Tensor:
         """Draw the initial noise on the CPU: a seed gives the same noise on every device."""
-        shape = (configs.IMAGE_CHANNELS, self.img_size, self.img_size)
+        shape = (configs.IMAGE_CHANNELS, *configs.height_width(self.img_size))
         return rng.normal_chunked(0, Purpose.SAMPLE_NOISE, torch.tensor(list(seeds), dtype=torch.int64), shape)
 
     @torch.no_grad()
@@ -230,7 +233,7 @@ class JiTSpec(ModelSpec):
             if name not in weights or weights[name].shape != value.shape:
                 theirs = tuple(weights[name].shape) if name in weights else "nothing"
                 raise UserError(
-                    f"The weights of {origin} do not fit {self.name} at {self.img_size} px.",
+                    f"The weights of {origin} do not fit {self.name} at {format_size(self.img_size)} px.",
                     f"{name} has shape {tuple(value.shape)} here and {theirs} there.",
                     "Start from a run of the same model and size, or give --init_from none.",
                 )
@@ -249,16 +252,15 @@ class JiTSpec(ModelSpec):
         """Name, image size and objective."""
         objective = self.objective
         matmuls = ", FP8 matmuls" if self.precision == "fp8" else ""
-        return (
-            f"{self.name} at {self.img_size} px, {objective.prediction}-prediction with {objective.loss}-loss{matmuls}"
-        )
+        kind = f"{objective.prediction}-prediction with {objective.loss}-loss"
+        return f"{self.name} at {format_size(self.img_size)} px, {kind}{matmuls}"
 
     def describe(self) -> dict[str, Any]:
         """Name, image size, classes and objective."""
         return {
             "family": "jit",
             "model": self.name,
-            "img_size": self.img_size,
+            "img_size": self.img_size if isinstance(self.img_size, int) else list(self.img_size),
             "label_names": self.label_names,
             "objective": self.objective.model_dump(),
         }
@@ -269,7 +271,8 @@ class JiTSpec(ModelSpec):
         config = infer_jit_config(weights)
         config |= {key: description[key] for key in ("label_names", "objective") if key in description}
         write_jit_folder(folder, weights, config)
-        return f"{config['input_size']} px, patch {config['patch_size']}, {config['num_classes']} classes"
+        size = format_size(configs.as_size(config["input_size"]))
+        return f"{size} px, patch {config['patch_size']}, {config['num_classes']} classes"
 
 
 def infer_jit_config(state: Mapping[str, Tensor], in_context_start: int | None = None) -> dict[str, Any]:
@@ -281,7 +284,7 @@ def infer_jit_config(state: Mapping[str, Tensor], in_context_start: int | None =
     try:
         bottleneck, channels, patch, _ = state["x_embedder.proj1.weight"].shape
         (head_dim,) = state["blocks.0.attn.q_norm.weight"].shape
-        _, tokens, hidden = state["pos_embed"].shape
+        _, _, hidden = state["pos_embed"].shape
         rows, _ = state["y_embedder.embedding_table.weight"].shape
         heads = hidden // head_dim
     except (KeyError, ValueError, ZeroDivisionError) as error:
@@ -300,7 +303,7 @@ def infer_jit_config(state: Mapping[str, Tensor], in_context_start: int | None =
             )
         in_context_start = known[hidden, depth]
     config = {
-        "input_size": math.isqrt(tokens) * patch,
+        "input_size": _input_size(state["pos_embed"], patch),
         "patch_size": patch,
         "in_channels": channels,
         "hidden_size": hidden,
@@ -318,6 +321,22 @@ def infer_jit_config(state: Mapping[str, Tensor], in_context_start: int | None =
     return config
 
 
+def _input_size(pos_embed: Tensor, patch: int) -> int | list[int]:
+    """Infer the image size: the second half of the position embedding is that of the row, and tells where one ends."""
+    _, tokens, hidden = pos_embed.shape
+    side = math.isqrt(tokens) * patch
+    if pos_embed.is_meta or not tokens:
+        return side
+    stored = pos_embed.float()
+    of_row = stored[0, :, hidden // 2 :]
+    columns = int(((of_row - of_row[:1]).abs().amax(-1) < 0.1).long().cumprod(0).sum())
+    if not columns or columns**2 == tokens or tokens % columns:
+        return side
+    grid = tokens // columns, columns
+    is_rectangle = torch.allclose(stored, jit.sincos_position_embedding(grid, hidden), atol=0.02)  # maybe bf16
+    return [grid[0] * patch, grid[1] * patch] if is_rectangle else side
+
+
 def jit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Select the arguments of the network's constructor from a folder's config."""
     return {name: config.get(name) for name in _JIT_ARGUMENTS}
@@ -326,13 +345,18 @@ def jit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 def _check_sizes(config: Mapping[str, Any], origin: str) -> None:
     """Refuse impossible sizes before anything of that size is allocated."""
     wrong = [f"{name} is {value!r:.60}" for name, value in jit_arguments(config).items() if not _is_size(name, value)]
-    if not wrong and config["input_size"] // max(1, config["patch_size"]) > _MAX_TOKENS_PER_SIDE:
+    if (
+        not wrong
+        and max(configs.height_width(config["input_size"])) // max(1, config["patch_size"]) > _MAX_TOKENS_PER_SIDE
+    ):
         wrong = [f"{config['input_size']} pixels in patches of {config['patch_size']}"]
     if wrong:
         raise UserError(f"No network has the sizes in {origin}.", f"{wrong[0]}.", "Export the model again.")
 
 
 def _is_size(name: str, value: Any) -> bool:
+    if name == "input_size" and isinstance(value, list):
+        return len(value) == 2 and all(type(side) is int and _is_size(name, side) for side in value)
     kind = int | float if name in _FLOAT_ARGUMENTS else int
     is_number = isinstance(value, kind) and not isinstance(value, bool)
     return is_number and 0 <= value <= _MAX_SIZES.get(name, MAX_PIXELS)

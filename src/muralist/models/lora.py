@@ -69,10 +69,20 @@ def _diffusers_layers(layer: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Lora:
-    """The rank of an adapter and the layers it targets."""
+    """The rank of an adapter, the layers it targets, and its alpha."""
 
     rank: int
     targets: tuple[str, ...]  # suffixes of layer names
+    alpha: float | None = None  # None: the rank
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapter's output."""
+        return (self.alpha or self.rank) / self.rank
+
+    def rescaled(self, weights: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+        """Return weights of an adapter of another scale with the same effect at the scale of this one."""
+        return {name: value * (scale / self.scale) if ".lora_B." in name else value for name, value in weights.items()}
 
     def insert(self, network: nn.Module) -> None:
         """Freeze a network and add adapters without values."""
@@ -111,8 +121,9 @@ class Lora:
     def _config(self) -> Any:
         from peft import LoraConfig
 
-        # Scale 1, as in the official HunyuanDiT script.
-        config = LoraConfig(r=self.rank, lora_alpha=self.rank)
+        # By default scale 1, as in the official HunyuanDiT script.
+        alpha: Any = self.rank if self.alpha is None else self.alpha  # PEFT takes fractions, although it says int
+        config = LoraConfig(r=self.rank, lora_alpha=alpha)
         config.target_modules = sorted(self.targets)  # PEFT makes a set of it, whose order is not reproducible
         return config
 

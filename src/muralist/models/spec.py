@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from muralist.core.errors import UserError
+from muralist.core.run_dir import check_exists
 from muralist.models import configs
 from muralist.models.integrity import check_integrity, stored_parameters
 from muralist.settings import ModelSettings, SampleSettings, TrainSettings
@@ -45,8 +46,8 @@ class ModelFamily:
     """Can be trained on the latents of `muralist pack --encode`."""
     supports_lora: bool = False
     supports_fp8: bool = False
-    square_only: bool = False
-    """One image size, and that a square: no `--multireso`."""
+    single_size: bool = False
+    """One image size per run: no `--multireso`."""
     pixels_per_token: int = 1
     """Divides both sides of every image."""
     has_formulas: bool = False
@@ -99,8 +100,6 @@ class ModelFamily:
         """Raise ValueError if a checkpoint's description lacks what other commands rely on."""
         if self.pipeline_class and not description.get("folder"):
             raise ValueError("the folder of the fine-tuned model is missing")
-        if self.square_only and not isinstance(description["img_size"], int):
-            raise ValueError(f"{self.name} makes square images")
 
     def spec_class(self) -> Any:
         """Import the family's ModelSpec."""
@@ -116,7 +115,7 @@ class JiTFamily(ModelFamily):
 
     def check(self, model: ModelSettings) -> None:
         """Refuse an image size that the patches do not divide."""
-        configs.check_image_size(configs.parse_jit_name(model.name)[1], configs.square(model.img_size))
+        configs.check_image_size(configs.parse_jit_name(model.name)[1], model.img_size)
 
     def parameter_count(self, model: ModelSettings, num_classes: int) -> int:
         """Count by formula; an unconditional model has one class."""
@@ -125,8 +124,7 @@ class JiTFamily(ModelFamily):
 
     def activation_bytes(self, model: ModelSettings, bf16: bool, compiled: bool) -> float | None:
         """Estimate by formula."""
-        side = configs.square(model.img_size)
-        return configs.activation_bytes(model.name, side, bf16, compiled, model.gradient_checkpointing)
+        return configs.activation_bytes(model.name, model.img_size, bf16, compiled, model.gradient_checkpointing)
 
 
 _HUNYUAN_COMPONENTS = {
@@ -152,6 +150,7 @@ class HunyuanDiTFamily(ModelFamily):
 
     def read_configs(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the configs of a model's transformer and scheduler; refuse a folder that is not a HunyuanDiT."""
+        check_exists(folder, "model", "Give the folder of a HunyuanDiTPipeline as --model.path.")
         try:
             transformer = json.loads((folder / "transformer" / "config.json").read_text())
             scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
@@ -196,7 +195,7 @@ JIT = JiTFamily(
     name_pattern=f"JiT-<config>/<patch size> with one of {', '.join(configs.JIT_CONFIGS)}",
     spec="muralist.models.jit_spec:JiTSpec",
     supports_fp8=True,
-    square_only=True,
+    single_size=True,
     has_formulas=True,
 )
 HUNYUAN_DIT = HunyuanDiTFamily(

@@ -20,14 +20,18 @@ from muralist.settings.tools import (
     ShowSettings,
 )
 from muralist.settings.train import (
+    DIFFUSERS_NAMES,
     TRAIN_FLAT_NAMES,
+    TRAIN_MEANINGS,
     CheckpointSettings,
     DataSettings,
     DistBackend,
     DistributedSettings,
+    FlatNames,
     LogSettings,
     ModelSettings,
     ObjectiveSettings,
+    Optimizer,
     OptimSettings,
     Precision,
     SampleSettings,

@@ -25,14 +25,18 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from muralist import settings as all_settings
 from muralist.core.errors import UserError, closest_match
 from muralist.core.run_dir import sanitize_name
 from muralist.settings import (
+    DIFFUSERS_NAMES,
     DOCTOR_FLAT_NAMES,
     ESTIMATE_FLAT_NAMES,
     TRAIN_FLAT_NAMES,
+    TRAIN_MEANINGS,
+    FlatNames,
     NonIdentity,
     Repeatable,
     Section,
@@ -42,7 +46,9 @@ from muralist.settings.section import refuse_url
 
 S = TypeVar("S", bound=Section)
 _MAX_BITS = 1000  # of an integer; larger ones do not convert to float
-_BOOL_WORDS = {"true", "yes", "on", "1", "false", "no", "off", "0", "auto"}
+_TRUE_WORDS = {"true", "yes", "on", "1"}
+_BOOL_WORDS = {*_TRUE_WORDS, "false", "no", "off", "0", "auto"}
+_HELP_WIDTH = 120  # at most, and without a terminal
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "none"}
 
 
@@ -66,14 +72,31 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 class FlagTable:
     """Resolves flat and dotted names to the dotted paths of one settings class."""
 
-    def __init__(self, model: type[Section], flat_names: Mapping[str, str]) -> None:
+    def __init__(self, model: type[Section], flat_names: FlatNames) -> None:
         self.fields = dict(leaves(model))
-        self.flags: dict[str, str] = {path: name for name, path in reversed(list(flat_names.items()))}
+        renamed = {name: path for name, path in flat_names.items() if isinstance(path, str)}
+        self.values = {name: values for name, values in flat_names.items() if not isinstance(values, str)}
+        self.meanings = TRAIN_MEANINGS if model is TrainSettings else {}
+        own_names = [name for name in renamed if name not in DIFFUSERS_NAMES]
+        self.flags: dict[str, str] = {renamed[name]: name for name in reversed(own_names)}
         lasts = [path.rpartition(".")[2] for path in self.fields]
         for path, last in zip(self.fields, lasts, strict=True):
             self.flags.setdefault(path, last if lasts.count(last) == 1 else path)
         own = {path: path for path in self.fields}
-        self.paths = own | {flag: path for path, flag in self.flags.items()} | dict(flat_names)
+        self.paths = own | {flag: path for path, flag in self.flags.items()} | renamed
+
+    def assign(self, written: str, value: Any, origin: str) -> dict[str, SettingValue]:
+        """Return the settings, by dotted path, that a written name and its value stand for."""
+        values = self.values.get(written.replace("-", "_"))
+        if values is None:
+            return {self.resolve(written, origin): SettingValue(value, origin)}
+        word = str(value).lower()
+        if word in _BOOL_WORDS - {"auto"} and word not in values:  # YAML reads `no` as false
+            switch = "true" if word in _TRUE_WORDS else "false"
+            word = switch if switch in values else "no" if switch == "false" else word
+        if word not in values:
+            raise UserError(f"{origin} is {_shown(value)}: expected {_join([*values])}.")
+        return {path: SettingValue(item, f"{origin} {word}") for path, item in values[word].items()}
 
     def resolve(self, written: str, origin: str) -> str:
         """Return the dotted path of a written name; raise with the closest valid name if there is none."""
@@ -82,27 +105,28 @@ class FlagTable:
             return self.paths[name]
         if name == "config":
             raise UserError(f"{origin}: --config takes the path of one YAML file.")
-        raise UserError(f"Unknown setting {origin}.", closest_match(name, self.paths), "`--help` lists every setting.")
+        # By meaning before spelling: --dry_run is spelled like --lr_rule.
+        hint = self.meanings.get(name) or closest_match(name, [*self.paths, *self.values])
+        raise UserError(f"Unknown setting {origin}.", hint, "`--help` lists every setting.")
 
 
-def load(model: type[S], arguments: Sequence[str], flat_names: Mapping[str, str], positional: Sequence[str] = ()) -> S:
+def load(model: type[S], arguments: Sequence[str], flat_names: FlatNames, positional: Sequence[str] = ()) -> S:
     """Parse a command line into settings; flags override `--config FILE`."""
     names = FlagTable(model, flat_names)
     flags, config = _read_flags(names, arguments, positional)
     return _combine(model, names, flags, config)
 
 
-def load_values(
-    model: type[S], values: Mapping[str, Any], flat_names: Mapping[str, str], config: str | None = None
-) -> S:
+def load_values(model: type[S], values: Mapping[str, Any], flat_names: FlatNames, config: str | None = None) -> S:
     """Turn keyword arguments into settings, by the names and rules of the flags; they override the file `config`."""
     names = FlagTable(model, flat_names)
     given: dict[str, SettingValue] = {}
     for name, value in values.items():
-        path = names.resolve(name, name)
-        if path in given:
-            raise UserError(f"{given[path].origin} and {name} are the same setting.", fix="Leave one of them out.")
-        given[path] = SettingValue(_without_paths(value), name)
+        for path, item in names.assign(name, _without_paths(value), name).items():
+            if path in given:
+                both = f"{given[path].origin} and {item.origin}"
+                raise UserError(f"{both} are the same setting.", fix="Leave one of them out.")
+            given[path] = item
     return _combine(model, names, given, config)
 
 
@@ -152,6 +176,7 @@ def _read_flags(
     names: FlagTable, arguments: Sequence[str], positional: Sequence[str]
 ) -> tuple[dict[str, SettingValue], str | None]:
     given: dict[str, SettingValue] = {}
+    implied: dict[str, SettingValue] = {}  # by names with values of their own
     config: str | None = None
     waiting, queue = list(positional), list(arguments)
     while queue:
@@ -176,6 +201,11 @@ def _read_flags(
                 raise UserError(f"{token} has a value, which --{written} does not take.", f"Did you mean --{negated}?")
             given[names.paths[negated]] = SettingValue(False, token)
             continue
+        if (flat := written.replace("-", "_")) in names.values:
+            is_switch = "true" in names.values[flat] and not (queue and queue[0].lower() in _BOOL_WORDS)
+            word = inline if equals else "true" if is_switch else _take(queue, token)
+            implied |= names.assign(written, word, f"--{written}")
+            continue
         path = names.resolve(written, f"--{written}")
         value = inline if equals else _take_values(names.fields[path], queue, token)
         if Repeatable in names.fields[path].metadata:
@@ -184,7 +214,15 @@ def _read_flags(
         given[path] = SettingValue(value, f"--{written}")
     if waiting and waiting[0] not in given:
         raise UserError(f"Missing argument {waiting[0].upper()}.", "`--help` shows how the command is used.")
-    return given, config
+    for path in implied.keys() & given.keys():
+        first, second = implied[path], given[path]
+        if str(first.value).lower() != str(second.value).lower():
+            raise UserError(
+                f"{first.origin} means --{names.flags[path]} {str(first.value).lower()}, and {second.origin} is "
+                f"{_shown(second.value)}.",
+                fix="Leave one of them out.",
+            )
+    return implied | given, config
 
 
 def _take_values(field: FieldInfo, queue: list[str], token: str) -> Any:
@@ -234,11 +272,10 @@ def _read_yaml(names: FlagTable, path: Path) -> dict[str, SettingValue]:
             if is_section and (value is None or isinstance(value, dict)):
                 walk(value or {}, f"{written}.")  # None: all lines of the section are commented out
                 continue
-            item = SettingValue(value, f"`{written}` in {path}")
-            setting = names.resolve(written, item.origin)
-            if setting in given:
-                raise UserError(f"{item.origin} is given twice: {given[setting].origin} is the same setting.")
-            given[setting] = item
+            for setting, item in names.assign(written, value, f"`{written}` in {path}").items():
+                if setting in given:
+                    raise UserError(f"{item.origin} is given twice: {given[setting].origin} is the same setting.")
+                given[setting] = item
 
     walk(tree, "")
     return given
@@ -328,9 +365,11 @@ def describe(field: FieldInfo) -> str:
             return [f"{words(get_args(annotation)[0])[0]}{_limits(annotation.__metadata__)}"]
         return [_TYPE_NAMES.get(annotation, str(annotation))]
 
-    choices = words(field.annotation)
-    joined = choices[0] if len(choices) == 1 else ", ".join(choices[:-1]) + " or " + choices[-1]
-    return joined + limits
+    return _join(words(field.annotation)) + limits
+
+
+def _join(choices: Sequence[str]) -> str:
+    return choices[0] if len(choices) == 1 else ", ".join(choices[:-1]) + " or " + choices[-1]
 
 
 def _limits(metadata: Sequence[Any]) -> str:
@@ -394,38 +433,87 @@ def read_yaml(model: type[S], path: Path) -> S:
 FLAT_NAMES = {"train": TRAIN_FLAT_NAMES, "doctor": DOCTOR_FLAT_NAMES, "estimate": ESTIMATE_FLAT_NAMES}
 
 
+_NEEDED_FIRST = {
+    "train": (
+        *(
+            "data.path",
+            "model.name",
+            "model.img_size",
+            "model.enable_condition",
+            "data.batch_size",
+            "epochs",
+            "max_steps",
+        ),
+        *("optim.learning_rate", "precision", "samples.prompts", "checkpoint.every", "checkpoint.resume"),
+        *("results_dir", "run_name", "dry_run"),
+    ),
+    "generate": ("model_path", "prompts_csv", "prompt", "output_dir", "num_inference_steps", "guidance_scale"),
+}
+"""Settings that most command lines have: the first group of a help page."""
+
+
 def settings_help(command: str, settings_name: str, positional: tuple[str, ...]) -> str:
     """Return the help page of one command."""
     model = getattr(all_settings, settings_name)
     names = FlagTable(model, FLAT_NAMES.get(command, {}))
-    console = Console(width=118 if not Console().is_terminal else None, highlight=False)
+    groups: dict[str, list[tuple[str, Text]]] = {}
+    first = _NEEDED_FIRST.get(command, ())
+    for path in (*first, *(path for path in names.fields if path not in first)):
+        section = path.rpartition(".")[0]
+        title = "other settings" if first else ""
+        if path in first:
+            title = "settings to begin with"
+        elif section:
+            title = f"{section}: {inspect.getdoc(model.model_fields[section].annotation)}"
+        flag = path.upper() if path in positional else f"--{names.flags[path]}"
+        groups.setdefault(title, []).append((flag, _help_text(names.fields[path])))
+    if command == "train":
+        own = {name: f"--{names.flags[names.paths[name]]}" for name in DIFFUSERS_NAMES if name in names.paths}
+        own |= {name: "|".join(values) for name, values in names.values.items()}
+        title = "names of diffusers and Accelerate, and what they mean here"
+        groups[title] = [(f"--{name}", Text(own[name])) for name in DIFFUSERS_NAMES]
+    console = Console(highlight=False)
+    console.width = min(console.width, _HELP_WIDTH) if console.is_terminal else _HELP_WIDTH
     with console.capture() as capture:
         console.print(f"[bold]{inspect.getdoc(model)}[/]")
         if command == "train":
-            console.print("Flags override --config FILE.yaml. Flat and dotted names, - and _ are equivalent.\n")
-        sections = [path.rpartition(".")[0] for path in names.fields]
-        for section in sorted(set(sections), key=sections.index):
-            title = "run" if len(set(sections)) > 1 else ""
-            if section:
-                title = f"{section}: {inspect.getdoc(model.model_fields[section].annotation)}"
-            table = Table(
-                box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", show_header=False, title_style="bold"
+            console.print(
+                "Flags override --config FILE.yaml. Flat and dotted names, - and _ are equivalent. --no_NAME turns a "
+                "switch off."
             )
+        for title, rows in groups.items():
+            console.print(f"\n[bold]{title}[/]" if title else "")
+            table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
             table.add_column(style="cyan", no_wrap=True)
-            table.add_column(style="dim", no_wrap=True)
             table.add_column()
-            for path, field in names.fields.items():
-                if path.rpartition(".")[0] == section:
-                    flag = path.upper() if path in positional else f"--{names.flags[path]}"
-                    table.add_row(flag, _format_default(field.default), " ".join((field.description or "").split()))
+            for row in rows:
+                table.add_row(*row)
             console.print(table)
-            console.print()
-    return capture.get().rstrip()
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+def _help_text(field: FieldInfo) -> Text:
+    """Return the help of a setting, with the values of a choice and the default."""
+    text = Text(" ".join((field.description or "").split()))
+    choices, default = _choices(field.annotation), _format_default(field.default)
+    facts = ["|".join(choices)] if len(choices) > 1 else []
+    facts += [f"default {default}"] if default not in ("", "default") else []
+    return text.append(f" ({', '.join(facts)})", style="dim") if facts else text
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Return the words that a setting accepts, if it accepts nothing else."""
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    if get_origin(annotation) is list:
+        return _choices(get_args(annotation)[0])
+    parts = [_choices(part) for part in get_args(annotation) if part is not type(None)]
+    return [word for part in parts for word in part] if all(parts) else []
 
 
 def _format_default(default: Any) -> str:
     if isinstance(default, (list, tuple)):
-        return " ".join(map(str, default)) or "-"
-    if default is None or isinstance(default, bool):
+        return " ".join(map(str, default))
+    if isinstance(default, bool):
         return str(default).lower()
-    return "" if default is PydanticUndefined else str(default)
+    return "" if default is None or default is PydanticUndefined else str(default)

@@ -110,7 +110,8 @@ class EstimateSettings(Section):
     source: Annotated[str, LocalPath] = "probe"
     """A run's folder, a file of bench/results, or probe: real training steps on this machine for --seconds."""
     model: str | None = None
-    """JiT-B/4 and so on; default: the measured model. Another model is assumed to reach the same MFU."""
+    """JiT-B/4 and so on; default: the measured model, which may be any model of a run. Another JiT is assumed to reach the
+    same MFU."""
     img_size: PositiveInt | None = None
     """Side of the images; default: as measured."""
     batch_size: PositiveInt | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
@@ -11,7 +12,8 @@ from muralist.settings.section import Fraction, FractionBelowOne, LocalPath, Non
 
 Strategy = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 DistBackend = Literal["auto", "nccl", "gloo"]
-Precision = Literal["auto", "fp8"]
+Optimizer = Literal["adamw", "muon", "adamw8bit", "prodigy"]
+Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 
 
 class DataSettings(Section):
@@ -19,7 +21,11 @@ class DataSettings(Section):
 
     path: Annotated[str | list[str] | None, LocalPath] = None
     """Folder (one sub-folder per class, or flat), CSV/TSV/JSONL, WebDataset tar files, Parquet, .npz, a folder by
-    `muralist pack`, a HunyuanDiT index, or driving_world (built in). Several paths are concatenated."""
+    `muralist pack`, a HunyuanDiT index, or driving_world (built in). Several paths are one data set; classes of the same
+    name are one class."""
+    weights: list[PositiveFloat] = []
+    """Share of each of several data sets in the training samples, as numbers in the order of data_path: 3 1; default: by
+    their number of images."""
     batch_size: PositiveInt = 64
     """Images per GPU and forward-backward pass; total batch = batch_size x GPUs x gradient_accumulation_steps."""
     global_batch_size: PositiveInt | None = None
@@ -76,11 +82,11 @@ class ModelSettings(Section):
     """The network."""
 
     name: str = "JiT-B/4"
-    """JiT-{B,L,H,G,S,T}/{patch}, for any patch size that divides img_size; or HunyuanDiT."""
+    """JiT-{B,L,H,G,S,T}/{patch}, for any patch size that divides both sides of img_size; or HunyuanDiT."""
     path: Annotated[str | None, LocalPath] = None
     """HunyuanDiT: the folder in diffusers layout to fine-tune; none: build and train a small model."""
     img_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 64
-    """Side of the square images in pixels, or height and width (HunyuanDiT)."""
+    """Side of the square images in pixels, or height and width."""
     enable_condition: bool = False
     """Train with class labels (folder names); starts from the unconditional run with most images seen, unless
     --init_from is given."""
@@ -97,6 +103,8 @@ class ModelSettings(Section):
     """HunyuanDiT: all trains the full network; lora trains LoRA layers and freezes the rest."""
     lora_rank: PositiveInt = 64
     """LoRA rank."""
+    lora_alpha: PositiveFloat | None = None
+    """LoRA alpha: the adapter's output is scaled by alpha / rank; default: the rank, which is no scaling."""
     lora_targets: list[str] = ["to_q", "to_k", "to_v", "to_out.0"]
     """Layers of the blocks that get LoRA, by the end of their name: to_q (all attention), attn2.to_q, ff.net.0.proj,
     ..."""
@@ -138,8 +146,12 @@ class ObjectiveSettings(Section):
 
 
 class OptimSettings(Section):
-    """AdamW, the learning-rate schedule in images seen, and the two EMAs of the weights."""
+    """The optimizer, the learning-rate schedule in images seen, and the two EMAs of the weights."""
 
+    optimizer: Optimizer = "adamw"
+    """adamw; muon: Muon for the matrices of the blocks, AdamW for the rest, at the learning rate and weight decay of AdamW
+    (ddp, fsdp2); adamw8bit: AdamW with 8-bit state; prodigy: estimates its step size, with learning_rate 1 (both an extra;
+    ddp)."""
     learning_rate: PositiveFloat = 2e-4
     """Learning rate after warm-up, before lr_rule."""
     blr: PositiveFloat | None = None
@@ -170,6 +182,9 @@ class OptimSettings(Section):
     non_finite: Annotated[Literal["stop", "skip"], NonIdentity] = "stop"
     """Steps with a NaN or infinite gradient: stop ends the run with the last good checkpoint; skip leaves the weights
     unchanged, counts the step (train/skipped_steps) and ends the run after ten in a row (ddp, fsdp2)."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of the first EMA per step at the run's total batch, instead of ema1_half_life; also at most 5% of the
+    images seen."""
     ema1_half_life: PositiveFloat = 7_097_472.0
     """Half-life of the first EMA in images (0.9999 per step of 1,024), at most 5% of the images seen."""
     ema2_half_life: PositiveFloat = 1_774_102.0
@@ -190,11 +205,17 @@ class CheckpointSettings(Section):
     keep_every: Annotated[PositiveInt | None, NonIdentity] = None
     """Keep checkpoints whose step is a multiple of this for good."""
     resume: Annotated[str, NonIdentity, LocalPath] = "auto"
-    """auto: resume this run if it has a checkpoint; PATH: resume from that checkpoint, or fork the run at PATH: with another
-    --run_name, batch and learning rate may differ; none: start at step 0, refused if the run has a checkpoint."""
+    """auto or latest: resume this run if it has a checkpoint; PATH: resume from that checkpoint, or fork the run at PATH:
+    with another --run_name, batch and learning rate may differ; none: start at step 0, refused if the run has a
+    checkpoint."""
     init_from: Annotated[str, LocalPath] = "default"
     """Initial weights: a run, a checkpoint, an official .pth file, a PEFT LoRA folder, auto (of the unconditional
     runs of this model and size, the one with most images seen) or none; default: auto with --enable_condition, else none."""
+
+    @field_validator("resume")
+    @classmethod
+    def _latest_is_auto(cls, resume: str) -> str:
+        return "auto" if resume == "latest" else resume
 
 
 class SampleSettings(Section):
@@ -272,8 +293,8 @@ class TrainSettings(Section):
     use_amp: bool = False
     """Mixed precision: bf16, or fp16 with loss scaling on GPUs without bf16."""
     precision: Precision = "auto"
-    """fp8: run the large matmuls of JiT in FP8 on GPUs that support it (Ada, Hopper and later), the rest in bf16;
-    auto: as use_amp says."""
+    """fp32; bf16 or fp16: mixed precision, fp16 with loss scaling; fp8: run the large matmuls of JiT in FP8 on GPUs
+    that support it (Ada, Hopper and later), the rest in bf16; auto: as use_amp says."""
     compile: Annotated[bool | Literal["auto"], NonIdentity] = "auto"
     """torch.compile the training step; auto: on GPUs."""
     results_dir: Annotated[str, NonIdentity, LocalPath] = "results"
@@ -281,14 +302,63 @@ class TrainSettings(Section):
     run_name: Annotated[str | None, NonIdentity, LocalPath] = None
     """Folder under results_dir; default: derived from the settings, so that the same command finds its own run."""
 
+    dry_run: Annotated[bool, NonIdentity] = False
+    """Print the run summary and exit; nothing is trained or written."""
+
     @property
     def mixed(self) -> bool:
         """Whether matmuls run in 16 bits or fewer."""
-        return self.use_amp or self.precision == "fp8"
+        return self.use_amp if self.precision == "auto" else self.precision != "fp32"
 
 
-TRAIN_FLAT_NAMES = {
+FlatNames = Mapping[str, str | Mapping[str, Mapping[str, Any]]]
+"""Flat names: each is another name of a dotted path, or lists its own values with the settings that each stands for."""
+
+DIFFUSERS_NAMES: FlatNames = {
+    "resume_from_checkpoint": "checkpoint.resume",
+    "resolution": "model.img_size",
+    "train_data_dir": "data.path",
+    "caption_column": "data.caption",
+    "train_batch_size": "data.batch_size",
+    "num_train_epochs": "epochs",
+    "max_train_steps": "max_steps",
+    "max_train_samples": "data.max_samples",
+    "lr_warmup_steps": "optim.warmup_steps",
+    "adam_beta1": "optim.beta1",
+    "adam_beta2": "optim.beta2",
+    "adam_weight_decay": "optim.weight_decay",
+    "checkpointing_steps": "checkpoint.every",
+    "checkpoints_total_limit": "checkpoint.keep_last",
+    "validation_prompt": "samples.prompts",
+    "validation_prompts": "samples.prompts",
+    "dataloader_num_workers": "data.num_workers",
+    "tracker_project_name": "log.wandb_project",
+    "rank": "model.lora_rank",
+    "mixed_precision": {
+        "no": {"precision": "fp32"},
+        "fp16": {"precision": "fp16"},
+        "bf16": {"precision": "bf16"},
+        "fp8": {"precision": "fp8"},
+    },
+    "lr_scheduler": {
+        "constant": {"optim.lr_schedule": "constant", "optim.warmup_steps": 0},
+        "constant_with_warmup": {"optim.lr_schedule": "constant"},
+        "cosine": {"optim.lr_schedule": "cosine"},
+    },
+    "scale_lr": {"true": {"optim.lr_rule": "linear", "optim.lr_base_batch": 1}, "false": {"optim.lr_rule": "none"}},
+    "use_8bit_adam": {"true": {"optim.optimizer": "adamw8bit"}, "false": {"optim.optimizer": "adamw"}},
+    "report_to": {
+        "tensorboard": {"log.use_tensorboard": True, "log.use_wandb": False},
+        "wandb": {"log.use_tensorboard": False, "log.use_wandb": True},
+        "all": {"log.use_tensorboard": True, "log.use_wandb": True},
+        "none": {"log.use_tensorboard": False, "log.use_wandb": False},
+    },
+}
+"""Names of diffusers' training scripts and of Accelerate, which mean the same here."""
+
+TRAIN_FLAT_NAMES: FlatNames = {
     "data_path": "data.path",
+    "data_weights": "data.weights",
     "model": "model.name",
     "img_size": "model.img_size",
     "image_size": "model.img_size",
@@ -306,8 +376,72 @@ TRAIN_FLAT_NAMES = {
     "samples_per_gpu": "samples.per_gpu",
     "gradient_checkpointing": "model.gradient_checkpointing",
     "activation_checkpointing": "model.gradient_checkpointing",
+    "ema1_half_life": "optim.ema1_half_life",
+    "ema_half_life": "optim.ema1_half_life",
+    **DIFFUSERS_NAMES,
 }
 """Flat names that differ from the last part of the dotted path; all others resolve by that last part."""
+
+_PROCESSES = "`muralist launch --nproc N train ...` starts several processes; torchrun, accelerate and srun work too."
+_AUTOMATIC = "It is chosen automatically: leave it out."
+TRAIN_MEANINGS = {
+    "output_dir": "--results_dir is the folder of all runs, and --run_name the folder of this run in it.",
+    "logging_dir": "Logs are written into the run's folder: --results_dir and --run_name.",
+    "pretrained_model_name_or_path": "--model.path FOLDER is the model to fine-tune, --init_from PATH the first weights.",
+    "dataset_name": "--data_path FOLDER_OR_FILE is the data set; data sets are not downloaded.",
+    "use_ema": "Two EMAs of the weights are always kept; --ema_decay or --ema_half_life sets the first one.",
+    "validation_steps": "Samples are drawn at every checkpoint: --ckpt_every N.",
+    "validation_epochs": "Samples are drawn at every checkpoint: --ckpt_every N, or --at_epoch_end.",
+    "num_validation_images": "--samples_per_gpu N is the number of samples.",
+    "guidance_scale": "--sample_guidance X is the guidance of the samples.",
+    "num_inference_steps": "--sample_steps N is the number of steps of the samples.",
+    "center_crop": "Images are resized and cropped at the center always: leave it out.",
+    "lora_target_modules": "--lora_targets LAYERS names the layers that get LoRA.",
+    "network_dim": "--lora_rank N is the rank of LoRA.",
+    "network_alpha": "--lora_alpha X is the alpha of LoRA.",
+    "lora": "--training_parts lora trains LoRA layers.",
+    "use_lora": "--training_parts lora trains LoRA layers.",
+    "height": "--img_size HEIGHT WIDTH sets both sides.",
+    "width": "--img_size HEIGHT WIDTH sets both sides.",
+    "size": "--img_size N is the side of the images in pixels.",
+    "dataset": "--data_path is the data set.",
+    "data_dir": "--data_path is the data set.",
+    "data": "--data_path is the data set.",
+    "arch": "--model is the network, for example JiT-B/4.",
+    "steps": "--max_steps N is the number of optimizer steps.",
+    "iterations": "--max_steps N is the number of optimizer steps.",
+    "num_epochs": "--epochs N is the number of passes over the data.",
+    "optim": "--optimizer is the optimizer: adamw, muon, adamw8bit or prodigy.",
+    "muon": "--optimizer muon trains with Muon.",
+    "scheduler": "--lr_schedule is the schedule of the learning rate.",
+    "warmup": "--warmup_steps N is the number of warm-up steps.",
+    "warmup_epochs": "--warmup_steps N is the number of warm-up steps.",
+    "grad_clip": "--max_grad_norm X clips the norm of the gradients.",
+    "clip_grad": "--max_grad_norm X clips the norm of the gradients.",
+    "gradient_clipping": "--max_grad_norm X clips the norm of the gradients.",
+    "dropout": "--proj_dropout and --attn_dropout are the dropout probabilities of JiT.",
+    "fp16": "--precision fp16 trains in mixed precision.",
+    "bf16": "--precision bf16 trains in mixed precision.",
+    "fp8": "--precision fp8 trains with FP8 matmuls.",
+    "amp": "--use_amp trains in mixed precision; --precision says which.",
+    "dtype": "--precision fp32, bf16, fp16 or fp8.",
+    "save_steps": "--ckpt_every N saves a checkpoint every N steps.",
+    "save_every": "--ckpt_every N saves a checkpoint every N steps.",
+    "logging_steps": "--log_every N logs every N steps.",
+    "wandb": "--use_wandb logs to Weights & Biases.",
+    "tensorboard": "--use_tensorboard writes TensorBoard files.",
+    "name": "--run_name is the folder of the run.",
+    "gpus": _PROCESSES,
+    "num_gpus": _PROCESSES,
+    "nproc": _PROCESSES,
+    "num_processes": _PROCESSES,
+    "deepspeed": "--strategy zero2 or zero3 trains with DeepSpeed.",
+    "fsdp": "--strategy fsdp2 shards weights and optimizer over the GPUs.",
+    "workers": "--num_workers N is the number of data loader processes.",
+    "allow_tf32": _AUTOMATIC,
+    "enable_xformers_memory_efficient_attention": _AUTOMATIC,
+}
+"""Answers to names of other programs that are not settings here: a name can be spelled like an unrelated setting."""
 
 
 def accelerate_strategy() -> Strategy:

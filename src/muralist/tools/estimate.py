@@ -21,6 +21,7 @@ from rich.table import Table
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes, format_count, format_duration, parse_count
 from muralist.core.run_dir import atomic_write
+from muralist.data.decode import Size, format_size
 from muralist.models import configs
 from muralist.models.spec import families_with, find_family
 from muralist.settings import EstimateSettings, Strategy, TrainSettings
@@ -66,18 +67,27 @@ GPU_SPECS = {
 _UNKNOWN_GPU = GpuSpec(80e9, None, 25e9)  # PCIe 4
 
 
+class MeasuredNetwork(NamedTuple):
+    """A network without formulas, as its run describes it."""
+
+    tokens_per_image: int
+    trained: float  # parameters
+    frozen: float
+
+
 @dataclass(frozen=True)
 class MeasuredSpeed:
     """Measured training speed."""
 
     origin: str
     model: str
-    img_size: int
+    img_size: Size
     batch_size: int
     gpu: str
     gpus: int
     readings: tuple[float, ...]  # tokens per second of all GPUs together
     image_bytes: float | None = None  # memory per image, if it was measured
+    network: MeasuredNetwork | None = None  # None: formulas describe the network
 
     def per_gpu(self) -> list[float]:
         """Tokens per second of one GPU in each scenario."""
@@ -100,14 +110,15 @@ def read_measured(path: Path, batch_size: int | None) -> MeasuredSpeed:
 
 def _read_run(run: Path) -> MeasuredSpeed:
     settings = read_yaml(TrainSettings, run / "config.yaml")
-    _check_model(settings.model.name, run)
     by_hardware: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     hardware = 1, "CPU"
+    tokens_per_image = 0.0
     for line in (run / "metrics.jsonl").read_text().splitlines():
         try:
             row = json.loads(line)
             reading = float(row["train/tokens_per_second"])
-        except (ValueError, KeyError, TypeError):
+            tokens_per_image = reading / float(row.get("train/samples_per_second", reading))
+        except (ValueError, KeyError, TypeError, ZeroDivisionError):
             continue  # a truncated line
         hardware = row.get("world_size"), row.get("device")
         if by_hardware[hardware][-1:] != [reading]:  # steps that were logged together share one reading
@@ -118,8 +129,21 @@ def _read_run(run: Path) -> MeasuredSpeed:
     warmup = int(_WARMUP_FRACTION * len(readings)) if len(readings) > 2 else 0
     gpus, gpu = hardware if None not in hardware else _read_log(run / "logs" / "train.log")
     batch = (settings.data.global_batch_size or settings.data.batch_size * gpus) // gpus
-    side = configs.square(settings.model.img_size)
-    return MeasuredSpeed(str(run), settings.model.name, side, batch, gpu, gpus, tuple(readings[warmup:]))
+    network = None
+    if not find_family(settings.model.name).has_formulas:
+        network = MeasuredNetwork(round(tokens_per_image), *_read_parameters(run / "logs" / "train.log"))
+    size = settings.model.img_size
+    return MeasuredSpeed(str(run), settings.model.name, size, batch, gpu, gpus, tuple(readings[warmup:]), None, network)
+
+
+def _read_parameters(file: Path) -> tuple[float, float]:
+    """Trained and frozen parameters in the run summary of a log."""
+    log = file.read_text(errors="replace") if file.is_file() else ""
+    found = re.findall(r"([\d.]+)M (?:of ([\d.]+)M )?parameters", log)
+    if not found:
+        raise UserError(f"{file} does not name the number of parameters.", fix="Give a run whose log is complete.")
+    trained, total = found[-1]
+    return 1e6 * float(trained), 1e6 * max(0.0, float(total or trained) - float(trained))
 
 
 def _read_log(file: Path) -> tuple[int, str]:
@@ -154,6 +178,15 @@ def _read_bench(file: Path, batch_size: int | None) -> MeasuredSpeed:
     batch = min(batches, key=lambda batch: abs(batch - (batch_size or TrainSettings().data.batch_size)))
     gpu, gpus = str(hardware.get("gpu", hardware.get("cpu", "unknown"))), int(hardware.get("gpus") or 1)
     return MeasuredSpeed(str(file), model, side, batch, gpu, gpus, readings[model, side, batch])
+
+
+def _no_formula(model: str, wanted: str) -> UserError:
+    known = families_with("has_formulas")
+    return UserError(
+        f"The speed of {wanted} cannot be derived from this measurement.",
+        f"Formulas for FLOPs exist for {known} only; {model} is estimated from a run of its own.",
+        f"Train {wanted} for a minute (`muralist train --model {model} ... --max_steps 50`) and give its folder as --from.",
+    )
 
 
 def _check_model(model: str, source: object) -> None:
@@ -214,7 +247,7 @@ def scale(compute: float, gradient_bytes: float, gpus: int, links: Links) -> Sca
     return Scaling(gpus, all_reduce, exposed, straggler, compute)
 
 
-def flops_per_token(model: str, img_size: int) -> float:
+def flops_per_token(model: str, img_size: Size) -> float:
     """FLOPs of training on one token."""
     letter, patch = configs.parse_jit_name(model)
     return 3 * configs.forward_flops(letter, patch, img_size) / configs.tokens_per_image(patch, img_size)
@@ -227,10 +260,21 @@ class TrainingEstimate:
         self.measured, self.gpus, self.price = measured, settings.gpus, settings.price
         self.model, self.img_size = settings.model or measured.model, settings.img_size or measured.img_size
         self.batch_size = settings.batch_size or measured.batch_size
-        letter, patch = configs.parse_jit_name(self.model)
-        configs.check_image_size(patch, self.img_size)
-        self.tokens_per_image = configs.tokens_per_image(patch, self.img_size)
-        parameters = configs.parameter_count(letter, patch, 1)
+        per_image: float | None = None
+        if network := measured.network:
+            if (self.model, self.img_size) != (measured.model, measured.img_size):
+                raise _no_formula(measured.model, f"{self.model} at {format_size(self.img_size)} px")
+            self.tokens_per_image, parameters, frozen = network.tokens_per_image, int(network.trained), network.frozen
+        else:
+            if not find_family(self.model).has_formulas:
+                raise _no_formula(self.model, self.model)
+            (letter, patch), frozen = configs.parse_jit_name(self.model), 0.0
+            configs.check_image_size(patch, self.img_size)
+            self.tokens_per_image = configs.tokens_per_image(patch, self.img_size)
+            parameters = configs.parameter_count(letter, patch, 1)
+            same = (self.model, self.img_size) == (measured.model, measured.img_size)
+            by_formula = configs.activation_bytes(self.model, self.img_size, bf16=True, compiled=True)
+            per_image = (same and measured.image_bytes) or by_formula
         self.gradient_bytes = float(_GRADIENT_BYTES * parameters)
         spec = next((spec for name, spec in GPU_SPECS.items() if name in measured.gpu), _UNKNOWN_GPU)
         intra_node = settings.link * 1e9 if settings.link else spec.link
@@ -243,18 +287,16 @@ class TrainingEstimate:
         rows = [self._predict(speed, self.gpus) for speed in speeds]
         self.speeds = {name: self.tokens_per_second(row) for name, row in zip(SCENARIOS, rows, strict=True)}
         """Tokens per second of all GPUs together, by scenario."""
-        same = (self.model, self.img_size) == (measured.model, measured.img_size)
-        by_formula = configs.activation_bytes(self.model, self.img_size, bf16=True, compiled=True)
-        per_image = (same and measured.image_bytes) or by_formula
         self.memory = {
-            strategy: MemoryEstimate(parameters, state_bytes(strategy, parameters, 0, self.gpus), per_image)
+            strategy: MemoryEstimate(parameters, state_bytes(strategy, parameters, frozen, self.gpus), per_image)
             for strategy in STRATEGIES
         }
 
     def _predict(self, speed: float, gpus: int) -> Scaling:
         """Scale the measured tokens per second of one GPU; another model is assumed to reach the same FLOP/s."""
         measured = self.measured
-        speed *= flops_per_token(measured.model, measured.img_size) / flops_per_token(self.model, self.img_size)
+        if measured.network is None:
+            speed *= flops_per_token(measured.model, measured.img_size) / flops_per_token(self.model, self.img_size)
         compute = self.batch_size * self.tokens_per_image / speed
         # A measurement of several GPUs already includes their communication.
         compute *= scale(compute, self.gradient_bytes, measured.gpus, self.links).efficiency
@@ -277,7 +319,7 @@ class TrainingEstimate:
     @property
     def title(self) -> str:
         """Model, image size and batch size."""
-        return f"{self.model} at {self.img_size} px, batch {self.batch_size} per GPU"
+        return f"{self.model} at {format_size(self.img_size)} px, batch {self.batch_size} per GPU"
 
     def assumptions(self) -> str:
         """Describe the assumptions of the scaling table."""
@@ -318,6 +360,8 @@ def _measure(settings: EstimateSettings) -> MeasuredSpeed:
     if settings.source != "probe":
         return read_measured(Path(settings.source).expanduser(), settings.batch_size)
     model, side = settings.model or "JiT-B/4", settings.img_size or 64
+    if not find_family(model).has_formulas:
+        raise _no_formula(model, model)
     configs.check_image_size(configs.parse_jit_name(model)[1], side)
     from muralist.tools.probe import probe  # imports torch
 
@@ -337,7 +381,7 @@ def _print_origin(console: Console, found: TrainingEstimate) -> None:
     low, medium, high = map(format_count, measured.per_gpu())
     gpu = f"{measured.gpus} x {measured.gpu}" if measured.gpus > 1 else measured.gpu
     console.print(
-        f"Measured: {measured.model} at {measured.img_size} px, batch {measured.batch_size} per GPU, {gpu}: "
+        f"Measured: {measured.model} at {format_size(measured.img_size)} px, batch {measured.batch_size} per GPU, {gpu}: "
         f"{low}, {medium}, {high} tokens/s per GPU "
         f"(low, medium, high of {len(measured.readings)} readings; {measured.origin})."
     )
@@ -347,7 +391,7 @@ def _print_origin(console: Console, found: TrainingEstimate) -> None:
         device = "process without a GPU" if measured.gpu == "CPU" else "GPU"
         console.print(f"One {device} was measured; several are predicted by the model below the second table.")
     if (found.model, found.img_size) != (measured.model, measured.img_size):
-        console.print(f"Assumed: {found.model} at {found.img_size} px reaches the same FLOPs per second.")
+        console.print(f"Assumed: {found.model} at {format_size(found.img_size)} px reaches the same FLOPs per second.")
     console.print()
 
 
@@ -384,12 +428,14 @@ def _scaling_table(found: TrainingEstimate) -> Table:
 def _print_memory(console: Console, found: TrainingEstimate) -> None:
     available = format_bytes(found.gpu_memory)
     for strategy, need in found.memory.items():
-        assert need.per_image is not None
+        state = f"Memory, {strategy}: {format_bytes(need.state)} per GPU for weights, gradients, optimizer and EMA"
+        if need.per_image is None:
+            console.print(f"{state}, plus frozen components and activations, for which {found.model} has no formula.")
+            continue
         source = "measured" if need.per_image == found.measured.image_bytes else "by formula"
         digits = 0 if need.per_image >= 1e7 else 1
         console.print(
-            f"Memory, {strategy}: {format_bytes(need.state)} per GPU for weights, gradients, optimizer and EMA, "
-            f"{need.per_image / 1e6:.{digits}f} MB per image (bf16, compiled; {source}): batch {found.batch_size} "
+            f"{state}, {need.per_image / 1e6:.{digits}f} MB per image (bf16, compiled; {source}): batch {found.batch_size} "
             f"takes {format_bytes(need.total(found.batch_size))} of {available}; the largest batch that fits is about "
             f"{need.largest_batch(found.gpu_memory):,}."
         )

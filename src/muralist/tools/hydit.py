@@ -42,6 +42,7 @@ RENAMED = {
     "global-seed": "--seed",
     "task-flag": "--run_name",
     "index-file": "--data_path",
+    "ema-decay": "--ema_decay",
     "infer-steps": "--sample_steps",
     "cfg-scale": "--sample_guidance",
 }
@@ -83,7 +84,7 @@ FIXED = {
 """Flags with one value here, or several of the same meaning, and the reason."""
 OF_MODEL = ("use-style-cond", "size-cond", "beta-start", "beta-end")
 """Properties of the model folder, with which the command line must agree."""
-_HALF_LIFE = "EMA weights have a half-life in images, --ema1_half_life N, and warm up automatically"
+_HALF_LIFE = "EMA weights warm up automatically, and --ema_decay or --ema1_half_life N says how long they remember"
 _OFFICIAL_WEIGHTS = (
     "weights in the official layout are not supported; convert them with convert_hunyuandit_to_diffusers.py of "
     "diffusers, and give the folder as --model.path"
@@ -98,7 +99,7 @@ REFUSED = {
     "no-strict": "weights must match the model exactly; leave it out",
     "reset-loader": "--init_from RUN with another --run_name starts from its weights and the first image",
     "target-ratios": "the shapes of --multireso follow from --reso-step; leave it out",
-    **dict.fromkeys(("ema-decay", "ema-warmup", "ema-warmup-power", "ema-reset-decay"), _HALF_LIFE),
+    **dict.fromkeys(("ema-warmup", "ema-warmup-power", "ema-reset-decay"), _HALF_LIFE),
     "cpu-offloading": "training does not offload to host memory; --use-zero-stage 3 shards everything over the GPUs, "
     "and --gradient-checkpointing and --training-parts lora need less memory",
     "dit-weight": _OFFICIAL_WEIGHTS,

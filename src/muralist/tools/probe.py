@@ -41,7 +41,7 @@ def probe(model: str, img_size: int, batch_size: int, seconds: float, clock: Cal
     def build_state(images: int) -> TrainState:
         plan = BatchPlan(total=images, ranks=1, accumulation_steps=1, batch_size=images)
         rate = learning_rate(settings.optim, TrainingClock(samples=images, total_batch=images, epochs=1))
-        autocast = autocast_dtype(settings.use_amp, world.device)
+        autocast = autocast_dtype(settings, world.device)
         # With CUDA graphs, as in a run on one GPU.
         return TrainState(settings, family, network, strategy, plan, rate, autocast, compiled, cuda_graphs=compiled)
 

@@ -352,6 +352,18 @@ def read_state(checkpoint: Path, state: dict[str, Any], sharded: bool = False) -
         ) from error
 
 
+def read_whole_state(checkpoint: Path) -> dict[str, Tensor]:
+    """Read every tensor of a checkpoint's `state/`."""
+    described = SafeStateReader(checkpoint / "state").read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in described.items()
+        if isinstance(entry, metadata.TensorStorageMetadata)
+    }
+    read_state(checkpoint, state)
+    return state
+
+
 def prune(folder: Path, keep_last: int, keep_every: int | None) -> None:
     """Delete checkpoints that are neither among the newest nor at a kept step; each is renamed before it is deleted."""
     for path in _up_to_latest(folder)[0][:-keep_last]:

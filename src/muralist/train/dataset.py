@@ -16,7 +16,7 @@ from muralist.core.run_dir import atomic_write
 from muralist.data import sampler
 from muralist.data.loader import fits_on_device, free_device_memory, image_bytes, num_loader_workers
 from muralist.data.packed import LatentSource
-from muralist.data.source import Source, cache_in_memory, contents_of, short_hash
+from muralist.data.source import ConcatSource, Source, cache_in_memory, contents_of, short_hash
 from muralist.data.sources import open_held_out, open_source
 from muralist.data.sources.hydit_index import IndexSource
 from muralist.models.spec import families_with, find_family
@@ -42,9 +42,12 @@ class TrainingData:
     facts: dict[str, Any]  # fingerprint and size, which checkpoints store to notice that the data changed
     found: str = ""  # images, classes, missing captions and skipped files, for the run summary
     buckets: sampler.Buckets | None = None  # with --multireso; held-out images have one size, as in all other runs
+    weighted: sampler.WeightedOrder | None = None  # with --data_weights; of any seed
 
     def order(self, seed: int, total_batch: int) -> sampler.SampleOrder:
         """The order of images: sample index to position."""
+        if self.weighted:
+            return replace(self.weighted, seed=seed)
         if self.buckets is None:
             return sampler.ShuffledOrder(seed, self.split.training_size)
         return sampler.BucketSampler.build(seed, self.buckets.of_image[self._trained_on], total_batch)
@@ -52,6 +55,13 @@ class TrainingData:
     def bucket_lines(self, total_batch: int) -> list[str]:
         """Lines of the run summary about the buckets."""
         return self.buckets.summary(self._trained_on, total_batch) if self.buckets else []
+
+    def share_lines(self, paths: list[str]) -> list[str]:
+        """Lines of the run summary about the shares of several data sets."""
+        if self.weighted is None:
+            return []
+        rows = zip(paths, self.weighted.counts, self.weighted.sizes, strict=True)
+        return [f"shares     {path}: {count:,} samples per epoch from {size:,} images" for path, count, size in rows]
 
     @property
     def largest(self) -> int:
@@ -81,13 +91,16 @@ def open_data(settings: TrainSettings) -> TrainingData:
     """Open the data set; val/loss uses its own validation split, or a fixed fraction of the images is held out."""
     path, img_size = settings.data.path or "", settings.model.img_size
     source = open_source(path, img_size, settings.data.caption, settings.data.cameras)
-    several = len(settings.data.paths) > 1
+    parts = source.sources if isinstance(source, ConcatSource) else [source]
     if settings.model.enable_condition and not source.label_names:
+        without = [name for name, part in zip(settings.data.paths, parts, strict=True) if not part.label_names]
         raise UserError(
-            f"--enable_condition needs labels, and {' '.join(settings.data.paths)} has none.",
-            "Several data sets have labels together only if their classes are the same." if several else "",
+            f"--enable_condition needs labels, and {' '.join(without)} has none.",
+            "Labels are the names of sub-folders or a column label; captions are not labels.",
             "Put the images into one sub-folder per class, or leave --enable_condition out.",
         )
+    if len(parts) > 1 and find_family(settings.model.name).uses_captions:
+        _refuse_labels_among_captions(dict(zip(settings.data.paths, parts, strict=True)))
     if isinstance(source, LatentSource):
         _check_latents(source, settings)
     found = describe_source(source, settings)
@@ -106,7 +119,30 @@ def open_data(settings: TrainSettings) -> TrainingData:
     held_out = own or (source if len(split.held_out) else None)
     indices = sampler.split_held_out(len(own), 1.0).held_out if own else split.held_out
     facts = {"fingerprint": source.fingerprint(), "samples": split.training_size}
-    return TrainingData(source, split, held_out, indices, facts, found)
+    weighted = None
+    if settings.data.weights:
+        ends = split.training_positions(np.cumsum([len(part) for part in parts]))
+        sizes = tuple(int(count) for count in np.diff(ends, prepend=0))
+        if 0 in sizes:
+            empty = settings.data.paths[sizes.index(0)]
+            raise UserError(f"--data_weights: {empty} has no training image.", fix="Leave it out of --data_path.")
+        weighted = sampler.WeightedOrder(settings.seed, sizes, tuple(settings.data.weights))
+    return TrainingData(source, split, held_out, indices, facts, found, weighted=weighted)
+
+
+def _refuse_labels_among_captions(parts: dict[str, Source]) -> None:
+    """Refuse a data set with labels and no captions beside one with captions: its images would have empty prompts."""
+    captioned = {
+        path: _some_caption(part, np.arange(min(len(part), _CAPTIONS_CHECKED))) for path, part in parts.items()
+    }
+    labeled = [path for path, part in parts.items() if part.label_names and not captioned[path]]
+    if any(captioned.values()) and labeled:
+        raise UserError(
+            f"{labeled[0]} has class labels and no captions, and {max(captioned, key=captioned.__getitem__)} has captions.",
+            "This model is trained on captions: images without one would have an empty prompt.",
+            f"Write captions for {labeled[0]} (image.txt beside image.jpg), or train on it alone with "
+            "--data.caption 'A photo of {label}'.",
+        )
 
 
 def describe_source(source: Source, settings: TrainSettings) -> str:
@@ -135,9 +171,13 @@ def has_captions(data: TrainingData) -> bool:
     chosen = data.split.training_index(np.unique(np.linspace(0, size - 1, _CAPTIONS_CHECKED).astype(np.int64)))
     if data.latents:
         return any(caption.strip() for caption in data.latents.read_latents(chosen)[2])
-    for index in chosen:
+    return _some_caption(data.source, chosen)
+
+
+def _some_caption(source: Source, indices: np.ndarray) -> bool:
+    for index in indices:
         try:
-            if data.source.read(int(index)).caption.strip():
+            if source.read(int(index)).caption.strip():
                 return True
         except UserError:
             continue  # a broken image is reported when training reads it

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs, KwargsHandler
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from muralist.core.errors import UserError
 from muralist.settings import DistBackend, Strategy, accelerate_strategy
@@ -183,3 +185,19 @@ def remove_stale_extension_locks() -> None:
                 log.warning("Removed %s, the stale lock of an extension build that was killed.", lock)
             elif os.environ.get("LOCAL_RANK", "0") == "0":
                 log.warning("DeepSpeed waits for a running extension build; if there is none, delete %s.", lock)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor; others are returned as they are."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shared_gpu = tensor.device.type == "cuda" and dist.get_backend(tensor.device_mesh.get_group()) == "gloo"
+    if shared_gpu and any(placement.is_shard() for placement in tensor.placements):
+        # DTensor's gather of GPU tensors through gloo ends in a segmentation fault (torch 2.11); that of CPU tensors works.
+        assert dist.group.WORLD is not None
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+        shards = DTensor.from_local(
+            tensor.to_local().cpu(), mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        )
+        return shards.full_tensor().to(tensor.device)
+    return tensor.full_tensor()

@@ -25,12 +25,11 @@ from torch.optim import Optimizer
 from muralist.core.rng import SampleKeys
 from muralist.models.spec import Encoded, ModelSpec
 from muralist.train import checkpoint
-from muralist.train.distributed import World
+from muralist.train.distributed import World, full_tensor
+from muralist.train.optim import MOMENTS, load_optimizer, optimizer_tensors
 
 if TYPE_CHECKING:
     from muralist.train.step import EMA, TrainState
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LossWrapper(nn.Module):
@@ -51,19 +50,6 @@ class Snapshot(NamedTuple):
 
     weights: dict[str, dict[str, Tensor]]
     state: dict[str, Tensor]
-
-
-def optimizer_tensors(network: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """AdamW's state by parameter name; created before the first step, so that a checkpoint can be read into it."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in network.named_parameters():
-        if parameter.requires_grad:
-            state = optimizer.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), device=parameter.device)
-                state |= {key: torch.zeros_like(parameter) for key in _MOMENTS}
-            tensors |= {f"{name}.{key}": value for key, value in state.items()}
-    return tensors
 
 
 class SwappedWeights(nn.Module):
@@ -158,7 +144,7 @@ class DataParallel:
 
     def load_optimizer(self, path: Path, state: TrainState) -> None:
         """Load the optimizer state of a checkpoint, however many processes wrote it."""
-        checkpoint.read_state(path, optimizer_tensors(state.network, state.optimizer), sharded=self.is_sharded)
+        load_optimizer(path, state.network, state.optimizer, sharded=self.is_sharded)
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
         """The tensors of a checkpoint; None where this process has nothing to write."""
@@ -245,22 +231,6 @@ def gather_network(world: World, spec: ModelSpec, weights: Mapping[str, Tensor])
     return network
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor; others are returned as they are."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    shared_gpu = tensor.device.type == "cuda" and dist.get_backend(tensor.device_mesh.get_group()) == "gloo"
-    if shared_gpu and any(placement.is_shard() for placement in tensor.placements):
-        # DTensor's gather of GPU tensors through gloo ends in a segmentation fault (torch 2.11); that of CPU tensors works.
-        assert dist.group.WORLD is not None
-        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
-        shards = DTensor.from_local(
-            tensor.to_local().cpu(), mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
-        )
-        return shards.full_tensor().to(tensor.device)
-    return tensor.full_tensor()
-
-
 def _all_reduce_bf16(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients in bf16; torch's own hook of this kind needs a GPU."""
     buffer = bucket.buffer()
@@ -307,7 +277,7 @@ class DeepSpeedZero(DataParallel):
         # DeepSpeed creates this state at the first step, but links only the first parameter group to it.
         for flat in self._flat_weights():
             optimizer.state[flat] = {"step": torch.zeros((), device=flat.device)}
-            optimizer.state[flat] |= {key: torch.zeros_like(flat) for key in _MOMENTS}
+            optimizer.state[flat] |= {key: torch.zeros_like(flat) for key in MOMENTS}
         if self.stage == 2:
             self.deepspeed.optimizer._lazy_init_hp_params_optimizer_state()
         return self.deepspeed
@@ -353,11 +323,11 @@ class DeepSpeedZero(DataParallel):
         from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
         trained = {name: p for name, p in state.network.named_parameters() if p.requires_grad}
-        tensors = {f"{name}.{key}": torch.zeros(_shape(p)) for name, p in trained.items() for key in _MOMENTS}
+        tensors = {f"{name}.{key}": torch.zeros(_shape(p)) for name, p in trained.items() for key in MOMENTS}
         tensors |= {f"{name}.step": torch.zeros(()) for name in trained}
         checkpoint.read_state(path, tensors)
         for name, parameter in trained.items():
-            for key in _MOMENTS:
+            for key in MOMENTS:
                 value = tensors[f"{name}.{key}"].flatten()
                 if self.stage == 2:
                     safe_set_full_optimizer_state(parameter, value.to(self.world.device), key)
@@ -383,7 +353,7 @@ class DeepSpeedZero(DataParallel):
                 self._keep(model, name, full_tensor(self._local(parameter)).view(shapes[name]))
             if parameter.requires_grad:
                 self._keep(tensors, f"{name}.step", step)
-                for key in _MOMENTS:
+                for key in MOMENTS:
                     self._keep(tensors, f"{name}.{key}", safe_get_full_optimizer_state(parameter, key))
         for name, buffer in network.named_buffers():
             if name in network.state_dict() and spec.is_saved(name):

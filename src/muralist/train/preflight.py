@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muralist.core.errors import UserError
-from muralist.core.formatting import format_bytes, format_duration
+from muralist.core.formatting import format_bytes, format_count, format_duration
 from muralist.models.spec import families_with, find_family
-from muralist.settings import ModelSettings, Strategy, TrainSettings, accelerate_strategy
+from muralist.settings import ModelSettings, Optimizer, OptimSettings, Strategy, TrainSettings, accelerate_strategy
 from muralist.train.schedule import TrainingClock, rates_by_gpus
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ SMALL_BATCH = 256
 CONTEXT = 1.2e9  # bytes per GPU of the CUDA context, library workspaces and allocator fragmentation
 BYTES_ON_DISK = 20  # of a checkpoint per trained parameter: float32 weights, two moments, two EMAs
 _IMAGENET_CLASSES = 1000
+_MIN_PRODIGY_RATE = 0.1
+_OPTIMIZER_BYTES = {"adamw": 8, "muon": 4, "adamw8bit": 2, "prodigy": 16}  # of state per trained parameter
+_OPTIMIZER_PACKAGES = {"adamw8bit": "bitsandbytes", "prodigy": "prodigyopt"}
 
 
 def check_settings(settings: TrainSettings) -> None:
@@ -30,6 +34,11 @@ def check_settings(settings: TrainSettings) -> None:
         raise UserError(
             "No data set was given.", fix="Give --data_path FOLDER, or --data_path driving_world for the embedded set."
         )
+    if (weights := settings.data.weights) and len(weights) != len(settings.data.paths):
+        raise UserError(
+            f"--data_weights has {len(weights)} numbers, and --data_path {len(settings.data.paths)} data sets.",
+            fix="Give one number for each data set, in the same order.",
+        )
     if settings.data.multireso:
         _check_multireso(settings)
     elif settings.data.reso_step:
@@ -38,6 +47,12 @@ def check_settings(settings: TrainSettings) -> None:
         raise UserError(
             "--global_batch_size and --gradient_accumulation_steps cannot both be given.",
             fix="With a total batch, accumulation is derived: leave --gradient_accumulation_steps out.",
+        )
+    if settings.optim.ema_decay and settings.optim.ema1_half_life != OptimSettings().ema1_half_life:
+        raise UserError(
+            "--ema_decay and --ema1_half_life cannot both be given.",
+            "Both say how long the first EMA remembers: per optimizer step, or in images.",
+            "Leave one of them out.",
         )
     check_strategy(settings, settings.distributed.strategy)
     _check_samples(settings)
@@ -64,6 +79,12 @@ def _check_samples(settings: TrainSettings) -> None:
 def check_model_settings(model: ModelSettings) -> None:
     """Refuse a model that does not exist, is incomplete, or cannot be trained like this."""
     family = find_family(model.name)
+    for name in ("lora_rank", "lora_alpha"):
+        if model.training_parts != "lora" and (value := getattr(model, name)) != getattr(ModelSettings(), name):
+            raise UserError(
+                f"--{name} {value:g} has no effect without --training_parts lora.",
+                fix=f"Give both, or leave --{name} out.",
+            )
     if model.training_parts == "lora":
         if not family.supports_lora:
             supported = f"LoRA supports {families_with('supports_lora')}."
@@ -76,13 +97,49 @@ def check_model_settings(model: ModelSettings) -> None:
     family.check(model)
 
 
+def check_optimizer(optim: OptimSettings, strategy: Strategy) -> None:
+    """Refuse an optimizer that is not installed, or that a strategy does not support."""
+    name = optim.optimizer
+    if strategy in ("zero2", "zero3") and name != "adamw":
+        raise UserError(
+            f"--optimizer {name} is not supported with --strategy {strategy}.",
+            "DeepSpeed keeps flat shards of the weights and updates them by itself.",
+            "Use --strategy ddp, or --optimizer adamw.",
+        )
+    if strategy == "fsdp2" and name in ("adamw8bit", "prodigy"):
+        raise UserError(
+            f"--optimizer {name} is not supported with --strategy fsdp2.",
+            "Its package does not update sharded weights.",
+            "Use --strategy ddp, or --optimizer adamw or muon.",
+        )
+    package = _OPTIMIZER_PACKAGES.get(name)
+    if package and importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"--optimizer {name} needs {package}, which is not installed.",
+            fix="Install it with `pip install 'muralist[optimizers]'`, or use --optimizer adamw or muon.",
+        )
+    if name == "prodigy" and optim.blr is None and optim.learning_rate <= _MIN_PRODIGY_RATE:
+        raise UserError(
+            f"--learning_rate {optim.learning_rate:g} is too low for --optimizer prodigy.",
+            "Prodigy estimates its step size, and the learning rate multiplies it.",
+            "Give --learning_rate 1.",
+        )
+
+
 def check_strategy(settings: TrainSettings, strategy: Strategy, device: torch.device | None = None) -> None:
     """Refuse what a strategy or, once it is known, the device does not support; `auto` is known only in a process."""
+    check_optimizer(settings.optim, strategy)
     zero = strategy in ("zero2", "zero3")
     if settings.optim.non_finite == "skip" and zero:
         raise UserError(
             f"--non_finite skip is not supported with --strategy {strategy}: DeepSpeed updates the weights by itself.",
             fix="Use --strategy fsdp2 or ddp, or leave --non_finite skip out.",
+        )
+    if settings.precision == "fp16" and strategy not in ("auto", "ddp"):
+        raise UserError(
+            f"--precision fp16 is not supported with --strategy {strategy}.",
+            "Loss scaling, which fp16 needs, is implemented for ddp only.",
+            "Use --precision bf16, which needs none, or --strategy ddp.",
         )
     fp8 = settings.precision == "fp8"
     if fp8 and not find_family(settings.model.name).supports_fp8:
@@ -108,7 +165,7 @@ def check_strategy(settings: TrainSettings, strategy: Strategy, device: torch.de
             kernels.why_no_fp8(device),
             "Use --use_amp, which is bf16, or leave both out.",
         )
-    if strategy != "ddp" and str(autocast_dtype(settings.mixed, device)) == "torch.float16":
+    if strategy not in ("auto", "ddp") and str(autocast_dtype(settings, device)) == "torch.float16":
         raise UserError(
             f"--use_amp with --strategy {strategy} needs GPUs that support bf16.",
             "These GPUs do not, and loss scaling for fp16 is implemented for ddp only.",
@@ -118,8 +175,8 @@ def check_strategy(settings: TrainSettings, strategy: Strategy, device: torch.de
 
 def _check_multireso(settings: TrainSettings) -> None:
     family, img_size, step = find_family(settings.model.name), settings.model.img_size, settings.data.reso_step
-    if family.square_only:
-        what = f"{settings.model.name} makes square images only. --multireso trains images of several shapes."
+    if family.single_size:
+        what = f"{settings.model.name} makes images of one size. --multireso trains images of several shapes."
         raise UserError(what, fix="Leave --multireso out.")
     if settings.data.cache == "device":
         what = "--cache device needs images of one size. With --multireso they have several."
@@ -147,8 +204,8 @@ def check_length(clock: TrainingClock) -> None:
         )
 
 
-def state_bytes(strategy: Strategy, trained: float, frozen: float, ranks: int) -> float:
-    """Bytes per process: float32 weights and, of trained ones, gradients, two moments and two EMAs.
+def state_bytes(strategy: Strategy, trained: float, frozen: float, ranks: int, optimizer: Optimizer = "adamw") -> float:
+    """Bytes per process: float32 weights and, of trained ones, gradients, optimizer state (two moments) and two EMAs.
 
     ZeRO keeps another copy of the weights. Stage 2 shards everything but weights and EMAs.
     """
@@ -156,7 +213,7 @@ def state_bytes(strategy: Strategy, trained: float, frozen: float, ranks: int) -
         return 12 * trained + 4 * frozen + 16 * trained / ranks
     if strategy == "zero3":
         return (28 * trained + 4 * frozen) / ranks
-    full = 24.0 * trained + 4.0 * frozen
+    full = (16.0 + _OPTIMIZER_BYTES[optimizer]) * trained + 4.0 * frozen
     return full / ranks if strategy == "fsdp2" else full
 
 
@@ -191,7 +248,7 @@ def estimate_memory(settings: TrainSettings, ranks: int, compiled: bool) -> Memo
     strategy: Strategy = settings.distributed.strategy
     strategy = "ddp" if ranks == 1 else accelerate_strategy() if strategy == "auto" else strategy
     lora = model.training_parts == "lora"
-    state = state_bytes(strategy, 0 if lora else count, count if lora else 0, ranks)
+    state = state_bytes(strategy, 0 if lora else count, count if lora else 0, ranks, settings.optim.optimizer)
     per_image = family.activation_bytes(model, settings.mixed, compiled)
     return MemoryEstimate(0 if lora else count, state, per_image)
 
@@ -202,8 +259,11 @@ def run_summary(
     """Lines for a person to check: `gpu_bytes` of a GPU-resident dataset, or 0, and the least `seconds` of the run."""
     optim, plan, rate = settings.optim, state.plan, state.rate
     trained, frozen = state.num_trained, state.num_unsaved
-    memory = state_bytes(state.world.strategy, trained, frozen, state.world.size)
+    memory = state_bytes(state.world.strategy, trained, frozen, state.world.size, optim.optimizer)
+    on_disk = (BYTES_ON_DISK - _OPTIMIZER_BYTES["adamw"] + _OPTIMIZER_BYTES[optim.optimizer]) * trained
     stop = min(clock.last_step, settings.max_steps or clock.last_step)
+    precision = "fp32" if state.autocast is None else f"mixed precision ({str(state.autocast).removeprefix('torch.')})"
+    half_lives = " and ".join(format_count(ema.half_life) for ema in state.emas)
     lines = [
         f"model      {state.spec.summary()}, {trained / 1e6:.1f}M "
         + (f"of {(trained + frozen) / 1e6:.1f}M parameters trained" if frozen else "parameters"),
@@ -212,14 +272,16 @@ def run_summary(
         + (f"; training images are kept on the device ({format_bytes(gpu_bytes)})" if gpu_bytes else ""),
         f"found      {data.found}",
         *data.bucket_lines(plan.total),
+        *data.share_lines(settings.data.paths),
         f"batch      {plan}",
         f"length     {clock.epochs} epochs x {clock.samples / clock.total_batch:,.1f} steps/epoch = "
         f"{clock.last_step:,} steps" + (f", stopping after {stop:,}" if stop < clock.last_step else ""),
+        f"optimizer  {optim.optimizer}, {precision}; EMA half-lives {half_lives} images, at most 5% of the images seen",
         f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}"
         + (f" to {rate.minimum:.3g} at step {rate.decay_steps:,}" if rate.decay_steps else "")
         + f"; {rate.at((stop - 1) * plan.total):.3g} in the last step",
         f"memory     {memory / 1e9:.2f} GB per GPU for weights, gradients, optimizer and EMA "
-        f"({state.strategy.layout}), plus activations; {BYTES_ON_DISK * trained / 1e9:.2f} GB of disk per checkpoint",
+        f"({state.strategy.layout}), plus activations; {on_disk / 1e9:.2f} GB of disk per checkpoint",
         f"time       at least {format_duration(seconds)} (at the measured matmul rate); an estimate follows",
     ]
     if warning := find_family(settings.model.name).warning(settings.model):

@@ -159,6 +159,14 @@ def learning_rate(optim: OptimSettings, clock: TrainingClock, last_step: int | N
     return LearningRate(peak, optim.min_lr, optim.warmup_steps * batch, total, batch, cosine, reason)
 
 
+def ema_half_lives(optim: OptimSettings, total_batch: int) -> tuple[float, float]:
+    """Half-lives of both EMAs in images; --ema_decay is that of the first one per step of `total_batch` images."""
+    first = optim.ema1_half_life
+    if optim.ema_decay is not None:
+        first = total_batch * math.log(0.5) / math.log(optim.ema_decay)
+    return first, optim.ema2_half_life
+
+
 def ema_decay(images: int, step_images: int, half_life: float) -> float:
     """Decay of the step that starts after `images` images; 0 in the first step: the EMA starts as the weights."""
     half_life = min(half_life, MAX_EMA_FRACTION * images)

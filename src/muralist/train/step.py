@@ -1,4 +1,4 @@
-"""The training state and one optimizer step: forward and backward over micro-batches, AdamW, EMA."""
+"""The training state and one optimizer step: forward and backward over micro-batches, optimizer, EMA."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from muralist.core.rng import SampleKeys
 from muralist.data.loader import Batch, BrokenImage, held_out_batches
 from muralist.models.spec import ModelSpec
 from muralist.models.weights import WeightSet
-from muralist.settings import OptimSettings, TrainSettings
+from muralist.settings import TrainSettings
 from muralist.train.checkpoint import Checkpoint, read_saved_weights
-from muralist.train.parallel import DataParallel, LossWrapper, optimizer_tensors
-from muralist.train.schedule import BatchPlan, LearningRate, ema_decay
+from muralist.train.optim import build_optimizer, optimizer_tensors
+from muralist.train.parallel import DataParallel, LossWrapper
+from muralist.train.schedule import BatchPlan, LearningRate, ema_decay, ema_half_lives
 
 if TYPE_CHECKING:
     from muralist.kernels.fused_adamw_ema import FusedAdamWEma
@@ -40,22 +41,13 @@ class StepResult(NamedTuple):
     learning_rate: float
 
 
-def autocast_dtype(use_amp: bool, device: torch.device) -> torch.dtype | None:
-    """bf16 where the hardware has it, else fp16; None without mixed precision."""
-    if not use_amp:
+def autocast_dtype(settings: TrainSettings, device: torch.device) -> torch.dtype | None:
+    """The dtype of --precision, or for --use_amp bf16 where the hardware has it, else fp16; None without either."""
+    if not settings.mixed:
         return None
+    if settings.precision != "auto":
+        return torch.float16 if settings.precision == "fp16" else torch.bfloat16
     return torch.float16 if device.type == "cuda" and not torch.cuda.is_bf16_supported() else torch.bfloat16
-
-
-def build_optimizer(network: nn.Module, settings: OptimSettings) -> torch.optim.Optimizer:
-    """Build AdamW; vectors (biases, norms) have no weight decay, as in the official JiT code."""
-    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]  # LoRA has no vectors
-    return torch.optim.AdamW(groups, lr=0.0, betas=(settings.beta1, settings.beta2), fused=True)
 
 
 class EMA:
@@ -113,15 +105,21 @@ class TrainState:
         self.num_unsaved = sum(p.numel() for name, p in network.named_parameters() if not spec.is_saved(name))
 
         strategy.to_device(network, compiled)
-        self.optimizer = build_optimizer(network, optim)
+        self.optimizer_name, self.optimizer = optim.optimizer, build_optimizer(network, optim)
         self.loss = LossWrapper(spec, network, autocast)
         self.module = strategy.wrap(self.loss, self.optimizer, compiled, self.cuda_graphs)
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=autocast is torch.float16)
         trained = strategy.trained_weights(network)
-        self.emas = [EMA(trained, half_life) for half_life in (optim.ema1_half_life, optim.ema2_half_life)]
+        self.emas = [EMA(trained, half_life) for half_life in ema_half_lives(optim, plan.total)]
 
     def restore(self, checkpoint: Checkpoint, images: int) -> None:
         """Load EMA weights, optimizer and loss scale, after `images` images; the network has its weights already."""
+        if (written_by := checkpoint.manifest.get("optimizer", "adamw")) != self.optimizer_name:
+            raise UserError(
+                f"The checkpoint {checkpoint.path} holds the state of --optimizer {written_by}, not of "
+                f"{self.optimizer_name}.",
+                fix=f"Give --optimizer {written_by}, or --init_from {checkpoint.path} to start from its weights alone.",
+            )
         names: tuple[WeightSet, WeightSet] = ("ema1", "ema2")
         for name, ema in zip(names, self.emas, strict=True):
             self.strategy.load_ema(ema, read_saved_weights(checkpoint.path, name, self.network, self.spec))
@@ -151,6 +149,7 @@ class TrainState:
     def fused_adamw_ema(self) -> FusedAdamWEma | None:
         """The kernel for AdamW and EMA in one pass, where full weights are on a GPU; asked for once gradients exist."""
         unsharded = type(self.strategy) is DataParallel and self.compiled and self.world.device.type == "cuda"
+        unsharded &= type(self.optimizer) is torch.optim.AdamW
         if not unsharded or self.scaler.is_enabled() or self.skip_non_finite:
             return None
         from muralist.kernels.fused_adamw_ema import FusedAdamWEma

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from enum import IntEnum
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
@@ -164,6 +165,7 @@ class Trainer:
                 manifest = {
                     "images": self.state.images,
                     "total_batch": self.plan.total,
+                    "optimizer": self.settings.optim.optimizer,
                     "model": self.spec.describe(),
                     "data": self.data.facts,
                     **self.recorder.state_dict(),
@@ -243,7 +245,7 @@ class Trainer:
 
     def _build_state(self, rate: LearningRate) -> TrainState:
         settings, spec, device = self.settings, self.spec, self.world.device
-        autocast = autocast_dtype(settings.mixed, device)
+        autocast = autocast_dtype(settings, device)
         spec.to_device(device, autocast or torch.float32)
         network = spec.network()
         if self.checkpoint:
@@ -399,17 +401,44 @@ def train(
     if size == 1 and preflight:
         preflight(settings, run.root)
     data = open_data(settings)  # before anything is written: a mistyped path leaves no empty run behind
+    with ExitStack() as stack:
+        if settings.dry_run:
+            settings = _redirect_writes(settings, run, Path(stack.enter_context(TemporaryDirectory())))
+        return TrainedRun(run, _watched(settings, data, run, rank, size, preflight))
+
+
+def _redirect_writes(settings: TrainSettings, run: RunDir, scratch: Path) -> TrainSettings:
+    """Let a dry run write what it must, such as heartbeats, into a temporary folder."""
+    run.heartbeats = scratch
+    run.shapes = run.shapes if run.shapes.exists() else scratch / run.shapes.name
+    family = find_family(settings.model.name)
+    if (folder := family.folder(settings)) is None or folder.exists():
+        return settings
+    elsewhere = settings.model_copy(update={"results_dir": str(scratch)})
+    family.prepare(elsewhere)
+    path = {"path": str(family.folder(elsewhere))}
+    return settings.model_copy(update={"model": settings.model.model_copy(update=path)})
+
+
+def _watched(
+    settings: TrainSettings,
+    data: TrainingData,
+    run: RunDir,
+    rank: int,
+    size: int,
+    preflight: Callable[[TrainSettings, Path], None] | None,
+) -> int:
+    """Train, and return the signal that stopped the run, or 0."""
     with Watchdog(run.heartbeats, rank, size, settings.distributed.dist_timeout) as watchdog:
         try:
             if size > 1 and preflight:  # here the other processes are told of an error
                 preflight(settings, run.root)
-            stop_signal = _train_in_world(settings, data, run, watchdog)
+            return _train_in_world(settings, data, run, watchdog)
         except RuntimeError as error:
             if size == 1 or not is_lost_peer(error):
                 raise
             what = f"Rank {rank} lost contact with the other processes."
             raise UserError(what, watchdog.diagnosis(), RESUME_HINT) from None
-    return TrainedRun(run, stop_signal)
 
 
 def _train_in_world(settings: TrainSettings, data: TrainingData, run: RunDir, watchdog: Watchdog) -> int:
@@ -417,6 +446,12 @@ def _train_in_world(settings: TrainSettings, data: TrainingData, run: RunDir, wa
     world = World(distributed.strategy, distributed.dist_timeout, watchdog, distributed.dist_backend)
     try:
         check_strategy(settings, world.strategy, world.device)
+        signals = SignalHandler(run.save_request)
+        if settings.dry_run:
+            resume.check_same_settings(run, settings)
+            Trainer(settings, data, run, world, watchdog, signals)  # which logs the summary
+            log.info("Dry run: nothing was trained or written.")
+            return 0
         with ExitStack() as stack:
             if world.is_main:
                 run.create()
@@ -425,7 +460,6 @@ def _train_in_world(settings: TrainSettings, data: TrainingData, run: RunDir, wa
                 remove_leftovers(run.checkpoints)
             world.barrier()
             start_log(run.log, world.rank)
-            signals = SignalHandler(run.save_request)
             stack.enter_context(signals.installed())
             stop_signal = Trainer(settings, data, run, world, watchdog, signals).train()
             world.barrier()

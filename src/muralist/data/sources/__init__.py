@@ -69,7 +69,9 @@ def open_held_out(
     """
     if not isinstance(path, str):
         parts = [open_held_out(one, img_size, same_classes, caption, cameras) for one in path]
-        return ConcatSource(found) if (found := [part for part in parts if part is not None]) else None
+        found = [part for part in parts if part is not None]
+        known = open_source(path, img_size).label_names if found and same_classes else None
+        return ConcatSource(found, known) if found else None
     held_out = _open_held_out(path, img_size, same_classes, caption)
     return held_out and select_cameras(held_out, cameras, path)
 
