@@ -296,6 +296,23 @@ def test_a_missing_config_names_the_nearest_file(tmp_path: Path) -> None:
     assert "not UTF-8" in refusal("--config", tmp_path / "binary.yaml").what
 
 
+def test_configs_of_the_package_are_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = settings("--config", "debug_config.yaml", "--epochs", 3)
+    assert (found.data.path, found.epochs) == ("driving_world", 3)
+    assert "debug_config.yaml: no such file here, using the one of the package, /" in capsys.readouterr().err
+    assert run_name(found, "debug_config.yaml") == run_name(found, "configs/debug_config.yaml")
+    monkeypatch.setenv("RANK", "1")
+    settings("--config", "debug_config.yaml")
+    assert not capsys.readouterr().err, "one rank says it"
+    for missing in ("configs/debug_config.yaml", "debug_confg.yaml"):
+        assert "The package has base_config.yaml, cifar10.yaml, debug_config.yaml" in refusal("--config", missing).fix
+    (tmp_path / "debug_config.yaml").write_text("epochs: 7\n")
+    assert settings("--config", "debug_config.yaml").epochs == 7, "a file of the working directory comes first"
+
+
 def test_positional_arguments() -> None:
     read = load(PackSettings, ["from", "--img_size", "32", "to"], {}, positional=("source", "destination"))
     assert (read.source, read.destination, read.img_size) == ("from", "to", 32)
