@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from muralist.generate.pipeline_class import (
     check_pipeline_class,
 )
 from muralist.models.configs import JIT_GUIDANCE
+from muralist.models.hub import find_model
 from muralist.models.integrity import check_base, check_integrity, fingerprint
 from muralist.models.spec import ModelFamily, find_family_by_key
 from muralist.settings import GenerateSettings
@@ -77,7 +77,6 @@ _TEMPORAL_FACTORS = {
 SHARD_SETTINGS = ("shards", "images_per_prompt")
 """Settings that decide which samples a tar file of --shards holds."""
 _LIBRARIES = ("diffusers", "transformers")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = (".pth", ".pt", ".safetensors")
 _GUIDED = 0.5  # fraction of the steps, from the first on, that step caching guides
 _BEGINNING = 0.2  # fraction of the steps, from the first on, in all of which the denoiser runs: they form the layout
@@ -123,13 +122,15 @@ class ModelInfo:
 def inspect_model(settings: GenerateSettings) -> ModelInfo:
     """Identify the model and resolve the defaults that depend on it; refuse a model that cannot do the job."""
     _check_format(settings)
-    path = Path(settings.model_path)
-    fix = "Give a folder or a file on this machine as --model_path: nothing is downloaded."
-    if _HUB_ID.fullmatch(settings.model_path):
-        fix += (
-            f" From the Hugging Face Hub: `hf download {path} --local-dir {path.name}`, then --model_path {path.name}."
-        )
-    check_exists(path, "model", fix)
+    path = find_model(settings.model_path, "--model_path")
+    if path == Path(settings.model_path):
+        return _inspect(path, settings)
+    local = {"model_path": str(path)}  # of a model of the Hub: workers read its folder in the cache
+    model = _inspect(path, settings.model_copy(update=local))
+    return replace(model, resolved=model.resolved | local)
+
+
+def _inspect(path: Path, settings: GenerateSettings) -> ModelInfo:
     if (path / INDEX_FILE).is_file():
         _refuse_jit_flags(settings, "a diffusers pipeline")
         return _pipeline(path, settings)

@@ -23,6 +23,7 @@ from rich.table import Table
 from muralist.core.errors import UserError
 from muralist.core.slurm import set_rank_environment
 from muralist.models.configs import HUNYUAN_BETA_END, HUNYUAN_BETA_START, HUNYUAN_LAYERS
+from muralist.models.hub import find_model
 from muralist.settings.load import CONFIGS
 
 CONFIG = "waymo_base.yaml"
@@ -239,10 +240,11 @@ def _check_model_flags(model_flags: dict[str, str], flags: Sequence[str]) -> Non
 
     path = load(TrainSettings, flags, TRAIN_FLAT_NAMES).model.path
     schedule, conditions = {"beta_start": HUNYUAN_BETA_START, "beta_end": HUNYUAN_BETA_END["1.2"]}, False
-    with suppress(OSError, ValueError):  # train refuses a folder without a model
+    with suppress(OSError, ValueError):  # train refuses a folder that is not a model
         if path:
-            schedule = json.loads(Path(path, "scheduler", "scheduler_config.json").read_text())
-            config = json.loads(Path(path, "transformer", "config.json").read_text())
+            folder = find_model(path, "--model.path")
+            schedule = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+            config = json.loads((folder / "transformer" / "config.json").read_text())
             conditions = config.get("use_style_cond_and_image_meta_size", True)  # the default of diffusers
         for flag, value in model_flags.items():
             if flag in ("beta-start", "beta-end"):

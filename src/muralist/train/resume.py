@@ -12,6 +12,7 @@ from torch import Tensor
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import RunDir, atomic_write
+from muralist.models.hub import find_model
 from muralist.models.weights import read_weights
 from muralist.settings import TrainSettings
 from muralist.settings.load import flatten, identity, read_yaml, to_yaml
@@ -106,7 +107,6 @@ def find_initial_weights(settings: TrainSettings) -> tuple[dict[str, Tensor], st
     init_from, model = settings.checkpoint.init_from, settings.model
     if init_from == "none" or (init_from == "default" and not model.enable_condition):
         return None
-    path = Path(init_from)
     if init_from in ("auto", "default"):
         newest = _newest_unconditional(settings)
         if newest is None:
@@ -114,7 +114,7 @@ def find_initial_weights(settings: TrainSettings) -> tuple[dict[str, Tensor], st
             log.info("No unconditional run of %s: starting from scratch.", where)
             return None
         path = newest
-    elif (path / "checkpoints").is_dir():
+    elif ((path := find_model(init_from, "--init_from")) / "checkpoints").is_dir():
         path = _open(path).path
     return read_weights(path, "ema1"), str(path)
 
