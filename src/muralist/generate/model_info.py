@@ -131,7 +131,7 @@ def inspect_model(settings: GenerateSettings) -> ModelInfo:
 
 
 def _inspect(path: Path, settings: GenerateSettings) -> ModelInfo:
-    if (path / INDEX_FILE).is_file():
+    if (path / INDEX_FILE).is_file() and not _is_jit_folder(path):  # exports have an index for diffusers
         _refuse_jit_flags(settings, "a diffusers pipeline")
         return _pipeline(path, settings)
     from muralist.models.weights import read_description

@@ -97,9 +97,11 @@ def _snapshot(name: str, allowed: Sequence[str], ignored: Sequence[str]) -> Path
 
 
 def _components(index: Path) -> list[str]:
-    """Return the subfolders that a pipeline in diffusers layout names; none for other models."""
+    """Return the subfolders that a pipeline in diffusers layout names; none for other models and exported JiTs."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
-        return [part for part, origin in content.items() if isinstance(origin, list) and re.fullmatch(r"\w+", part)]
+        lists = {part: origin for part, origin in content.items() if isinstance(origin, list)}
     except (OSError, ValueError, AttributeError):
         return []
+    is_jit = isinstance(content.get("_class_name"), list)  # a pipeline with code of its own: only a JiT of ours is read
+    return [] if is_jit else [part for part in lists if re.fullmatch(r"[a-zA-Z]\w*", part)]
