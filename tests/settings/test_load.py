@@ -557,6 +557,11 @@ def test_urls_are_refused_wherever_a_path_is_expected(url: str) -> None:
         assert url in e.value.what and e.value.fix
 
 
+@pytest.mark.parametrize("url", ["hf://org/name", "https://huggingface.co/org/name"])
+def test_the_url_of_a_model_on_the_hub_is_answered_with_its_id(url: str) -> None:
+    assert refusal("--model.path", url).fix.startswith("A model is named by its id, org/name; `hf download org/name ")
+
+
 @pytest.mark.parametrize("path", ["C:/data", "c://data", "a/b://c", "/mnt/s3:/x", "driving_world", "./s3://x", "x:0.5"])
 def test_local_paths_are_not_urls(path: str) -> None:
     assert settings("--data_path", path, "--init_from", path).data.path == path

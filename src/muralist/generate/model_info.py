@@ -131,7 +131,7 @@ def inspect_model(settings: GenerateSettings) -> ModelInfo:
 
 
 def _inspect(path: Path, settings: GenerateSettings) -> ModelInfo:
-    if (path / INDEX_FILE).is_file() and not _is_jit_folder(path):  # exports have an index for diffusers
+    if (path / INDEX_FILE).is_file() and not _is_jit_export(path):
         _refuse_jit_flags(settings, "a diffusers pipeline")
         return _pipeline(path, settings)
     from muralist.models.weights import read_description
@@ -360,6 +360,11 @@ def _is_jit_folder(path: Path) -> bool:
     from muralist.models.weights import OFFICIAL_FILE
 
     return (path / OFFICIAL_FILE).is_file() or read_json(path / CONFIG_FILE).get("_class_name") == JIT_CLASS_NAME
+
+
+def _is_jit_export(path: Path) -> bool:
+    """Whether the index is the one that an exported JiT has for diffusers; imports torch only where code is named."""
+    return isinstance(read_json(path / INDEX_FILE).get("_class_name"), list) and _is_jit_folder(path)
 
 
 def settings_identity(settings: GenerateSettings, model: ModelInfo) -> dict[str, Any]:
