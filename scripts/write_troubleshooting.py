@@ -13,7 +13,7 @@ _HEAD = """# Troubleshooting
 
 ```bash
 muralist doctor                                         # this machine
-muralist doctor --config configs/base_config.yaml       # and a training: takes the flags of `muralist train`
+muralist doctor --config base_config.yaml       # and a training: takes the flags of `muralist train`
 muralist doctor generate --prompts_csv prompts.csv --model_path MODEL --output_dir images      # and a generation
 muralist launch --nproc 8 doctor train --config ...     # and the collectives of all ranks; also under torchrun and srun
 ```

@@ -192,7 +192,7 @@ def test_rows_that_fail_have_an_error_and_no_path(tmp_path: Path, pets: Path) ->
             {"height": 8},
             "This JiT model generates images of 16 x 16 pixels, not 16 x 8. .* Leave height and width out.",
         ),
-        ({"model": "nothing"}, "The model nothing was not found. .* on this machine as model"),
+        ({"model": "nothing"}, "The model nothing was not found. .* on the Hugging Face Hub, as model"),
     ],
 )
 def test_refusals_name_arguments(arguments: dict[str, Any], message: str, tmp_path: Path, pets: Path) -> None:

@@ -47,7 +47,7 @@ ALLOWED = re.compile(
     r"|\"colour\"|painted on a wall"  # in prompt tables
 )
 SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".txt"}  # a card is a standard term in CSS
-FOLDERS = ("src", "docs", "tests", "bench", "scripts", "configs", "hydit")
+FOLDERS = ("src", "docs", "tests", "bench", "scripts", "hydit")
 SKIPPED = (
     "tests/fixtures",
     "src/muralist.egg-info",

@@ -194,7 +194,9 @@ def evaluate(images: StrPath, reference: StrPath | None, output_dir: StrPath, **
 
 
 def load_pipeline(path: StrPath, device: str | None = None, **settings: Any) -> LoadedPipeline:
-    """Load a model: a pipeline in diffusers layout, or a run or checkpoint of muralist.
+    """Load a model: a pipeline in diffusers layout, or a run, checkpoint or export of muralist.
+
+    `path` is its folder, or its id on the Hugging Face Hub.
 
     It runs in a process of its own, on `device`: "cpu", "cuda" or "cuda:1"; default: the first GPU, or the CPU.
     `settings` are those of `muralist generate` that concern the model (dtype, scheduler, lora, weights, ...), and the

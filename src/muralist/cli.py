@@ -161,7 +161,7 @@ def _launch(arguments: Sequence[str]) -> int:
     if first is None:
         raise UserError(
             "`muralist launch` needs a command to start.",
-            fix="For example: muralist launch --nproc 4 train --config configs/base_config.yaml",
+            fix="For example: muralist launch --nproc 4 train --config base_config.yaml",
         )
     settings = load(LaunchSettings, arguments[:first], {})
     if settings.slurm:

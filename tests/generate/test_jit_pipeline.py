@@ -126,6 +126,27 @@ def test_every_format_of_the_weights_gives_the_same_images(pets: Pets, tmp_path:
         generate(load(tmp_path / "official.pth"), DOG)
 
 
+def test_diffusers_loads_an_export(pets: Pets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diffusers import DiffusionPipeline
+    from diffusers.utils import dynamic_modules_utils
+
+    monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "export"
+    export(ExportSettings(source=str(pets[0]), destination=str(folder)))
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        DiffusionPipeline.from_pretrained(folder)
+    pipeline = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+    seeds = [torch.Generator().manual_seed(request.seed) for request in (DOG, CAT)]
+    images = pipeline(["dog", "cat"], num_inference_steps=4, generator=seeds).images
+    assert all(map(np.array_equal, images, generate(load(pets[0]), DOG, CAT)))
+    again = pipeline("dog", num_inference_steps=4, generator=seeds[0], output_type="pt").images
+    assert again.shape == (1, 3, SIDE, SIDE) and np.array_equal(to_uint8_array(again * 2 - 1)[0], images[0])
+    with pytest.raises(ValueError, match="2 generators for 1 prompts"):
+        pipeline("dog", generator=seeds)
+    (folder / "pipeline.py").write_text("raise SystemExit('muralist ran the code of a model folder')")
+    assert all(map(np.array_equal, generate(load(folder), DOG, CAT), images))
+
+
 def test_truncated_guidance(pets: Pets) -> None:
     run, _, _ = pets
 

@@ -68,7 +68,7 @@ def test_the_fingerprint_depends_on_the_files_and_not_on_their_path(tiny_pipelin
 
 def test_paths_without_a_model_are_refused(tiny_pipeline: Build, tmp_path: Path) -> None:
     folder = tiny_pipeline("sd")
-    with pytest.raises(UserError, match="The model .*sdd was not found.*Did you mean sd.*nothing is downloaded"):
+    with pytest.raises(UserError, match="The model .*sdd was not found.*Did you mean sd.*or the id of a model"):
         inspect_model(given(folder.with_name("sdd")))
     with pytest.raises(UserError, match="The model org/name was not found. The folder .*org does not exist"):
         inspect_model(given(Path("org/name")))

@@ -101,7 +101,12 @@ def test_export_comes_back_bit_equal(net, config, tmp_path):
     folder = tmp_path / "new" / "export"
     more = {"label_names": ["car", "tree", "Straße"], "objective": {"prediction": "x", "noise_scale": 0.25}}
     jit_spec.write_jit_folder(folder, net.state_dict(), config | more)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "diffusion_pytorch_model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "diffusion_pytorch_model.safetensors",
+        "model_index.json",
+        "pipeline.py",
+    ]
     assert [path.name for path in folder.parent.iterdir()] == ["export"]
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
     read, state = jit_spec.read_jit_folder(folder)

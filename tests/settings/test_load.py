@@ -364,6 +364,23 @@ def test_a_missing_config_names_the_nearest_file(tmp_path: Path) -> None:
     assert "not UTF-8" in refusal("--config", tmp_path / "binary.yaml").what
 
 
+def test_configs_of_the_package_are_found_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = settings("--config", "debug_config.yaml", "--epochs", 3)
+    assert (found.data.path, found.epochs) == ("driving_world", 3)
+    assert "debug_config.yaml: no such file here, using the one of the package, /" in capsys.readouterr().err
+    assert run_name(found, "debug_config.yaml") == run_name(found, "configs/debug_config.yaml")
+    monkeypatch.setenv("RANK", "1")
+    settings("--config", "debug_config.yaml")
+    assert not capsys.readouterr().err, "one rank says it"
+    for missing in ("configs/debug_config.yaml", "debug_confg.yaml"):
+        assert "The package has base_config.yaml, cifar10.yaml, debug_config.yaml" in refusal("--config", missing).fix
+    (tmp_path / "debug_config.yaml").write_text("epochs: 7\n")
+    assert settings("--config", "debug_config.yaml").epochs == 7, "a file of the working directory comes first"
+
+
 def test_positional_arguments() -> None:
     read = load(PackSettings, ["from", "--img_size", "32", "to"], {}, positional=("source", "destination"))
     assert (read.source, read.destination, read.img_size) == ("from", "to", 32)
@@ -630,6 +647,11 @@ def test_urls_are_refused_wherever_a_path_is_expected(url: str) -> None:
             prompts = ["--prompt", "car"] if "prompt" in model.model_fields and path != "prompts_csv" else []
             load(model, [f"--{path}", url, *prompts], {})
         assert url in e.value.what and e.value.fix
+
+
+@pytest.mark.parametrize("url", ["hf://org/name", "https://huggingface.co/org/name"])
+def test_the_url_of_a_model_on_the_hub_is_answered_with_its_id(url: str) -> None:
+    assert refusal("--model.path", url).fix.startswith("A model is named by its id, org/name; `hf download org/name ")
 
 
 @pytest.mark.parametrize("path", ["C:/data", "c://data", "a/b://c", "/mnt/s3:/x", "driving_world", "./s3://x", "x:0.5"])

@@ -229,7 +229,7 @@ def test_damage_is_found(encoded: Path, tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (["--img_size", "40", "--encode", "small"], "Both sides must be multiples of 16"),
-        (["--img_size", "32", "--encode", "nowhere"], "nowhere is not a HunyuanDiT in diffusers layout"),
+        (["--img_size", "32", "--encode", "nowhere"], "The model nowhere was not found"),
         (["--img_size", "32", "--dtype", "bf16"], "--dtype applies to latents only, and this command packs pixels"),
     ],
 )

@@ -134,7 +134,8 @@ def test_model_flags_must_agree_with_the_model_folder(tmp_path: Path, monkeypatc
     assert translate_flags(["--beta-end", "0.018", "--beta-start=8.5e-4"]) == default, "as in the small model"
     with pytest.raises(UserError, match=r"--beta-end is 0\.02: expected 0\.018"):
         translate_flags(["--beta-end", "0.02"])
-    assert translate_flags(["--beta-end", "1", "--model.path", "nowhere"])[-1] == "nowhere", "train refuses it later"
+    with pytest.raises(UserError, match="The model nowhere was not found"):
+        translate_flags(["--beta-end", "1", "--model.path", "nowhere"])
 
 
 def test_refused_flag_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,9 +158,11 @@ def test_help_lists_every_official_flag(capsys: pytest.CaptureFixture[str]) -> N
     assert "--lr --learning_rate --" in text and "--sampler --sample_solver: ddim is ddim, dpmms is dpm++" in text
 
 
-def test_missing_default_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_configuration_is_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    message = r"no configs/waymo_base.yaml in .*Run the command in the root of the repository"
-    with pytest.raises(UserError, match=message):
-        translate_flags(["--ckpt-every", "500"])
+    packaged = translate_flags([])
+    assert packaged == ["--config", str(REPOSITORY / "src" / "muralist" / "configs" / "waymo_base.yaml")]
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "waymo_base.yaml").write_text("epochs: 3\n")
+    assert translate_flags([]) == ["--config", "configs/waymo_base.yaml"], "a clone's own file, which users edit"
     assert translate_flags(["--config", "own.yaml"])[:2] == ["--config", "own.yaml"]

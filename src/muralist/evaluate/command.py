@@ -42,6 +42,7 @@ from muralist.evaluate.inputs import (
     read_statistics,
 )
 from muralist.evaluate.report import METRICS, REPORT, MetricInfo, group_by_reason, write_report
+from muralist.models.hub import find_model
 from muralist.settings import EvaluateSettings, StatsSettings
 
 log = logging.getLogger("muralist")
@@ -105,8 +106,14 @@ class Evaluation:
         self.inception = InceptionEncoder.from_file(weights) if weights else None
         self.classifier = inception.load_classifier(weights) if weights else None
         # Encoders of images and of prompts.
-        self.clip = ClipEncoder.from_checkpoint(Path(settings.clip_path)) if settings.clip_path else None
-        self.dinov2 = Dinov2Encoder.from_checkpoint(Path(settings.dinov2_path)) if settings.dinov2_path else None
+        self.clip = (
+            ClipEncoder.from_checkpoint(find_model(settings.clip_path, "--clip_path")) if settings.clip_path else None
+        )
+        self.dinov2 = (
+            Dinov2Encoder.from_checkpoint(find_model(settings.dinov2_path, "--dinov2_path"))
+            if settings.dinov2_path
+            else None
+        )
         self.devices = share_devices(select_devices(settings.gpu_ids))
         self.metrics_device = next(iter(self.devices.values()))
         self.warnings: list[str] = []
@@ -393,7 +400,11 @@ def stats(settings: StatsSettings) -> int:
     if weights is None:
         raise UserError(reason)
     items = _stats_items(settings)
-    dinov2 = Dinov2Encoder.from_checkpoint(Path(settings.dinov2_path)) if settings.dinov2_path else None
+    dinov2 = (
+        Dinov2Encoder.from_checkpoint(find_model(settings.dinov2_path, "--dinov2_path"))
+        if settings.dinov2_path
+        else None
+    )
     cache = output.with_name(f"{output.name}.features")
     devices = share_devices(select_devices(settings.gpu_ids))
     features = compute_features(InceptionEncoder.from_file(weights), items, devices, cache)

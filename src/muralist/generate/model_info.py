@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from muralist.generate.native_settings import (
 )
 from muralist.generate.pipeline_class import PIPELINES, PipelineInputs, check_pipeline_class
 from muralist.models.configs import JIT_GUIDANCE, height_width
+from muralist.models.hub import find_model
 from muralist.models.integrity import check_base, check_integrity, fingerprint, read_json
 from muralist.models.spec import ModelFamily, find_family_by_key
 from muralist.settings import GenerateSettings
@@ -73,7 +73,6 @@ _TEMPORAL_FACTORS = {
 SHARD_SETTINGS = ("shards", "images_per_prompt")
 """Settings that decide which samples a tar file of --shards holds."""
 _LIBRARIES = ("diffusers", "transformers")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = (".pth", ".pt", ".safetensors")
 FP8_PIPELINES = ("WanPipeline", "HunyuanDiTPipeline")
 """Pipelines whose large matmuls run in FP8 in fast mode; U-Nets spend their time in convolutions."""
@@ -116,14 +115,16 @@ class ModelInfo:
 def inspect_model(settings: GenerateSettings) -> ModelInfo:
     """Identify the model and resolve the defaults that depend on it; refuse a model that cannot do the job."""
     _check_format(settings)
-    path = Path(settings.model_path)
-    fix = "Give a folder or a file on this machine as --model_path: nothing is downloaded."
-    if _HUB_ID.fullmatch(settings.model_path):
-        fix += (
-            f" From the Hugging Face Hub: `hf download {path} --local-dir {path.name}`, then --model_path {path.name}."
-        )
-    check_exists(path, "model", fix)
-    if (path / INDEX_FILE).is_file():
+    path = find_model(settings.model_path, "--model_path")
+    if path == Path(settings.model_path):
+        return _inspect(path, settings)
+    local = {"model_path": str(path)}  # of a model of the Hub: workers read its folder in the cache
+    model = _inspect(path, settings.model_copy(update=local))
+    return replace(model, resolved=model.resolved | local)
+
+
+def _inspect(path: Path, settings: GenerateSettings) -> ModelInfo:
+    if (path / INDEX_FILE).is_file() and not _is_jit_export(path):
         _refuse_jit_flags(settings, "a diffusers pipeline")
         return _pipeline(path, settings)
     from muralist.models.weights import read_description
@@ -360,6 +361,11 @@ def _is_jit_folder(path: Path) -> bool:
     from muralist.models.weights import OFFICIAL_FILE
 
     return (path / OFFICIAL_FILE).is_file() or read_json(path / CONFIG_FILE).get("_class_name") == JIT_CLASS_NAME
+
+
+def _is_jit_export(path: Path) -> bool:
+    """Whether the index is the one that an exported JiT has for diffusers; imports torch only where code is named."""
+    return isinstance(read_json(path / INDEX_FILE).get("_class_name"), list) and _is_jit_folder(path)
 
 
 def settings_identity(settings: GenerateSettings, model: ModelInfo) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from muralist.core import rng
 from muralist.core.errors import UserError, closest_match
 from muralist.core.hardware import copy_to_device
 from muralist.core.rng import Purpose, SampleKeys
-from muralist.core.run_dir import atomic_folder, atomic_write_json
+from muralist.core.run_dir import atomic_folder, atomic_write, atomic_write_json
 from muralist.data.decode import format_size
 from muralist.data.loader import Batch, to_unit_range
 from muralist.data.packed import LatentSource
@@ -37,6 +38,12 @@ _MAX_DEFAULT_PROMPTS = 8
 
 JIT_CLASS_NAME = "JiTTransformer2DModel"
 CONFIG_FILE = "config.json"
+# With these two files diffusers loads an export as a pipeline, if the caller trusts the code; muralist reads neither.
+_PIPELINE_MODULE = "muralist.generate.jit_diffusers"
+_PIPELINE_INDEX = {"_class_name": ["pipeline", "JiTPipeline"], "transformer": [_PIPELINE_MODULE, JIT_CLASS_NAME]}
+_PIPELINE_CODE = f"""# DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True) imports this file.
+from {_PIPELINE_MODULE} import JiTPipeline  # noqa: F401
+"""
 _MAX_TOKENS_PER_SIDE = 1024
 _MAX_SIZES = {"depth": 1000, "num_classes": 10**6}  # MAX_PIXELS for the others
 # The arguments that define a network; gradient_checkpointing is about training.
@@ -393,6 +400,10 @@ def write_jit_folder(folder: str | Path, state: Mapping[str, Tensor], config: Ma
     facts = {"_class_name": JIT_CLASS_NAME, "_muralist_version": __version__}
     with atomic_folder(final, replace=True) as temporary:
         atomic_write_json(temporary / CONFIG_FILE, facts | dict(config))
+        atomic_write_json(
+            temporary / "model_index.json", {**_PIPELINE_INDEX, "_diffusers_version": version("diffusers")}
+        )
+        atomic_write(temporary / "pipeline.py", _PIPELINE_CODE)
         save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
 
 

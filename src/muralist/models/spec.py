@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from muralist.core.errors import UserError
 from muralist.core.run_dir import check_exists
 from muralist.models import configs
+from muralist.models.hub import find_model
 from muralist.models.integrity import check_integrity, stored_parameters
 from muralist.settings import ModelSettings, SampleSettings, TrainSettings
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from muralist.core.rng import SampleKeys
     from muralist.data.loader import Batch
     from muralist.data.packed import LatentSource
+
+
+_FLAG = "--model.path"
 
 
 @dataclass(frozen=True)
@@ -74,14 +78,14 @@ class ModelFamily:
 
     def folder(self, settings: TrainSettings) -> Path | None:
         """Return the folder of the pretrained model that a run trains, if there is one."""
-        return Path(settings.model.path) if settings.model.path else None
+        return find_model(settings.model.path, _FLAG) if settings.model.path else None
 
     def prepare(self, settings: TrainSettings) -> None:
         """Build, once for all processes, whatever the spec reads from disk."""
 
     def parameter_count(self, model: ModelSettings, num_classes: int) -> int:
         """Count the network's parameters without building it; 0 if unknown."""
-        return stored_parameters(Path(model.path) / "transformer") if model.path else 0
+        return stored_parameters(find_model(model.path, _FLAG) / "transformer") if model.path else 0
 
     def activation_bytes(self, model: ModelSettings, bf16: bool, compiled: bool) -> float | None:
         """Estimate the bytes that one image keeps for the backward pass; None without a formula."""
@@ -145,8 +149,9 @@ class HunyuanDiTFamily(ModelFamily):
         """Refuse an image size that the tokens do not cover, and a folder that is not a complete HunyuanDiT."""
         self.check_size(model.size)
         if model.path is not None:
-            self.read_configs(Path(model.path))
-            check_integrity(Path(model.path), _HUNYUAN_COMPONENTS)
+            folder = find_model(model.path, _FLAG)
+            self.read_configs(folder)
+            check_integrity(folder, _HUNYUAN_COMPONENTS)
 
     def read_configs(self, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read the configs of a model's transformer and scheduler; refuse a folder that is not a HunyuanDiT."""
@@ -168,7 +173,7 @@ class HunyuanDiTFamily(ModelFamily):
     def folder(self, settings: TrainSettings) -> Path:
         """Return `--model.path`, or where the small model is built."""
         path = settings.model.path
-        return Path(path) if path else Path(settings.results_dir) / "models" / "small-hunyuandit"
+        return find_model(path, _FLAG) if path else Path(settings.results_dir) / "models" / "small-hunyuandit"
 
     def warning(self, model: ModelSettings) -> str:
         """Say that the small model is trained where nobody asked for it."""

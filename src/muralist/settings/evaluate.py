@@ -25,9 +25,10 @@ class EvaluateSettings(Section):
     inception_weights: Annotated[str | None, LocalPath] = None
     """Inception weights of 2015-12-05, .pth or .pt; default: the file in MURALIST_INCEPTION, or in the usual caches."""
     clip_path: Annotated[str | None, LocalPath] = None
-    """Folder of a CLIP model saved by transformers, for CLIP score and CMMD."""
+    """CLIP model saved by transformers, a folder or its id on the Hugging Face Hub, for CLIP score and CMMD."""
     dinov2_path: Annotated[str | None, LocalPath] = None
-    """Folder of a DINOv2 model saved by transformers, for FD-DINOv2; papers report dinov2-large (ViT-L/14)."""
+    """DINOv2 model saved by transformers, a folder or its id on the Hugging Face Hub, for FD-DINOv2; papers report
+    dinov2-large (ViT-L/14)."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []
     """GPUs to use; default: all visible ones. Without a GPU, one CPU process replaces each, or NPROC processes."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0

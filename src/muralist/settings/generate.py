@@ -48,7 +48,7 @@ class GenerateSettings(Section):
     """Folder for the images, ledger.jsonl and failed_prompts_gpuN.txt; the same command resumes there."""
     model_path: Annotated[str, LocalPath]
     """A pipeline in diffusers layout, text-to-image, text-to-video or with image inputs, or a run or checkpoint of
-    muralist train."""
+    muralist train: its path, or its id on the Hugging Face Hub."""
     num_samples: PositiveInt | None = None
     """Use only the first N rows; default: all."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []

@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import reprlib
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from muralist.settings import (
 from muralist.settings.section import refuse_url
 
 S = TypeVar("S", bound=Section)
+CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIG_NAMES = tuple(sorted(path.name for path in CONFIGS.glob("*.yaml")))
 _MAX_BITS = 1000  # of an integer; larger ones do not convert to float
 _TRUE_WORDS = {"true", "yes", "on", "1"}
 _BOOL_WORDS = {*_TRUE_WORDS, "false", "no", "off", "0", "auto"}
@@ -139,7 +142,7 @@ def _without_paths(value: Any) -> Any:
 
 def _combine(model: type[S], names: FlagTable, given: dict[str, SettingValue], config: str | None) -> S:
     """Validate settings, of which those of the file `config` have the lower priority."""
-    from_file = {} if config is None else _read_yaml(names, Path(refuse_url(config)))
+    from_file = {} if config is None else _read_yaml(names, find_config(refuse_url(config)))
     _refuse_two_learning_rates(names, given, from_file)
     return _validate(model, names, from_file | given)
 
@@ -159,6 +162,16 @@ def _refuse_two_learning_rates(
             "learning_rate is the learning rate after warm-up; blr is multiplied by total batch / 256 to give it.",
             "Leave one of them out; a run that was started with both resumes with --config RUN/config.yaml --run_name RUN.",
         )
+
+
+def find_config(config: str) -> Path:
+    """Return the config file at a path or, for a bare name that is not in the working directory, in the package."""
+    path, packaged = Path(config), CONFIGS / config
+    if path.name != config or os.path.lexists(path) or not packaged.is_file():
+        return path
+    if os.environ.get("RANK", "0") == "0":  # the user may have meant a file of their own, in another folder
+        print(f"--config {config}: no such file here, using the one of the package, {packaged}", file=sys.stderr)
+    return packaged
 
 
 def config_path(arguments: Sequence[str]) -> str | None:
@@ -249,7 +262,9 @@ def _read_yaml(names: FlagTable, path: Path) -> dict[str, SettingValue]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         guess = "" if path.is_dir() else closest_match(str(path), map(str, path.parent.glob("*.y*ml")))
-        raise UserError(f"Cannot read the config file {path}: {reason}.", guess) from None
+        trains = isinstance(error, FileNotFoundError) and "data.path" in names.fields
+        fix = f"The package has {', '.join(CONFIG_NAMES)}: give such a name without a folder." if trains else ""
+        raise UserError(f"Cannot read the config file {path}: {reason}.", guess, fix) from None
     try:
         tree = yaml.safe_load(text)
     except RecursionError:
@@ -479,7 +494,7 @@ def settings_help(command: str, settings_name: str, positional: tuple[str, ...])
         if command == "train":
             console.print(
                 "Flags override --config FILE.yaml. Flat and dotted names, - and _ are equivalent. --no_NAME turns a "
-                "switch off."
+                f"switch off. FILE.yaml is a path, or a config of the package: {', '.join(CONFIG_NAMES)}."
             )
         for title, rows in groups.items():
             console.print(f"\n[bold]{title}[/]" if title else "")

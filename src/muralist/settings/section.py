@@ -11,6 +11,7 @@ from muralist.core.errors import UserError
 
 # A scheme has two letters or more: C:/ is a Windows drive. pathlib turns s3://bucket into s3:/bucket.
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://|(s3|gs|gcs|az|abfs|hf|https?|file|memory):/", re.IGNORECASE)
+_HUB = "huggingface.co/"
 
 NonIdentity = "does not affect the result of a run"
 """Marks a field, as an annotation."""
@@ -27,8 +28,9 @@ def refuse_url(value: Any) -> Any:
         fix = "Mount the storage and give the folder's path, or use a local folder and copy it before or afterwards."
         if scheme[0].lower().startswith("file:"):
             fix = f"Give the path without its scheme: /{rest}"
-        elif scheme[0].lower().startswith("hf:"):
-            fix = f"`hf download {rest} --local-dir FOLDER` copies it here; `hf upload` copies results there."
+        elif scheme[0].lower().startswith("hf:") or rest.startswith(_HUB):
+            name = rest.removeprefix(_HUB)
+            fix = f"A model is named by its id, {name}; `hf download {name} --local-dir FOLDER` copies anything else here."
         raise UserError(f"{path} is a URL, and muralist reads and writes local or mounted folders only.", fix=fix)
     return value
 

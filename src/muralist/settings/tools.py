@@ -26,7 +26,7 @@ class PackSettings(Section):
     num_workers: PositiveInt | None = None
     """Decoding processes; default: one per CPU core."""
     encode: Annotated[str | None, LocalPath] = None
-    """Store latents and text embeddings of this HunyuanDiT (a folder in diffusers layout, or small: the one that
+    """Store latents and text embeddings of this HunyuanDiT (a folder in diffusers layout, a Hub id, or small: the one that
     train builds) instead of pixels; training from them runs no VAE or text encoder and has the same losses."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """With --encode: precision of the model and of the stored values; train --use_amp computes in bf16."""

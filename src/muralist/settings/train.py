@@ -84,7 +84,8 @@ class ModelSettings(Section):
     name: str = "JiT-B/4"
     """JiT-{B,L,H,G,S,T}/{patch}, for any patch size that divides both sides of img_size; or HunyuanDiT."""
     path: Annotated[str | None, LocalPath] = None
-    """HunyuanDiT: the folder in diffusers layout to fine-tune; none: build and train a small model."""
+    """HunyuanDiT: the folder in diffusers layout to fine-tune, or its id on the Hugging Face Hub; none: build and train
+    a small model."""
     img_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 64
     """Side of the square images in pixels, or height and width."""
     enable_condition: bool = False
@@ -209,8 +210,9 @@ class CheckpointSettings(Section):
     with another --run_name, batch and learning rate may differ; none: start at step 0, refused if the run has a
     checkpoint."""
     init_from: Annotated[str, LocalPath] = "default"
-    """Initial weights: a run, a checkpoint, an official .pth file, a PEFT LoRA folder, auto (of the unconditional
-    runs of this model and size, the one with most images seen) or none; default: auto with --enable_condition, else none."""
+    """Initial weights: a run, a checkpoint, an export or its id on the Hugging Face Hub, an official .pth file, a PEFT
+    LoRA folder, auto (of the unconditional runs of this model and size, the one with most images seen) or none;
+    default: auto with --enable_condition, else none."""
 
     @field_validator("resume")
     @classmethod

@@ -20,6 +20,7 @@ from muralist.core.errors import UserError
 from muralist.data.decode import height_width
 from muralist.data.loader import to_unit_range
 from muralist.data.packed import CAPTION_FILES, EncodedManifest, Manifest, RowWriter
+from muralist.models.hub import find_model
 from muralist.models.hunyuan_dit import BERT_TOKENS, ENCODER_COMPONENTS, T5_TOKENS, FrozenEncoders, encoder_fingerprints
 from muralist.models.spec import HUNYUAN_DIT
 from muralist.settings import PackSettings
@@ -50,7 +51,7 @@ def encode(settings: PackSettings, progress: bool = True) -> PackReport:
 def _model_folder(name: str) -> Iterator[Path]:
     """Yield the model's folder; the small model is built in a temporary folder."""
     if name != SMALL:
-        folder = Path(name).expanduser()
+        folder = find_model(str(Path(name).expanduser()), "--encode")
         if missing := next((part for part in ENCODER_COMPONENTS if not (folder / part).is_dir()), None):
             raise UserError(
                 f"{name} is not a HunyuanDiT in diffusers layout: it has no folder {missing}.",

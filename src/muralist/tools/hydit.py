@@ -3,7 +3,7 @@
     python hydit/train_deepspeed.py --ckpt-every 500 --ckpt-latest-every 100 --image-size 512 512
 
 A flag has the same meaning as in the official script, or is refused with a sentence. Flags of `muralist train` may be
-mixed in. Defaults come from `configs/waymo_base.yaml`.
+mixed in. Defaults come from `configs/waymo_base.yaml`, or the same file of the package.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from rich.table import Table
 from muralist.core.errors import UserError
 from muralist.core.slurm import set_rank_environment
 from muralist.models.configs import HUNYUAN_BETA_END, HUNYUAN_BETA_START, HUNYUAN_LAYERS
+from muralist.models.hub import find_model
+from muralist.settings.load import CONFIGS
 
-CONFIG = Path("configs", "waymo_base.yaml")
+CONFIG = "waymo_base.yaml"
 _HELP_WIDTH = 118  # without a terminal
 _MODEL = "DiT-g/2"
 _ALL_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -133,7 +135,7 @@ def help_page() -> str:
     console = Console(width=None if Console().is_terminal else _HELP_WIDTH, highlight=False)
     with console.capture() as capture:
         console.print("[bold]muralist hydit: fine-tune HunyuanDiT with the flags of its official script.[/]")
-        console.print(f"Defaults come from {CONFIG}. Flags of `muralist train --help` may be mixed in.\n")
+        console.print(f"Defaults come from configs/{CONFIG}. Flags of `muralist train --help` may be mixed in.\n")
         for title, flags in (("accepted, and what they mean here", accepted), ("refused", REFUSED)):
             table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", show_header=False)
             table.add_column(style="cyan", no_wrap=True)
@@ -158,12 +160,8 @@ def translate_flags(arguments: Sequence[str]) -> list[str]:
     flags, strategy, model_flags = translate(arguments)
     given = {word.partition("=")[0] for word in flags}
     if "--config" not in given:
-        if not CONFIG.is_file():
-            raise UserError(
-                f"There is no {CONFIG} in {Path.cwd()}, which holds the default settings.",
-                fix="Run the command in the root of the repository, or give --config PATH.",
-            )
-        flags = ["--config", str(CONFIG), *flags]
+        own = Path("configs", CONFIG)  # of a clone
+        flags = ["--config", str(own if own.is_file() else CONFIGS / CONFIG), *flags]
     if "LOCAL_RANK" in os.environ and "--strategy" not in given:
         flags += ["--strategy", strategy or _default_strategy()]
     if model_flags:
@@ -243,10 +241,11 @@ def _check_model_flags(model_flags: dict[str, str], flags: Sequence[str]) -> Non
 
     path = load(TrainSettings, flags, TRAIN_FLAT_NAMES).model.path
     schedule, conditions = {"beta_start": HUNYUAN_BETA_START, "beta_end": HUNYUAN_BETA_END["1.2"]}, False
-    with suppress(OSError, ValueError):  # train refuses a folder without a model
+    with suppress(OSError, ValueError):  # train refuses a folder that is not a model
         if path:
-            schedule = json.loads(Path(path, "scheduler", "scheduler_config.json").read_text())
-            config = json.loads(Path(path, "transformer", "config.json").read_text())
+            folder = find_model(path, "--model.path")
+            schedule = json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
+            config = json.loads((folder / "transformer" / "config.json").read_text())
             conditions = config.get("use_style_cond_and_image_meta_size", True)  # the default of diffusers
         for flag, value in model_flags.items():
             if flag in ("beta-start", "beta-end"):

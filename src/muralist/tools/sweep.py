@@ -40,6 +40,7 @@ from muralist.evaluate.inputs import find_images, read_statistics
 from muralist.generate.command import INTERRUPTED, generate
 from muralist.generate.model_info import inspect_model
 from muralist.generate.plan import SEED_STRIDE
+from muralist.models.hub import find_model
 from muralist.models.jit_spec import UNCONDITIONAL
 from muralist.models.weights import WeightSet, has_single_weight_set, latest_checkpoint
 from muralist.settings import EvaluateSettings, GenerateSettings, StatsSettings, SweepSettings
@@ -281,7 +282,7 @@ class Sweep:
         select_devices(settings.gpu_ids)
         self.settings, self.root = settings, Path(settings.output_dir)
         # Fixed now: a run may write newer checkpoints meanwhile.
-        self.checkpoint = latest_checkpoint(Path(settings.model_path))
+        self.checkpoint = latest_checkpoint(find_model(settings.model_path, "--model_path"))
         # Recorded only where it is on: sweeps from before it existed do not have it.
         self.last_step = {"official_last_step": True} if settings.official_last_step else {}
         self.model = inspect_model(self._generate_settings())

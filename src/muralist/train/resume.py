@@ -12,6 +12,7 @@ from torch import Tensor
 
 from muralist.core.errors import UserError
 from muralist.core.run_dir import RunDir, atomic_write
+from muralist.models.hub import find_model
 from muralist.models.weights import read_weights
 from muralist.settings import CheckpointSettings, TrainSettings
 from muralist.settings.load import flatten, identity, read_yaml, to_yaml
@@ -142,7 +143,6 @@ def find_initial_weights(settings: TrainSettings) -> tuple[dict[str, Tensor], st
     init_from, model = settings.checkpoint.init_from, settings.model
     if init_from == "none" or (init_from == "default" and not model.enable_condition):
         return None
-    path = Path(init_from)
     if init_from in ("auto", "default"):
         found = _best_unconditional(settings)
         where = f"{model.name} at {model.size[0]} x {model.size[1]} px under {settings.results_dir}"
@@ -152,7 +152,7 @@ def find_initial_weights(settings: TrainSettings) -> tuple[dict[str, Tensor], st
         images, path, runs = found
         others = f", the most of {runs} such runs; --init_from RUN names another" if runs > 1 else ""
         log.info("--init_from auto: the unconditional run of %s has seen %s images%s.", where, f"{images:,}", others)
-    elif (path / "checkpoints").is_dir():
+    elif ((path := find_model(init_from, "--init_from")) / "checkpoints").is_dir():
         path = _open(path).path
     return read_weights(path, "ema1"), str(path)
 
