@@ -104,7 +104,7 @@ def test_sampling_error_is_written_down_and_training_continues(
     assert "Error during sampling on GPU 0: CUDA out of memory" in (run / "logs" / "train.log").read_text()
 
 
-def test_fine_tuning_starts_from_the_newest_unconditional_run(photo_folder: Path, tmp_path: Path) -> None:
+def test_fine_tuning_starts_from_an_unconditional_run(photo_folder: Path, tmp_path: Path) -> None:
     train("--data_path", photo_folder, "--max_steps", "6", "--results_dir", tmp_path, "--run_name", "pretrained")
     pretrained = load_file(last_checkpoint(tmp_path / "pretrained") / "ema1.safetensors")
     # A learning rate of almost nothing shows where the fine-tuned run started.
