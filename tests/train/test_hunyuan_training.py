@@ -119,7 +119,8 @@ def test_missing_deepspeed_is_logged(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"), [(["--model.path", "nowhere"], "diffusers layout"), (["--img_size", 40], "of 16")]
+    ("wrong", "said"),
+    [(["--model.path", "nowhere"], "The model nowhere was not found."), (["--img_size", 40], "of 16")],
 )
 def test_invalid_model_leaves_no_run_behind(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], wrong: list[object], said: str

@@ -264,7 +264,7 @@ def test_fp16_scales_the_loss_and_resumes_exactly(photo_folder: Path, tmp_path: 
     through, legs = train_through_and_in_legs(tmp_path, common, 5, 12)
     scale = [json.loads((last_checkpoint(run) / "manifest.json").read_text())["loss_scale"] for run in (through, legs)]
     assert scale[0] == scale[1] and scale[0]["scale"] > 1
-    assert "AdamW, mixed precision (float16)" in (through / "logs" / "train.log").read_text()
+    assert "adamw, mixed precision (float16)" in (through / "logs" / "train.log").read_text()
     train("--data_path", photo_folder, "--max_steps", "12", "--results_dir", tmp_path / "plain")
     assert losses(through) == pytest.approx(losses(only_run(tmp_path / "plain")), rel=0.02)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import netrc
 import socket
 import time
 from collections.abc import Mapping
@@ -360,8 +361,6 @@ def check_wandb(context: CheckContext) -> Finding:
     Fix: Set WANDB_MODE=offline (`wandb sync` uploads later), or leave --use_wandb out: TensorBoard and metrics.jsonl
     are written anyway.
     """
-    from requests.utils import get_netrc_auth  # in which `wandb login` stores a login
-
     assert context.train
     if not context.train.log.use_wandb:
         return skipped("--use_wandb is not given")
@@ -373,10 +372,17 @@ def check_wandb(context: CheckContext) -> Finding:
         socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT).close()
     except OSError as error:
         return failed(f"{host} cannot be reached at port {port}: {error.strerror or error}.")
-    has_login = context.environment.get("WANDB_API_KEY") or get_netrc_auth(f"https://{host}")
-    if not has_login:
+    if not context.environment.get("WANDB_API_KEY") and not _has_login(host):
         return failed(f"No login for {host}.", fix="Run `wandb login`, or set WANDB_API_KEY.")
     return ok(f"{host} can be reached, and there is a login")
+
+
+def _has_login(host: str) -> bool:
+    """Whether `wandb login` stored a login; its content is not read."""
+    try:
+        return netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 @check("collective test")
