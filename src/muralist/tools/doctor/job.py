@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import netrc
+import os
 import socket
 import time
 from collections.abc import Mapping
