@@ -27,7 +27,7 @@ _TOKENS = 256  # per image, of every JiT in the table
 _SUMMARY = {
     "train-b4-256": "JiT-B/4 training, batch 256",
     "sample-b4-64": "JiT-B/4 sampling, batch 64",
-    "fid-256": "FID features of 256 px PNGs",
+    "generate-wan": "Wan-2.1-1.3B, `muralist generate`",
 }
 
 
@@ -57,14 +57,8 @@ def summary() -> str:
     rows = ["| one H200 | muralist | baseline | ratio |", "|---|---|---|---|"]
     items = read_items()
     for name, label in _SUMMARY.items():
-        kind = name.partition("-")[0]
-        if name in items:
-            ours, baseline, ratio = _medians(items[name])
-        else:
-            _, _, reader, record, key = EARLIER[name]
-            ours, baseline, ratio = reader(record, key)
-        ours = ours.partition(" (")[0]  # the warm rate; the second table has both
-        rows.append(f"| {label} | {ours} | {baseline}, {_BASELINE[kind]} | **{ratio}** |")
+        ours, baseline, ratio = _medians(items[name])
+        rows.append(f"| {label} | {ours} | {baseline}, {_BASELINE[items[name]['kind']]} | **{ratio}** |")
     return "\n".join(rows)
 
 
@@ -101,84 +95,6 @@ def _whole(item: dict[str, Any]) -> str:
     return ""
 
 
-def _steps(record: str, case: str) -> tuple[str, str, str]:
-    """Return the rates of a training step and their ratio, from a record of bench/train_speed.py."""
-    rows = {row["variant"]: row for row in _read(record)["rows"] if row["case"] == case}
-    theirs = rows.get("other") or rows.get("the official code's step")
-    ours = rows["fused+graphs"]["K tokens/s"]
-    assert theirs
-    return f"{ours:.1f}K tokens/s", f"{theirs['K tokens/s']:.1f}K tokens/s", f"{ours / theirs['K tokens/s']:.2f}x"
-
-
-def _fp8(record: str, case: str) -> tuple[str, str, str]:
-    rows = [row for row in _read(record)["rows"] if (row["case"], row["variant"]) == (case, "fused+graphs+fp8")]
-    return f"{rows[0]['K tokens/s']:.1f}K tokens/s", "", ""
-
-
-def _samples(record: str, case: str) -> tuple[str, str, str]:
-    rows = {row["variant"]: row["images/s"] for row in _read(record)["rows"] if row["case"] == case}
-    return _compare(rows["muralist"], rows["other"])
-
-
-def _generated(record: str, model: str) -> tuple[str, str, str]:
-    found = _read(record)["models"][model]
-    ours, theirs = (
-        found["muralist generate"]["images/s"],
-        found["plain diffusers loop, one prompt at a time"]["images/s"],
-    )
-    return _compare(ours, theirs)
-
-
-def _features(record: str, size: str) -> tuple[str, str, str]:
-    found = _read(record)["results"][size]
-    ours = found["muralist, TF32"]
-    rate, baseline, ratio = _compare(ours["images/s, warm"], found["pytorch-fid"]["images/s, warm"])
-    whole = ours["images/s, with hashing, loading and reading back"]
-    return f"{rate} ({whole:,.0f} images/s with hashing and loading, 5,000 files)", baseline, ratio
-
-
-def _compare(ours: float, theirs: float) -> tuple[str, str, str]:
-    return _rate("images", ours), _rate("images", theirs), f"{ours / theirs:.2f}x"
-
-
-def _read(record: str) -> dict[str, Any]:
-    return dict(json.loads((RESULTS / record).read_text()))
-
-
-EARLIER = {
-    "train-b4-256-fp8": ("JiT-B/4, 64 px", "training step, batch 256, `--precision fp8`", _fp8, "train_speed_h200.json",
-                         "JiT-B/4@64x256"),
-    "train-b16-128": ("JiT-B/16, 256 px", "training step, batch 128", _steps, "train_speed_b16_h200.json",
-                      "JiT-B/16@256x128"),
-    "train-l16-64": ("JiT-L/16, 256 px", "training step, batch 64", _steps, "train_speed_l16_official_h200.json",
-                     "JiT-L/16@256x64"),
-    "sample-b4-256": ("JiT-B/4, 64 px", "sampling, batch 256", _samples, "jit_generate_speed_h200.json",
-                      "JiT-B/4@64x256"),
-    "sample-b16-128": ("JiT-B/16, 256 px", "sampling, batch 128", _samples, "jit_generate_speed_h200.json",
-                       "JiT-B/16@256x128"),
-    "generate-wan": ("Wan-2.1-1.3B, 832 x 480", "`muralist generate`, batch 8", _generated,
-                     "generate_wan_ahead_h200.json", "wan"),
-    "generate-hunyuan": ("HunyuanDiT-1.5B, 1024 px", "`muralist generate`, batch 4", _generated,
-                         "generate_recorded_h200.json", "hunyuan"),
-    "generate-sdxl": ("SDXL, 1024 px", "`muralist generate`, batch 8", _generated, "generate_recorded_h200.json", "sdxl"),
-    "fid-256": ("Inception-v3, 256 px", "FID features", _features, "fid_speed_h200.json", "256 px"),
-    "fid-32": ("Inception-v3, 32 px", "FID features", _features, "fid_speed_h200.json", "32 px"),
-}  # fmt: skip
-"""Items that were measured before the rounds alternated: model, setting, reader, record and its key."""
-
-
-def earlier() -> str:
-    """Return the table of items that the standard record does not have yet."""
-    rows = ["| model | setting | ours | baseline | ratio | record |", "|---|---|---|---|---|---|"]
-    done = read_items()
-    for name, (model, setting, reader, record, key) in EARLIER.items():
-        if name not in done:
-            ours, baseline, ratio = reader(record, key)
-            link = f"[{record.removesuffix('_h200.json')}](bench/results/{record})"
-            rows.append(f"| {model} | {setting} | {ours} | {baseline} | {ratio} | {link} |")
-    return "\n".join(rows)
-
-
 def conditions() -> str:
     """Return the footnote of the table: hardware, versions, what each side does, and the commands."""
     items = read_items()
@@ -212,7 +128,7 @@ def commands() -> str:
     )
 
 
-BLOCKS = {"summary": summary, "table": table, "conditions": conditions, "commands": commands, "earlier": earlier}
+BLOCKS = {"summary": summary, "table": table, "conditions": conditions, "commands": commands}
 
 
 def render(text: str) -> str:
