@@ -94,6 +94,8 @@ def test_invalid_prompts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "photo.png").write_bytes(b"\x89PNG\r\n\xff")
     with pytest.raises(UserError, match=r"photo\.png: it is not UTF-8 text"):
         read_prompts([str(tmp_path / "photo.png")], pets)
+    with pytest.raises(UserError, match="missing.txt was not found"):
+        read_prompts([str(tmp_path / "missing.txt")], family())
     for long in ("long " * 1000, "图" * 200):
         assert read_prompts([long], family()) == [long.strip()]
 

@@ -399,6 +399,7 @@ TRAIN_MEANINGS = {
     "num_inference_steps": "--sample_steps N is the number of steps of the samples.",
     "center_crop": "Images are resized and cropped at the center always: leave it out.",
     "lora_target_modules": "--lora_targets LAYERS names the layers that get LoRA.",
+    "lora_dropout": "LoRA has no dropout here: PEFT draws it from the global random state, so a resumed run would differ.",
     "network_dim": "--lora_rank N is the rank of LoRA.",
     "network_alpha": "--lora_alpha X is the alpha of LoRA.",
     "lora": "--training_parts lora trains LoRA layers.",

@@ -28,7 +28,7 @@ from torch import nn
 
 from muralist.core.errors import UserError
 from muralist.core.images import contact_sheet, encode_png, to_uint8_array
-from muralist.core.run_dir import atomic_write
+from muralist.core.run_dir import atomic_write, check_exists
 from muralist.models.spec import ModelSpec
 from muralist.settings import SampleSettings
 from muralist.train.checkpoint import folder_name, list_checkpoints, step_of
@@ -59,8 +59,12 @@ def samples_of_rank(prompts: Sequence[str], settings: SampleSettings, rank: int,
 def read_prompts(given: Sequence[str], spec: ModelSpec) -> list[str]:
     """Prompts from the settings: the lines of a text file, the texts themselves, or the model's defaults."""
     prompts = [prompt.strip() for prompt in given]
-    if len(prompts) == 1 and len(prompts[0].encode()) < _MAX_FILE_NAME and Path(prompts[0]).is_file():
-        prompts = _read_lines(Path(prompts[0]))
+    if len(prompts) == 1 and len(prompts[0].encode()) < _MAX_FILE_NAME:
+        file = Path(prompts[0])
+        if file.is_file():
+            prompts = _read_lines(file)
+        elif file.suffix == ".txt" and " " not in prompts[0]:
+            check_exists(file, "file of --sample_prompts", "Give a text file with one prompt per line, or the prompts.")
     prompts = prompts or spec.default_prompts()
     spec.check_prompts(prompts)
     return prompts
