@@ -256,6 +256,31 @@ def test_alpha_scales_the_adapter_everywhere(model: Path, run: Path, tmp_path: P
         torch.testing.assert_close(back[name], value, rtol=0, atol=1e-6)
 
 
+def test_dropout_is_seeded_per_sample(model: Path, tmp_path: Path) -> None:
+    """A sample's mask depends on neither its batch, nor on checkpointed blocks; a resumed run ends the same to the bit."""
+    lora = Lora(4, LORA.targets, dropout=0.5)
+    family = family_of(model, lora)
+    network = family.network()
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if ".lora_" in name:
+                weight.copy_(torch.linspace(-0.2, 0.3, weight.numel()).view_as(weight))
+    dropped, later = loss_of(family, network), loss_of(family, network, first=2)
+    assert torch.allclose(dropped[2:], later[:-2], rtol=1e-5) and torch.equal(dropped, loss_of(family, network))
+    network.eval()
+    assert not torch.allclose(dropped, loss_of(family, network), rtol=1e-3)
+    plain = family_of(model).network().eval()
+    plain.load_state_dict(network.state_dict())
+    assert torch.equal(loss_of(family, network), loss_of(family_of(model), plain))
+    words = ["--lora_dropout", "0.5", "--ckpt_every", "2", *QUIET]
+    train(model, tmp_path, "through", 4, *words)
+    train(model, tmp_path, "stopped", 2, *words)
+    train(model, tmp_path, "stopped", 4, *words, "--gradient_checkpointing")
+    files = [tmp_path / name / "checkpoints" / "step_0000004" / "model.safetensors" for name in ("through", "stopped")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert files[0].read_bytes() != (files[1].parents[1] / "step_0000002" / "model.safetensors").read_bytes()
+
+
 def official_adapter(weights: dict[str, Tensor], folder: Path, alpha: int) -> dict[str, Tensor]:
     """LoRA as the official script saves it, of fused layers; returns the sums it stands for, by our names."""
     blocks = {name.partition(".attn")[0] for name in weights}

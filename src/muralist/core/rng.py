@@ -116,3 +116,11 @@ class SampleKeys:
     def normal(self, purpose: int, shape: tuple[int, ...] = ()) -> Tensor:
         """Standard normal float32, one block of numbers per sample."""
         return normal(self.seed, purpose, self.sample_indices, shape)
+
+
+def dropout(x: Tensor, probability: float, keys: SampleKeys | None, site: int) -> Tensor:
+    """Dropout whose mask is a function of the sample's key and the site in the network; without keys, the identity."""
+    if keys is None or probability == 0:
+        return x
+    keep = keys.uniform(Purpose.DROPOUT + site, tuple(x.shape[1:])) >= probability
+    return x * (keep.to(x.dtype) / (1 - probability))

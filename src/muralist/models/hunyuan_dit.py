@@ -34,7 +34,7 @@ from muralist.data.loader import Batch, flip_mask, to_unit_range
 from muralist.data.packed import EncodedText, LatentSource
 from muralist.diffusion import ddpm, flow
 from muralist.models.integrity import check_base, fingerprint
-from muralist.models.lora import Lora, is_adapter
+from muralist.models.lora import Lora, is_adapter, set_dropout_keys
 from muralist.models.spec import HUNYUAN_DIT, ModelSpec, resolve
 from muralist.models.weights import read_description
 from muralist.settings import SampleSettings, TrainSettings
@@ -174,7 +174,7 @@ class HunyuanDiTSpec(ModelSpec):
             uncond_p_t5=model.uncond_p_t5,
             random_flip=settings.data.random_flip,
             gradient_checkpointing=model.gradient_checkpointing,
-            lora=Lora(model.lora_rank, tuple(model.lora_targets), model.lora_alpha)
+            lora=Lora(model.lora_rank, tuple(model.lora_targets), model.lora_alpha, model.lora_dropout)
             if model.training_parts == "lora"
             else None,
             seed=settings.seed,
@@ -252,6 +252,8 @@ class HunyuanDiTSpec(ModelSpec):
         t = ddpm.sample_timestep(keys)
         e = flow.sample_noise(keys, tuple(x.shape[1:]))
         a = self._alphas_cumprod[t]
+        if self.lora and self.lora.dropout:
+            set_dropout_keys(network, keys)
         output = self._predict(network, ddpm.add_noise(x, e, a), t.float(), EncodedText(*encoded[1:]))
         return (output.float() - ddpm.velocity(x, e, a)).square().mean(dim=(1, 2, 3))
 
@@ -370,6 +372,8 @@ class HunyuanDiTSpec(ModelSpec):
         lora = self.lora and {"rank": self.lora.rank, "targets": list(self.lora.targets), "base": transformer}
         if lora and self.lora and self.lora.alpha is not None:
             lora["alpha"] = self.lora.alpha
+        if lora and self.lora and self.lora.dropout:
+            lora["dropout"] = self.lora.dropout
         return {
             "family": HUNYUAN_DIT.key,
             "model": HUNYUAN_DIT.name,
@@ -419,7 +423,9 @@ class HunyuanDiTSpec(ModelSpec):
 
 
 def _lora(description: Mapping[str, Any]) -> Lora:
-    return Lora(description["rank"], tuple(description["targets"]), description.get("alpha"))
+    return Lora(
+        description["rank"], tuple(description["targets"]), description.get("alpha"), description.get("dropout", 0.0)
+    )
 
 
 def _trained_transformer(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from muralist.core import rng
-from muralist.core.rng import Purpose, SampleKeys
+from muralist.core.rng import Purpose, SampleKeys, dropout
 from muralist.kernels.fp8 import Fp8Activation
 from muralist.kernels.ops import (
     Linear,
@@ -105,14 +105,6 @@ def rope_table(grid: Size, head_dim: int, context: int, device: torch.device) ->
     return angle.cos(), angle.sin()
 
 
-def _dropout(x: Tensor, probability: float, keys: SampleKeys | None, site: int) -> Tensor:
-    """Dropout whose mask is a function of the sample's key and the site in the network; without keys, the identity."""
-    if keys is None or probability == 0:
-        return x
-    keep = keys.uniform(Purpose.DROPOUT + site, tuple(x.shape[1:])) >= probability
-    return x * (keep.to(x.dtype) / (1 - probability))
-
-
 class PatchConv(nn.Conv2d):
     """A convolution whose stride is its kernel size, computed as a matmul on flattened patches."""
 
@@ -182,7 +174,7 @@ class Attention(nn.Module):
         # A fused kernel would draw its own dropout mask; ours needs the explicit attention weights.
         q, k, v = qk_norm_rope(*inputs)
         scores = q.float() @ k.float().transpose(-2, -1) / math.sqrt(q.shape[-1])  # [B, heads, L, L]
-        out = _dropout(scores.softmax(dim=-1), self.attn_drop, keys, self.site).to(v.dtype) @ v
+        out = dropout(scores.softmax(dim=-1), self.attn_drop, keys, self.site).to(v.dtype) @ v
         return out.transpose(1, 2).flatten(2)
 
 
@@ -200,7 +192,7 @@ class SwiGLU(nn.Module):
         hidden = swiglu(self.w12, x)
         if keys is not None and self.drop > 0:
             original = hidden.original if isinstance(hidden, Fp8Activation) else hidden
-            hidden = _dropout(original[..., : self.w3.in_features], self.drop, keys, self.site)
+            hidden = dropout(original[..., : self.w3.in_features], self.drop, keys, self.site)
         return output_projection(self.w3, hidden)
 
 
@@ -247,7 +239,7 @@ class Block(nn.Module):
         x, y = stream.norm_modulate(self.norm1.weight, shift1, scale1, self.attn.qkv)
         heads, proj = self.attn(y, rope, keys), self.attn.proj
         if keys is not None and self.attn.proj_drop > 0:
-            branch, bias = _dropout(proj(heads), self.attn.proj_drop, keys, self.attn.site + 1), None
+            branch, bias = dropout(proj(heads), self.attn.proj_drop, keys, self.attn.site + 1), None
         else:
             branch, bias = output_projection(proj, heads)
         x, y = adaln_rmsnorm(x, branch, bias, gate1, self.norm2.weight, shift2, scale2, self.mlp.w12)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from muralist.core import rng
 from muralist.core.errors import UserError, closest_match
-from muralist.core.rng import Purpose
+from muralist.core.rng import Purpose, SampleKeys
 from muralist.models.configs import HUNYUAN_LAYERS
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -67,13 +67,37 @@ def _diffusers_layers(layer: str) -> list[str]:
     return [f"{block if end.startswith('attn') else place}.{end}" for end in HUNYUAN_LAYERS.get(last, (last,))]
 
 
+class _SampleDropout(nn.Module):
+    """Dropout of a LoRA's input, with a mask for each sample: PEFT's own would draw it from torch's global RNG."""
+
+    def __init__(self, probability: float, site: int) -> None:
+        super().__init__()
+        self.probability, self.site = probability, site
+        self.seed = 0
+        self.sample_indices: Tensor | None = None  # of the batch, set by `set_dropout_keys`
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop elements in training only."""
+        if not self.training or self.sample_indices is None:
+            return x
+        return rng.dropout(x, self.probability, SampleKeys(self.seed, self.sample_indices), self.site)
+
+
+def set_dropout_keys(network: nn.Module, keys: SampleKeys) -> None:
+    """Let the masks of LoRA dropout be those of a batch, also when blocks are computed again in the backward pass."""
+    for module in network.modules():
+        if isinstance(module, _SampleDropout):
+            module.seed, module.sample_indices = keys.seed, keys.sample_indices
+
+
 @dataclass(frozen=True)
 class Lora:
-    """The rank of an adapter, the layers it targets, and its alpha."""
+    """The rank of an adapter, the layers it targets, its alpha, and the dropout of its input."""
 
     rank: int
     targets: tuple[str, ...]  # suffixes of layer names
     alpha: float | None = None  # None: the rank
+    dropout: float = 0.0
 
     @property
     def scale(self) -> float:
@@ -92,6 +116,10 @@ class Lora:
         self._check_targets(network)
         # On the meta device: PEFT would draw the values from torch's global RNG.
         inject_adapter_in_model(self._config(), network, low_cpu_mem_usage=True)
+        if self.dropout:
+            adapted = [module.lora_dropout for module in network.modules() if hasattr(module, "lora_dropout")]
+            for site, dropouts in enumerate(adapted):
+                dropouts["default"] = _SampleDropout(self.dropout, site)
 
     def init_weights(self, network: nn.Module, seed: int) -> None:
         """Initialize inserted adapters; the values depend on the seed alone."""
@@ -123,7 +151,7 @@ class Lora:
 
         # By default scale 1, as in the official HunyuanDiT script.
         alpha: Any = self.rank if self.alpha is None else self.alpha  # PEFT takes fractions, although it says int
-        config = LoraConfig(r=self.rank, lora_alpha=alpha)
+        config = LoraConfig(r=self.rank, lora_alpha=alpha, lora_dropout=self.dropout)
         config.target_modules = sorted(self.targets)  # PEFT makes a set of it, whose order is not reproducible
         return config
 

@@ -106,6 +106,8 @@ class ModelSettings(Section):
     """LoRA rank."""
     lora_alpha: PositiveFloat | None = None
     """LoRA alpha: the adapter's output is scaled by alpha / rank; default: the rank, which is no scaling."""
+    lora_dropout: FractionBelowOne = 0.0
+    """Dropout of the input of LoRA layers, seeded per sample."""
     lora_targets: list[str] = ["to_q", "to_k", "to_v", "to_out.0"]
     """Layers of the blocks that get LoRA, by the end of their name: to_q (all attention), attn2.to_q, ff.net.0.proj,
     ..."""
@@ -399,7 +401,7 @@ TRAIN_MEANINGS = {
     "num_inference_steps": "--sample_steps N is the number of steps of the samples.",
     "center_crop": "Images are resized and cropped at the center always: leave it out.",
     "lora_target_modules": "--lora_targets LAYERS names the layers that get LoRA.",
-    "lora_dropout": "LoRA has no dropout here: PEFT draws it from the global random state, so a resumed run would differ.",
+    "network_dropout": "--lora_dropout X is the dropout of LoRA.",
     "network_dim": "--lora_rank N is the rank of LoRA.",
     "network_alpha": "--lora_alpha X is the alpha of LoRA.",
     "lora": "--training_parts lora trains LoRA layers.",

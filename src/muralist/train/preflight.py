@@ -79,7 +79,7 @@ def _check_samples(settings: TrainSettings) -> None:
 def check_model_settings(model: ModelSettings) -> None:
     """Refuse a model that does not exist, is incomplete, or cannot be trained like this."""
     family = find_family(model.name)
-    for name in ("lora_rank", "lora_alpha"):
+    for name in ("lora_rank", "lora_alpha", "lora_dropout"):
         if model.training_parts != "lora" and (value := getattr(model, name)) != getattr(ModelSettings(), name):
             raise UserError(
                 f"--{name} {value:g} has no effect without --training_parts lora.",
