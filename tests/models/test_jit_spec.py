@@ -282,6 +282,9 @@ def test_weights_that_do_not_fit_are_refused(change: str) -> None:
     with pytest.raises(UserError, match="The weights of elsewhere do not fit JiT-T/8 at 16 px") as caught:
         pets.init_from(pets.network(), given, "elsewhere")
     assert "nothing there" in caught.value.why if change == "missing" else "here and (" in caught.value.why
+    wide, high = family(*PETS, img_size=(16, 32)), family(img_size=(32, 16)).network().state_dict()  # as many tokens
+    with pytest.raises(UserError, match="do not fit JiT-T/8 at 16 x 32 px.*a model at 32 x 16 px"):
+        wide.init_from(wide.network(), high, "elsewhere")
 
 
 def test_description_for_checkpoints() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,10 @@ def test_fork_has_the_batch_and_the_learning_rate_it_was_given(
     train(*fork, "--run_name", "through", "--max_steps", "5")
     assert_same_state(last_checkpoint(tmp_path / "fork"), last_checkpoint(tmp_path / "through"))
     assert metrics(tmp_path / "through") == lines
+    train(*common, "--resume", tmp_path / "base", "--run_name", "half", "--precision", "fp16", "--max_steps", "5")
+    shutil.rmtree(tmp_path / "base")  # the fork has checkpoints of its own
+    train(*fork, "--run_name", "fork", "--max_steps", "6")
+    assert metrics(tmp_path / "fork")[-1]["step"] == 6
 
 
 def test_cosine_ends_where_training_ends(

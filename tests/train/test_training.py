@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,14 @@ def test_broken_images_are_skipped_counted_and_listed_with_exact_resumption(
         other = only_run(tmp_path / str(number))
         assert losses(other) == losses(through)
         assert sorted((other / "broken.txt").read_text().splitlines()) == listed
+    strange = os.fsencode(data / "cat") + b"/bro\xffken.png"  # not UTF-8
+    for file in (strange, *(os.fsencode(path) for path in (tmp_path / "val").rglob("*.png"))):
+        Path(os.fsdecode(file)).write_bytes(b"broken")
+    train(*common, "--max_steps", "8", "--results_dir", tmp_path, "--run_name", "all")
+    assert "The held-out images are broken: there is no val/loss." in capfd.readouterr().out
+    assert "val/loss" not in metrics(tmp_path / "all")[-1]
+    names = (tmp_path / "all" / "broken.txt").read_text()
+    assert "bro\\udcffken.png" in names and "val/cat" in names
 
 
 def test_non_finite_loss_stops_the_run_and_is_never_saved(

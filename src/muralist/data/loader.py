@@ -93,6 +93,12 @@ class _OrderedDataset(Dataset[Batch]):
             return error  # raised by the main process: DataLoader would wrap it into a traceback
 
 
+class AllBroken(UserError):
+    """No intact image was found in place of a broken one."""
+
+    broken: tuple[BrokenImage, ...] = ()
+
+
 def _read_others(
     source: Source, index_of: Callable[[Indices], Indices], order: SampleOrder, positions: Indices, samples: Indices
 ) -> Batch:
@@ -106,7 +112,11 @@ def _read_others(
             broken[position] = BrokenImage(position, error.name, error.reason)
         return position in broken
 
-    intact = replace_broken(order, positions, samples, is_broken)
+    try:
+        intact = replace_broken(order, positions, samples, is_broken)
+    except AllBroken as error:
+        error.broken = tuple(broken.values())
+        raise
     return _read(source, index_of(intact), samples)._replace(broken=tuple(broken.values()))
 
 
@@ -120,7 +130,7 @@ def replace_broken(
         while is_broken(int(positions[slot])):
             attempt += 1
             if attempt > _MAX_ATTEMPTS:
-                raise UserError(
+                raise AllBroken(
                     f"--on_broken skip found {_MAX_ATTEMPTS} broken images in a row in place of a broken one.",
                     "Most images of this size are broken.",
                     "Repair the data set; `muralist pack` lists every broken image in broken.txt.",

@@ -11,7 +11,8 @@ import re
 import sys
 import tempfile
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -114,11 +115,25 @@ class _RowFile:
 
     def append(self, row: PromptRow, number: int) -> None:
         """Write a row."""
-        self._offsets.append(self._offsets[-1] + self._file.write(json.dumps((number, *row)).encode()))
+        with self._explained():
+            self._offsets.append(self._offsets[-1] + self._file.write(json.dumps((number, *row)).encode()))
 
     def flush(self) -> None:
         """End writing."""
-        self._file.flush()
+        with self._explained():
+            self._file.flush()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            place = tempfile.gettempdir()
+            raise UserError(
+                f"The prompts could not be kept in the temporary folder {place}: {error.strerror}.",
+                "They wait there until their images are made.",
+                "Free space there, or set TMPDIR to another folder.",
+            ) from None
 
     def read(self, index: int) -> tuple[PromptRow, int]:
         """Return a row and its number."""

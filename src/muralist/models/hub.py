@@ -34,7 +34,8 @@ def find_model(name: str, flag: str) -> Path:
     try:
         check_exists(Path(name), "model", fix)
     except UserError as error:
-        if not _HUB_ID.fullmatch(name):
+        # In a folder of this machine, such as results/, a name is a mistyped path, and not asked of the Hub.
+        if not _HUB_ID.fullmatch(name) or Path(name).parent.is_dir():
             raise
         return _find_snapshot(name, error.why)
     return Path(name)

@@ -245,6 +245,13 @@ class JiTSpec(ModelSpec):
                     "Start from a run of the same model and size, or give --init_from none.",
                 )
             value.copy_(weights[name])
+        size = configs.as_size(_input_size(weights["pos_embed"], configs.parse_jit_name(self.name)[1]))
+        if configs.height_width(size) != configs.height_width(self.img_size):  # as many tokens in another shape
+            raise UserError(
+                f"The weights of {origin} do not fit {self.name} at {format_size(self.img_size)} px.",
+                f"They are those of a model at {format_size(size)} px.",
+                "Start from a run of the same model and size, or give --init_from none.",
+            )
 
     def flops_per_image(self) -> int:
         """Forward FLOPs, and twice as many backward."""

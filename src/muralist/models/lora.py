@@ -117,7 +117,7 @@ class Lora:
         # On the meta device: PEFT would draw the values from torch's global RNG.
         inject_adapter_in_model(self._config(), network, low_cpu_mem_usage=True)
         if self.dropout:
-            adapted = [module.lora_dropout for module in network.modules() if hasattr(module, "lora_dropout")]
+            adapted: list[Any] = [layer.lora_dropout for layer in network.modules() if hasattr(layer, "lora_dropout")]
             for site, dropouts in enumerate(adapted):
                 dropouts["default"] = _SampleDropout(self.dropout, site)
 

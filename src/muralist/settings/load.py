@@ -428,8 +428,12 @@ def run_name(settings: TrainSettings, config: str | None) -> str:
     height, width = settings.model.size
     size = height if height == width else f"{height}x{width}"
     model = f"{settings.model.name.replace('/', '-')}-{size}{condition}"
-    digest = hashlib.sha256(json.dumps(identity(settings), sort_keys=True).encode()).hexdigest()
-    return f"{sanitize_name(Path(config).stem) if config else model}-{digest[:6]}"
+    return f"{sanitize_name(Path(config).stem) if config else model}-{identity_digest(settings)}"
+
+
+def identity_digest(settings: TrainSettings) -> str:
+    """Return six hex digits of the identity, the end of a default run name."""
+    return hashlib.sha256(json.dumps(identity(settings), sort_keys=True).encode()).hexdigest()[:6]
 
 
 def to_yaml(settings: Section) -> str:

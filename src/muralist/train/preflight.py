@@ -39,6 +39,10 @@ def check_settings(settings: TrainSettings) -> None:
             f"--data_weights has {len(weights)} numbers, and --data_path {len(settings.data.paths)} data sets.",
             fix="Give one number for each data set, in the same order.",
         )
+    if weights and settings.data.multireso:
+        raise UserError(
+            "--data_weights is not supported with --multireso, which reads one data set.", fix="Leave one of them out."
+        )
     if settings.data.multireso:
         _check_multireso(settings)
     elif settings.data.reso_step:

@@ -15,7 +15,7 @@ from muralist.core.run_dir import RunDir, atomic_write
 from muralist.models.hub import find_model
 from muralist.models.weights import read_weights
 from muralist.settings import CheckpointSettings, TrainSettings
-from muralist.settings.load import flatten, identity, read_yaml, to_yaml
+from muralist.settings.load import flatten, identity, identity_digest, read_yaml, to_yaml
 from muralist.train.checkpoint import Checkpoint, list_checkpoints, newest_intact, read_manifest
 from muralist.train.distributed import World
 
@@ -29,6 +29,7 @@ class SettingsMismatch(UserError):
 def claim(run: RunDir, settings: TrainSettings) -> None:
     """Write the run's settings; a folder that holds a run with other settings is refused with the difference."""
     check_same_settings(run, settings)
+    _warn_of_earlier_name(run, settings)
     atomic_write(run.config, to_yaml(settings))
 
 
@@ -47,6 +48,19 @@ def check_same_settings(run: RunDir, settings: TrainSettings) -> None:
             fix="Give the settings it was started with, or continue from it in a new run with these settings: "
             f"--resume {run.root} --run_name NEW.",
         )
+
+
+def _warn_of_earlier_name(run: RunDir, settings: TrainSettings) -> None:
+    """Say where version 0.1 keeps this run: --max_steps was not part of the name of a cosine run then."""
+    without = settings.model_copy(update={"max_steps": None})
+    earlier = RunDir(run.root.with_name(run.root.name[:-6] + identity_digest(without)))
+    is_new = settings.run_name is None and earlier.root != run.root and not list_checkpoints(run.checkpoints)
+    if is_new and list_checkpoints(earlier.checkpoints) and _decays_with_epochs(earlier):
+        log.warning(
+            "Version 0.1 trained these settings as %s: `--run_name %s` resumes it. This run is a new one, because the "
+            "cosine schedule now ends with --max_steps.",
+            earlier.root, earlier.root.name,
+        )  # fmt: skip
 
 
 def _decays_with_epochs(run: RunDir) -> bool:
@@ -75,8 +89,10 @@ def find_checkpoint(
         return None
     if resume == "auto":
         found = newest_intact(run.checkpoints)
-    elif not is_own(run, found := _open(Path(resume))):
-        found = _fork(run, found, settings)
+    elif _is_in(run, Path(resume)):
+        found = _open(Path(resume))
+    else:
+        found = _fork(run, settings)
     if found is None:
         return None
     then = found.manifest["model"]
@@ -102,7 +118,12 @@ def is_own(run: RunDir, checkpoint: Checkpoint) -> bool:
     return checkpoint.path.parent.resolve() == run.checkpoints.resolve()
 
 
-def _fork(run: RunDir, origin: Checkpoint, settings: CheckpointSettings) -> Checkpoint:
+def _is_in(run: RunDir, path: Path) -> bool:
+    """Whether a path is the run's folder or one of its checkpoints."""
+    return run.root.resolve() in (path.resolve(), path.resolve().parent.parent)
+
+
+def _fork(run: RunDir, settings: CheckpointSettings) -> Checkpoint:
     """The checkpoint of another run that a new run continues, or its own newest one once it has some."""
     if settings.init_from not in ("default", "none"):
         raise UserError(
@@ -111,9 +132,9 @@ def _fork(run: RunDir, origin: Checkpoint, settings: CheckpointSettings) -> Chec
             "Leave one of them out.",
         )
     own = newest_intact(run.checkpoints)
-    if own:
-        log.info("%s has checkpoints of its own: resuming from its last one, not from %s.", run.root, origin.path)
-    return own or origin
+    if own:  # the other run may have deleted its checkpoint meanwhile
+        log.info("%s has checkpoints of its own: resuming from its last one, not from %s.", run.root, settings.resume)
+    return own or _open(Path(settings.resume))
 
 
 def _open(path: Path) -> Checkpoint:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from muralist.core.errors import UserError
 from muralist.core.rng import SampleKeys
-from muralist.data.loader import Batch, BrokenImage, held_out_batches
+from muralist.data.loader import AllBroken, Batch, BrokenImage, held_out_batches
 from muralist.models.spec import ModelSpec
 from muralist.models.weights import WeightSet
 from muralist.settings import TrainSettings
@@ -124,7 +124,8 @@ class TrainState:
         for name, ema in zip(names, self.emas, strict=True):
             self.strategy.load_ema(ema, read_saved_weights(checkpoint.path, name, self.network, self.spec))
         self.strategy.load_optimizer(checkpoint.path, self)
-        self.scaler.load_state_dict(checkpoint.manifest["loss_scale"])
+        if loss_scale := checkpoint.manifest["loss_scale"]:  # empty unless it was trained in fp16: a fork may begin to
+            self.scaler.load_state_dict(loss_scale)
         self.images = images
 
     def step(self, batches: Iterable[Batch]) -> StepResult:
@@ -264,7 +265,15 @@ def held_out_loss(
                 batch = next(batches)
             except UserError as caught:
                 error = caught
-            if world.all_reduce_max(error is not None) or batch is None:
+            trouble = world.all_reduce_max(
+                0 if error is None else 1 if on_broken and isinstance(error, AllBroken) else 2
+            )
+            if trouble == 1:  # 1% of a small data set is one image
+                if on_broken and isinstance(error, AllBroken):
+                    on_broken(error.broken)
+                log.warning("The held-out images are broken: there is no val/loss.")
+                return None, None
+            if trouble or batch is None:
                 return None, error or UserError("Another process could not read a held-out image; see its message.")
             if on_broken:
                 on_broken(batch.broken)

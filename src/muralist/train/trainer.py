@@ -214,6 +214,7 @@ class Trainer:
         """Write broken images that were skipped into the run's list, each once, whichever rank or start found it."""
         for image in broken:
             line = " ".join(f"{image.name}: {image.reason}".split())
+            line = line.encode(errors="backslashreplace").decode()  # a file name need not be UTF-8
             listed = self.run.broken.read_text(encoding="utf-8").splitlines() if self.run.broken.exists() else []
             if line not in listed:
                 with open_no_follow(self.run.broken, "a", encoding="utf-8") as file:
