@@ -165,12 +165,12 @@ class Trainer:
                 manifest = {
                     "images": self.state.images,
                     "total_batch": self.plan.total,
-                    "optimizer": self.settings.optim.optimizer,
                     "model": self.spec.describe(),
                     "data": self.data.facts,
                     **self.recorder.state_dict(),
                     "loss_scale": self.state.scaler.state_dict(),
                     **({} if self.decays_with_epochs else {"lr_decay_steps": self.state.rate.decay_steps}),
+                    **({} if (optimizer := self.settings.optim.optimizer) == "adamw" else {"optimizer": optimizer}),
                     "versions": {"muralist": __version__, "torch": torch.__version__},
                 }
                 self.writer.submit(step, snapshot.weights, snapshot.state, manifest)
