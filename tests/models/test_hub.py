@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from muralist.core.errors import UserError
 from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
-from muralist.models.hub import find_model
 from tests.support.hub import serve
 from tests.support.jit_models import family, network_of
 from tests.support.runs import finish, metrics, start
@@ -109,11 +107,3 @@ def test_commands_take_ids(tmp_path: Path) -> None:
     assert "path: org/dit" in (tmp_path / "results" / "dit" / "config.yaml").read_text()
     manifest = json.loads(next((tmp_path / "results" / "dit").glob("checkpoints/*/manifest.json")).read_text())
     assert "models--org--dit" in manifest["model"]["folder"], "generate finds the base model offline"
-
-
-def test_a_mistyped_path_is_not_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "results").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="The model results/typo was not found.*has no entry typo") as caught:
-        find_model("results/typo", "--init_from")
-    assert "huggingface" not in caught.value.why

@@ -12,7 +12,7 @@ from scripts.make_golden_jit import COMMIT, GOLDEN, golden_inputs, weights_by_fo
 from torch import Tensor
 
 from muralist.core.errors import UserError
-from muralist.core.rng import SampleKeys
+from muralist.core.rng import SampleKeys, dropout
 from muralist.diffusion import flow, samplers
 from muralist.kernels import ops
 from muralist.models import jit
@@ -223,7 +223,7 @@ class TestDropout:
 
     def test_keeps_the_expectation(self):
         ones = torch.ones(50, 1000)
-        dropped = jit._dropout(ones, 0.2, SampleKeys(0, torch.arange(50)), 4)
+        dropped = dropout(ones, 0.2, SampleKeys(0, torch.arange(50)), 4)
         assert set(dropped.unique().tolist()) == {0.0, 1.25}
         assert dropped.mean().item() == pytest.approx(1.0, abs=0.01)
 

@@ -34,8 +34,7 @@ def find_model(name: str, flag: str) -> Path:
     try:
         check_exists(Path(name), "model", fix)
     except UserError as error:
-        # In a folder of this machine, such as results/, a name is a mistyped path, and not asked of the Hub.
-        if not _HUB_ID.fullmatch(name) or Path(name).parent.is_dir():
+        if not _HUB_ID.fullmatch(name):
             raise
         return _find_snapshot(name, error.why)
     return Path(name)
