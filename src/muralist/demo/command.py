@@ -9,6 +9,7 @@ from muralist.core.errors import UserError, report_errors
 from muralist.core.formatting import format_duration
 from muralist.core.hardware import available_cpus
 from muralist.core.run_dir import RunDir
+from muralist.demo.driving_world import PROMPTS
 from muralist.settings import (
     CheckpointSettings,
     DataSettings,
@@ -36,7 +37,7 @@ def recipe(settings: DemoSettings) -> TrainSettings:
         model=ModelSettings(name="JiT-T/8", img_size=64, enable_condition=True),
         optim=OptimSettings(learning_rate=4e-3, lr_schedule="cosine", warmup_steps=100, beta2=0.99),
         checkpoint=CheckpointSettings(every=STEPS // COLUMNS, keep_last=1, init_from="none"),
-        samples=SampleSettings(per_gpu=8, steps=20, guidance=1.5, interval=(0.0, 1.0)),
+        samples=SampleSettings(prompts=list(PROMPTS), steps=20, guidance=1.5, interval=(0.0, 1.0)),
         log=LogSettings(every=50),
         epochs=EPOCHS,
         max_steps=settings.max_steps,
