@@ -16,7 +16,7 @@ from muralist.kernels.ops import Linear
 from muralist.models import configs
 from muralist.models.jit_spec import JiTInputs, JiTSpec
 from muralist.models.spec import build_spec
-from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
+from muralist.settings import TRAIN_FLAT_NAMES, DataSettings, ModelSettings, TrainSettings
 from muralist.settings.load import identity, load
 from muralist.train import preflight
 from muralist.train.preflight import CONTEXT, MemoryEstimate, estimate_memory, state_bytes
@@ -174,3 +174,9 @@ def test_resumed_fp8_run_is_bit_identical(photo_folder: Path, tmp_path: Path, mo
     bf16 = only_run(tmp_path / "bf16")
     assert losses(through) != losses(bf16) and losses(through) == pytest.approx(losses(bf16), rel=0.02)
     assert tensors(last_checkpoint(through)).keys() == tensors(last_checkpoint(bf16)).keys()
+
+
+def test_weights_of_data_sets_do_not_go_with_buckets() -> None:
+    data = DataSettings(path="a", weights=[1.0], multireso=True)
+    with pytest.raises(UserError, match="--data_weights is not supported with --multireso"):
+        preflight.check_settings(TrainSettings(data=data, model=ModelSettings(name="HunyuanDiT")))
