@@ -11,6 +11,7 @@
 #   INCEPTION_WEIGHTS  Inception's weights of 2015-12-05         for FID, KID, precision, recall, density, coverage, IS
 #   CLIP_PATH          folder of a CLIP model                    for CLIP score and CMMD
 #   DINOV2_PATH        folder of a DINOv2 model                  for FD-DINOv2
+#   EVALUATE_FLAGS     further flags of `muralist evaluate`      such as "--metrics fid,kid,clip --resize clean-fid"
 # Further arguments go to batch_generate_t2i_multigpu.py, whose defaults apply: bash run_full_evaluation.sh --num_inference_steps 50
 set -euo pipefail
 
@@ -27,6 +28,17 @@ if ((${#gpus[@]})); then
   on_gpus=(--gpu_ids "${gpus[@]}")
 fi
 
+read -r -a evaluate_flags <<<"${EVALUATE_FLAGS:-}"
+evaluate=(muralist evaluate --images "$OUTPUT_DIR" --prompts_csv "$PROMPTS_CSV" --output_dir "$OUTPUT_DIR/evaluation" "${on_gpus[@]}"
+  ${REFERENCE:+--reference "$REFERENCE"} ${INCEPTION_WEIGHTS:+--inception_weights "$INCEPTION_WEIGHTS"}
+  ${CLIP_PATH:+--clip_path "$CLIP_PATH"} ${DINOV2_PATH:+--dinov2_path "$DINOV2_PATH"} "${evaluate_flags[@]}")
+# Generating takes hours: a wrong path ends the script here, and missing scores are named here.
+plan=$("${evaluate[@]}" --dry_run)
+echo "$plan"
+if [[ $plan == *$'\nNo '* ]]; then
+  echo "The variables at the top of run_full_evaluation.sh give these inputs; the same command then adds the scores to the images."
+fi
+
 started=$(mktemp)
 trap 'rm -f "$started"' EXIT
 generated=0
@@ -37,7 +49,5 @@ python "$(dirname "${BASH_SOURCE[0]}")/batch_generate_t2i_multigpu.py" --prompts
 if ((generated > 1)) || { ((generated)) && [[ ! $OUTPUT_DIR/ledger.jsonl -nt $started ]]; }; then
   exit "$generated"
 fi
-muralist evaluate --images "$OUTPUT_DIR" --prompts_csv "$PROMPTS_CSV" --output_dir "$OUTPUT_DIR/evaluation" "${on_gpus[@]}" \
-  ${REFERENCE:+--reference "$REFERENCE"} ${INCEPTION_WEIGHTS:+--inception_weights "$INCEPTION_WEIGHTS"} \
-  ${CLIP_PATH:+--clip_path "$CLIP_PATH"} ${DINOV2_PATH:+--dinov2_path "$DINOV2_PATH"}
+"${evaluate[@]}"
 exit "$generated"

@@ -1,7 +1,8 @@
-"""Take the screenshots of docs/board.md: train small models, generate, evaluate, and open the board in Chromium.
+"""Take the screenshots of docs/board.md and docs/evaluating.md: train small models, generate, evaluate, open Chromium.
 
 python scripts/board_screenshots.py train results-for-docs       minutes; existing runs resume (then: generate, evaluate)
 python scripts/board_screenshots.py capture results-for-docs     docs/board-*.webp from the current folders
+python scripts/board_screenshots.py report EVALUATION [OTHER]    docs/report-page.webp of one, report-phone.webp of both
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
@@ -104,6 +107,27 @@ def capture(results: Path) -> None:
         board.terminate()
 
 
+def report(*evaluations: Path) -> None:
+    """Take the screenshots of a report page: of one evaluation on a desktop, of several on a phone in the dark."""
+    from playwright.sync_api import sync_playwright
+
+    from muralist.evaluate.page import write_report
+
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        for name, runs, (width, height), scheme in (
+            ("page", evaluations[:1], (1400, 860), "light"),
+            ("phone", evaluations, _PHONE, "dark"),
+        ):
+            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+            page.goto(write_report(runs, Path(folder)).as_uri())
+            page.wait_for_load_state("networkidle")
+            _save_webp(page.screenshot(), DOCS / f"report-{name}.webp")
+            page.close()
+        browser.close()
+
+
 def _save_webp(screenshot: bytes, path: Path) -> None:
     """Save as WebP, which needs a quarter of the size of PNG."""
     with Image.open(io.BytesIO(screenshot)) as image:
@@ -112,4 +136,5 @@ def _save_webp(screenshot: bytes, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"train": train, "generate": generate, "evaluate": evaluate, "capture": capture}[sys.argv[1]](Path(sys.argv[2]))
+    actions: dict[str, Callable[..., None]] = {"train": train, "generate": generate, "evaluate": evaluate}
+    (actions | {"capture": capture, "report": report})[sys.argv[1]](*map(Path, sys.argv[2:]))

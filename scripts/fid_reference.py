@@ -1,11 +1,14 @@
-"""Compute the FID of sets of driving_world images with pytorch-fid itself: the values that the tests compare ours with.
+"""Compute the FID of sets of driving_world images with pytorch-fid and clean-fid: the values that the tests compare with.
 
-python -m pip install --target DIR --no-deps pytorch-fid==0.3.0 torchvision==0.29.2 scipy==1.17.1
+python -m pip install --target DIR --no-deps pytorch-fid==0.3.0 clean-fid==0.1.35 torchvision==0.29.2 scipy==1.17.1 \\
+    tqdm requests
 python scripts/fid_reference.py DIR .cache/default_1.pt tests/evaluate/fid_reference.json
 
 The code that runs is pytorch-fid's, on torchvision's blocks: image reading, network, statistics and Frechet distance.
 Two things are replaced, neither of which takes part in the computation: the download of the weights by the file given,
 and two operators of torchvision's extension, which does not load beside a torch of another build, by declarations.
+clean-fid's reading, resizing, scaling and Frechet distance run around our network, in the place of NVIDIA's TorchScript file
+of the same weights.
 
 With --check DATA, a folder with cifar10_subset_u8.npz and fid_reference.json, values that pytorch-fid gave elsewhere are
 computed again first; they must agree to 1e-3.
@@ -35,7 +38,7 @@ COUNT = 96
 """Images of each set."""
 SIZES = {"small": 64, "large": 320}
 """The large images are shrunk to Inception's 299 pixels, the small ones enlarged."""
-_PACKAGES = ("pytorch-fid", "torchvision", "torch", "scipy", "numpy", "pillow")
+_PACKAGES = ("pytorch-fid", "clean-fid", "torchvision", "torch", "scipy", "numpy", "pillow")
 
 
 def read_images(size: str, count: int = COUNT) -> np.ndarray:
@@ -89,6 +92,28 @@ class Reference:
         return float(self.fid_score.calculate_frechet_distance(*moments))
 
 
+class CleanReference:
+    """Features and FID by clean-fid, in its mode clean."""
+
+    def __init__(self, weights: Path) -> None:
+        self.fid_module: Any = import_module("cleanfid.fid")
+        wrapper: Any = import_module("cleanfid.inception_torchscript").InceptionV3W
+        self.network = wrapper.__new__(wrapper)  # its constructor loads the TorchScript file
+        torch.nn.Module.__init__(self.network)
+        self.network.layers, self.network.resize_inside = load_inception(weights), False
+
+    def features(self, images: np.ndarray) -> np.ndarray:
+        """Return the features [N, 2048] of images."""
+        with TemporaryDirectory() as folder:
+            files = [str(path) for path in sorted(write_pngs(Path(folder) / "images", images).iterdir())]
+            options: dict[str, Any] = {"num_workers": 0, "batch_size": 16, "device": "cpu", "mode": "clean"}
+            return self.fid_module.get_files_features(files, self.network, verbose=False, **options)
+
+    def fid(self, one: np.ndarray, other: np.ndarray) -> float:
+        """Return the FID of two sets of features."""
+        return float(self.fid_module.fid_from_feats(one, other))
+
+
 def check(reference: Reference, data: Path) -> None:
     """Compare with values that pytorch-fid gave elsewhere."""
     expected = json.loads((data / "fid_reference.json").read_text())
@@ -115,11 +140,14 @@ def main() -> None:
     reference = Reference(arguments.packages, arguments.weights)
     if arguments.check:
         check(reference, arguments.check)
+    clean = CleanReference(arguments.weights)
     features = {name: reference.features(images) for name, images in image_sets().items()}
+    clean_features = {name: clean.features(images) for name, images in image_sets().items()}
     result = {
         "command": "python scripts/fid_reference.py DIR .cache/default_1.pt tests/evaluate/fid_reference.json",
         "versions": {"python": platform.python_version()} | {name: version(name) for name in _PACKAGES},
         "fid": {name: reference.fid(features["small"], features[name]) for name in ("large", "inverted")},
+        "clean_fid": {name: clean.fid(clean_features["small"], clean_features[name]) for name in ("large", "inverted")},
         "feature_sums": {name: rows[:3].sum(1).tolist() for name, rows in features.items()},
     }
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,40 @@ COMPLETE_EXAMPLE = (
 )
 ON_TWO_GPUS = COMPLETE_EXAMPLE.replace("0 1 2 3", "2 3").replace("generated_images_optimized", "generated_images")
 ROWS = 6
+EVALUATION = REPOSITORY / "run_full_evaluation.sh"
+_PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `python` and `muralist` are
+
+
+def test_the_full_evaluation_checks_its_inputs_first(tmp_path: Path) -> None:
+    """A wrong reference ends it before the model, which does not exist either, is looked at."""
+    (tmp_path / "prompts.csv").write_text("prompt\na cat\n")
+    variables = {"MODEL_PATH": "nowhere", "PROMPTS_CSV": "prompts.csv", "REFERENCE": str(tmp_path / "absent.npz")}
+    said = finish(start("bash", EVALUATION, cwd=tmp_path, PATH=_PATH, **variables), expect=1)
+    assert "absent.npz was not found" in said and "nowhere" not in said
+    assert not (tmp_path / "generated_images").exists()
+
+
+@pytest.mark.slow
+def test_the_full_evaluation(tmp_path: Path, tiny_pipeline: Callable[[str], Path]) -> None:
+    """Without weights and reference, it says so before it generates, and fails after the page is written."""
+    (tmp_path / "prompts.csv").write_text("prompt\na cat\na dog\n")
+    variables = {
+        "MODEL_PATH": str(tiny_pipeline("wan21")),
+        "PROMPTS_CSV": "prompts.csv",
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    variables |= {"MURALIST_INCEPTION": "", "GPU_IDS": "0"}
+    flags = ["--num_inference_steps", 2, "--height", 32, "--width", 32]
+    said = finish(start("bash", EVALUATION, *flags, cwd=tmp_path, PATH=_PATH, **variables), expect=1)
+    lines = said.splitlines()
+    assert lines[0] == "Scores to be computed: none."
+    assert lines[1].startswith(
+        "No fid, kid, precision, recall, density, coverage, cmmd, fd_dinov2: it compares two sets"
+    )
+    assert "No clip_score: it needs a CLIP model" in said and "The variables at the top of" in said
+    assert "muralist: Nothing was measured." in lines[-3]
+    assert len(read_images(tmp_path / "generated_images")) == 2
+    assert (tmp_path / "generated_images" / "evaluation" / "report" / "index.html").is_file()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections import Counter
@@ -29,6 +30,7 @@ from muralist.data.prompts import (
     safe_id,
 )
 from muralist.settings import GenerateSettings
+from tests.support.disks import leave_free, small_disk
 
 COLUMNS = ["image_id", "prompt", "seed", "negative_prompt", "height", "width"]
 CELLS = [
@@ -423,3 +425,16 @@ def test_image_inputs_without_a_file_and_columns_with_another_role(
     monkeypatch.chdir(tmp_path)
     rows = PromptTable("rows", tables.ListTable([{"prompt": "a", "image": "1.png"}]))
     assert rows.row(0).inputs == ImageInputs("1.png", folder=str(Path.cwd()))
+
+
+@pytest.mark.parametrize("rows", [1, 3000])  # fails at the end, or while rows are added
+def test_a_full_temporary_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    table = write(tmp_path, "a red car\n" * rows, "prompts.txt")
+    with small_disk(tmp_path / "disk") as disk:
+        leave_free(disk, 0)
+        monkeypatch.setattr(tempfile, "tempdir", str(disk))
+        with pytest.raises(UserError) as caught:
+            open_prompt_table(table)
+    what = f"The prompts could not be kept in the temporary folder {disk}: No space left on device."
+    assert caught.value.what == what
+    assert caught.value.fix == "Free space there, or set TMPDIR to another folder."

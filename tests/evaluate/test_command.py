@@ -6,6 +6,7 @@ import csv
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,14 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scripts import fid_reference
 
+import muralist.api as muralist
 from muralist.cli import main
 from muralist.data.sources import open_source
 from muralist.evaluate.encoders import InceptionEncoder
 from muralist.evaluate.features import compute_features, hash_files
 from muralist.evaluate.inception import load_classifier, load_inception
-from muralist.evaluate.inputs import match_prompts, read_ledger
+from muralist.evaluate.inputs import match_table, read_ledger
 from muralist.evaluate.metrics import inception_score
 from tests.support.evaluating import evaluate, inception_weights, scenes, write_images
 
@@ -87,16 +90,21 @@ def test_other_metrics_are_computed_without_inception(
     assert "clip_score" in capsys.readouterr().out
 
 
-def test_without_reference_and_clip_there_is_a_report(tmp_path: Path) -> None:
+def test_without_reference_and_clip_there_is_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """But nothing was measured, which is a failure."""
     images = write_images(tmp_path / "images", scenes(2, 0))
-    found = evaluate(images / "out", "--images", images)
+    evaluate(images / "out", "--images", images, expect=1)
+    captured = capsys.readouterr()
+    assert "muralist: Nothing was measured.\nEach score lacks an input" in captured.err
+    assert "The report is" in captured.out
+    found = json.loads((images / "out" / "report.json").read_text())
     assert [entry["metric"] for entry in found["missing"]] == METRICS
     assert "no --reference was given" in found["missing"][0]["reason"]
     assert "--clip_path" in found["missing"][6]["reason"]
     assert found["images"]["count"] == 2
 
 
-def test_every_metric_of_a_few_images(tmp_path: Path, clip: Path) -> None:
+def test_every_metric_of_a_few_images(tmp_path: Path, clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images = write_images(tmp_path / "images", scenes(3, 0))
     prompts = write_prompts(tmp_path / "prompts.csv", ["a", "b " * 100, "c"])
     common = ("--images", images, "--inception_weights", inception_weights(), "--clip_path", clip)
@@ -106,9 +114,18 @@ def test_every_metric_of_a_few_images(tmp_path: Path, clip: Path) -> None:
     assert found["scores"]["cmmd"]["value"] == pytest.approx(0, abs=1e-9)
     assert [found["scores"][name]["value"] for name in ("precision", "recall", "coverage")] == [1, 1, 1]
     assert found["kid"] < 0  # unbiased: a set against itself comes out below zero
-    assert found["reference"] == {"path": str(images), "count": 3, "sizes": {"24 x 24": 3}}
-    for text in ("3 images are fewer than the 2,048 features", "1 prompts are longer than the 77 tokens CLIP reads"):
+    sha256 = found["reference"].pop("sha256")
+    assert found["reference"] == {"path": str(images), "count": 3, "sizes": {"24 x 24": 3}} and len(sha256) == 64
+    for text in (
+        "3 images are fewer than the 2,048 features",
+        "3 images are few for Precision, Recall, Density, Coverage: the distance to the nearest neighbors grows",
+        "1 prompts are longer than the 77 tokens CLIP reads",
+    ):
         assert any(text in warning for warning in found["warnings"])
+    # All three are within the manifold: the interval of 3 of 3 is not 1 to 1.
+    low, high = (found["scores"]["precision"][name] for name in ("low", "high"))
+    assert (round(low, 3), high) == (0.292, 1)  # 0.025 = low^3
+    assert "precision       1.0  (0.3 to 1.0)\n" in capsys.readouterr().out
     # Statistics of other tools suffice for FID alone; the images' features are cached.
     np.savez(tmp_path / "others.npz", mu=np.zeros(2048), sigma=np.eye(2048))
     found = evaluate(tmp_path / "out", "--reference", tmp_path / "others.npz", *common)
@@ -125,9 +142,20 @@ def test_evaluate_reads_stats(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert (held["mu"].shape, held["sigma"].shape, int(held["number"])) == ((2048,), (2048, 2048), 3)
         np.testing.assert_allclose(held["sigma"], np.cov(held["features"].astype(float), rowvar=False), atol=1e-10)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "stats.npz"]
-    found = evaluate(tmp_path / "out", "--images", images, "--reference", tmp_path / "stats.npz", *weights)
+    arguments = ("--images", images, "--reference", tmp_path / "stats.npz", *weights)
+    found = evaluate(tmp_path / "out", *arguments)
     assert found["fid"] == pytest.approx(0, abs=1e-6)
     assert [entry["metric"] for entry in found["missing"]] == METRICS[6:]
+    # Statistics belong to one way of resizing; features of the other are not taken from the cache.
+    capsys.readouterr()
+    evaluate(tmp_path / "out", *arguments, "--resize", "clean-fid", expect=1)
+    assert "resized as pytorch-fid does, and --resize is clean-fid." in capsys.readouterr().err
+    words = ["stats", str(images), "-o", str(tmp_path / "clean.npz"), *map(str, weights), "--resize", "clean-fid"]
+    assert main(words) == 0
+    clean = ("--images", images, "--reference", tmp_path / "clean.npz", *weights, "--resize", "clean-fid")
+    assert evaluate(tmp_path / "out", *clean)["fid"] == pytest.approx(0, abs=1e-6)
+    with np.load(tmp_path / "clean.npz") as held, np.load(tmp_path / "stats.npz") as other:
+        assert np.abs(held["features"] - other["features"]).max() > 0.01
 
 
 def test_stats_of_a_data_set_use_the_crops_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +203,96 @@ def test_the_inception_score_needs_the_classifier(tmp_path: Path) -> None:
     )
     assert any(text.startswith("12 images are few for the Inception score") for text in found["warnings"])
     assert "Inception score" in (output / "report" / "index.html").read_text()
-    note = evaluate(output, "--images", few, "--inception_weights", weights)["scores"]["inception_score"]["note"]
+    evaluate(output, "--images", few, "--inception_weights", weights, expect=1)
+    note = json.loads((output / "report.json").read_text())["scores"]["inception_score"]["note"]
     assert note == "it is the mean over 10 splits, and there are 3 images."
     assert load_classifier(inception_weights()) is None
+
+
+def test_chosen_metrics(tmp_path: Path, clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = write_images(tmp_path / "images", scenes(3, 0))
+    reference = write_images(tmp_path / "reference", scenes(3, 1))
+    prompts = write_prompts(tmp_path / "prompts.csv", ["a", "b", "c"])
+    common = ("--images", images, "--reference", reference, "--prompts_csv", prompts, "--clip_path", clip)
+    common += ("--inception_weights", tmp_path / "nowhere.pth")  # which no chosen metric reads
+    found = evaluate(tmp_path / "out", *common, "--metrics", "CLIP,cmmd")
+    assert list(found["scores"]) == ["clip_score", "cmmd"] and found["missing"] == [] and found["fid"] is None
+    assert all(score["value"] is not None for score in found["scores"].values())
+    assert [path.name.split("-")[0] for path in (tmp_path / "out" / "features").iterdir()].count("inception") == 0
+    settings: dict[str, Any] = {"metrics": "clip", "clip_path": clip, "prompts_csv": prompts}
+    from_python = muralist.evaluate(images, reference, tmp_path / "python", **settings)
+    assert from_python["scores"] == {"clip_score": found["scores"]["clip_score"]}
+    capsys.readouterr()
+    evaluate(tmp_path / "none", *common, "--metrics", "fid", "clap", expect=1)
+    assert "unknown score: clap.\nDid you mean clip?\nThere are fid, kid," in capsys.readouterr().err
+    evaluate(tmp_path / "none", *common, "--metrics", "clip,dinov2", expect=1)
+    told = "--metrics names fd_dinov2, which cannot be computed.\nThe reason: it needs a DINOv2 model"
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_scores_by_category(tmp_path: Path, clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = write_images(tmp_path / "images", scenes(5, 0))
+    cells = [("a", "Night", "x"), ("b", "Day", "x"), ("c", "Night", "y"), ("d", "", "y"), ("e", "Night", "y")]
+    table = tmp_path / "prompts.csv"
+    table.write_text("image_id,prompt,Category,level\n" + "".join(
+        f"{row:06d},{prompt},{category},{level}\n" for row, (prompt, category, level) in enumerate(cells)
+    ))  # fmt: skip
+    common = ("--images", images, "--clip_path", clip, "--prompts_csv", table, "--metrics", "clip")
+    found = evaluate(tmp_path / "out", *common)
+    values = np.array(found["per_image"]["clip_score"])
+    night = found["categories"]["category"]["Night"]
+    assert list(found["categories"]) == ["category"] and list(found["categories"]["category"]) == ["Day", "Night"]
+    assert night["count"] == 3 and night["scores"]["clip_score"]["value"] == pytest.approx(values[[0, 2, 4]].mean())
+    low, value = (night["scores"]["clip_score"][name] for name in ("low", "value"))
+    assert values[[0, 2, 4]].min() - 1e-9 < low < value
+    assert found["categories"]["category"]["Day"]["scores"]["clip_score"]["low"] is None, "one image has no interval"
+    assert ">Night</button> <small>3</small>" in (tmp_path / "out" / "report" / "index.html").read_text()
+    found = evaluate(tmp_path / "out", *common, "--category_column", "Level")
+    assert {name: part["count"] for name, part in found["categories"]["level"].items()} == {"x": 2, "y": 3}
+    capsys.readouterr()
+    evaluate(tmp_path / "none", *common, "--category_column", "levle", expect=1)
+    told = "--category_column levle is not a column of the prompt table.\nDid you mean level?\nIts further columns are"
+    assert told in capsys.readouterr().err
+
+
+def test_a_dry_run_checks_all_inputs_and_writes_nothing(
+    tmp_path: Path, clip: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = write_prompts(tmp_path / "prompts.csv", ["a", "b"])
+    common = ["--images", tmp_path / "later", "--prompts_csv", prompts, "--clip_path", clip, "--dry_run"]
+    arguments = ["evaluate", *map(str, common), "--output_dir", str(tmp_path / "later" / "evaluation")]
+    assert main(arguments) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "Scores to be computed: clip_score."
+    compares = "it compares two sets, and no --reference was given."
+    assert told[1] == f"No {', '.join(AGAINST_REFERENCE)}, cmmd, fd_dinov2: {compares}"
+    assert told[2].startswith("No inception_score: ") and told[3] == f"No images are in {tmp_path / 'later'} now."
+    plan = muralist.evaluate(tmp_path / "later", None, tmp_path / "out", clip_path=clip, dry_run=True)
+    assert plan["metrics"] == ["clip_score"] and plan["missing"][0] == {"metric": "fid", "reason": compares}
+    broken = tmp_path / "broken"
+    shutil.copytree(clip, broken)
+    tear(broken / "model.safetensors")
+    torch.save({"fc.weight": torch.zeros(1008, 2048)}, tmp_path / "other.pth")
+    for flags, message in (
+        (["--clip_path", broken], f"The CLIP model in {broken} cannot be loaded."),
+        (["--reference", tmp_path / "nowhere"], f"{tmp_path / 'nowhere'}, which --reference names, does not exist."),
+        (["--inception_weights", tmp_path / "other.pth"], "does not hold the Inception weights of 2015-12-05"),
+        (["--metrics", "fid"], "--metrics names fid, which cannot be computed.\nThe reason: it compares two sets"),
+    ):
+        assert main([*arguments, *map(str, flags)]) == 1
+        assert message in capsys.readouterr().err
+    tensors = load_file(clip / "model.safetensors")
+    del tensors["visual_projection.weight"]
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    assert main([*arguments, "--clip_path", str(broken)]) == 1
+    assert "It lacks the tensor visual_projection.weight, and 1 in all." in capsys.readouterr().err
+    shutil.copy(clip / "model.safetensors", broken)
+    for file in broken.glob("tokenizer*"):
+        file.unlink()
+    assert main([*arguments, "--clip_path", str(broken)]) == 1
+    assert f"The tokenizer or the image processor in {broken} cannot be loaded." in capsys.readouterr().err
+    assert not (tmp_path / "later").exists() and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -202,7 +317,7 @@ def test_prompts_are_matched_to_files(tmp_path: Path) -> None:
     table = tmp_path / "prompts.csv"
     table.write_text("image_id,prompt,seed\na,one,1\nb,two,1\nb,three,2\nc_seed5,four,\n")
     names = ["a.png", "a_seed9.png", "b_seed1.png", "b_seed2.png", "b_seed3.png", "c_seed5.jpg", "d.png"]
-    assert match_prompts(str(table), [tmp_path / name for name in names]) == {
+    assert match_table(str(table), [tmp_path / name for name in names]).prompts == {
         "a.png": "one",
         "a_seed9.png": "one",
         "b_seed1.png": "two",
@@ -241,36 +356,46 @@ def test_the_report_compares_fast_with_exact_mode(tmp_path: Path, clip: Path) ->
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[name] == other[name] for name in ("scores", "per_image", "warnings", "images"))
+    return all(one[name] == other[name] for name in ("scores", "categories", "per_image", "warnings", "images"))
 
 
 @pytest.mark.slow
-def test_the_number_of_processes_does_not_change_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_processes_does_not_change_results(
+    tmp_path: Path, clip: Path, dinov2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every metric; tests/evaluate/test_scores.py does the same with the scores of single images."""
     images = write_images(tmp_path / "images", scenes(5, 0))
     reference = write_images(tmp_path / "reference", scenes(4, 1, side=40))
+    table = tmp_path / "prompts.csv"
+    table.write_text("image_id,prompt,category\n" + "".join(f"{i:06d},thing {i},{i % 2}\n" for i in range(5)))
+    models = ("--prompts_csv", table, "--clip_path", clip, "--dinov2_path", dinov2)
     found = []
     for processes in (1, 2, 3):
         monkeypatch.setenv("NPROC", str(processes))
         output = tmp_path / f"out{processes}"
         weights = ("--inception_weights", inception_weights())
-        found.append(evaluate(output, "--images", images, "--reference", reference, *weights))
-        assert found[-1]["fid"] > 1
+        found.append(evaluate(output, "--images", images, "--reference", reference, *weights, *models))
+        assert found[-1]["fid"] > 1 and [entry["metric"] for entry in found[-1]["missing"]] == ["inception_score"]
         # Each process left a file of its own.
-        assert len(list(output.glob("features/*/*.bin"))) == processes
+        assert len(list(output.glob("features/inception-*/*.bin"))) == processes
     assert same(found[0], found[1]) and same(found[0], found[2])
 
 
 @pytest.mark.slow
-def test_fid_equals_pytorch_fid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The values were computed by pytorch-fid itself: scripts/fid_reference.py. Images are enlarged and shrunk."""
-    expected = json.loads(Path(__file__).with_name("fid_reference.json").read_text())["fid"]
-    weights = ("--inception_weights", inception_weights())
+@pytest.mark.parametrize(("resize", "values"), [("pytorch-fid", "fid"), ("clean-fid", "clean_fid")])
+def test_fid_equals_that_of_other_tools(
+    resize: str, values: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their values were computed by the tools themselves: scripts/fid_reference.py. Images are enlarged and shrunk."""
+    expected = json.loads(Path(__file__).with_name("fid_reference.json").read_text())[values]
+    flags = ("--inception_weights", inception_weights(), "--resize", resize, "--metrics", "fid")
     monkeypatch.setenv("NPROC", "2")
     folders = {name: write_images(tmp_path / name, images) for name, images in fid_reference.image_sets().items()}
     for name, value in expected.items():
-        found = evaluate(tmp_path / "out", "--images", folders["small"], "--reference", folders[name], *weights)
+        found = evaluate(tmp_path / "out", "--images", folders["small"], "--reference", folders[name], *flags)
         assert found["fid"] == pytest.approx(value, abs=1e-2)
         assert found["scores"]["fid"]["low"] < found["fid"] < found["scores"]["fid"]["high"]
+        assert f"as {resize} does" in found["scores"]["fid"]["note"] and found["settings"]["resize"] == resize
 
 
 def tear(path: Path) -> None:
@@ -286,7 +411,8 @@ def test_unreadable_images_are_reported(tmp_path: Path, dinov2: Path, computed: 
     (images / "000002.png").write_bytes(b"")
     tear(reference / "000003.png")
     model = ("--dinov2_path", dinov2) if computed else ()
-    found = evaluate(tmp_path / "out", "--images", images, "--reference", reference, *model)
+    evaluate(tmp_path / "out", "--images", images, "--reference", reference, *model, expect=int(not computed))
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (found["images"]["count"], found["reference"]["count"]) == (2, 3)
     assert found["per_image"]["file"] == ["000000.png", "000003.png"]
     broken = found["images"]["unreadable"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -106,15 +107,16 @@ def test_statistics_require_the_same_dinov2(tmp_path: Path, dinov2: Path) -> Non
     assert main(["stats", str(reference), *map(str, arguments)]) == 0
     np.savez(tmp_path / "plain.npz", mu=np.zeros(2048), sigma=np.eye(2048))
 
-    def score(name: str, model: Path) -> dict[str, Any]:
+    def score(name: str, model: Path, expect: int = 0) -> dict[str, Any]:
         arguments = ("--images", images, "--reference", tmp_path / name, "--dinov2_path", model)
-        return evaluate(tmp_path / "out", *arguments)["scores"]["fd_dinov2"]
+        evaluate(tmp_path / "out", *arguments, expect=expect)
+        return json.loads((tmp_path / "out" / "report.json").read_text())["scores"]["fd_dinov2"]
 
     found = score("both.npz", dinov2)
     assert found == score("reference", dinov2) and found["value"] > 0.01
     other = small_dinov2(tmp_path / "other", seed=1)
-    assert "holds features of another DINOv2 than --dinov2_path names" in score("both.npz", other)["note"]
-    assert "holds no DINOv2 features" in score("plain.npz", dinov2)["note"]
+    assert "holds features of another DINOv2 than --dinov2_path names" in score("both.npz", other, 1)["note"]
+    assert "holds no DINOv2 features" in score("plain.npz", dinov2, 1)["note"]
 
 
 def test_invalid_checkpoints_are_refused(tmp_path: Path, dinov2: Path) -> None:

@@ -144,3 +144,21 @@ def test_search_order_of_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert find_weights(None) == (named, "")
     with pytest.raises(UserError, match="which --inception_weights names"):
         find_weights(str(tmp_path / "none.pth"))
+
+
+def bicubic_matrix(size: int) -> np.ndarray:
+    """Pillow's bicubic filter with antialiasing as a matrix [299, size]: a = -0.5, wider where the image shrinks."""
+    scale = size / 299
+    place = (np.arange(299) + 0.5) * scale
+    x = np.abs((np.arange(size) + 0.5 - place[:, None]) / max(scale, 1))
+    weights = np.where(x < 1, 1.5 * x**3 - 2.5 * x**2 + 1, np.where(x < 2, -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2, 0))
+    return weights / weights.sum(1, keepdims=True)
+
+
+def test_clean_input_is_bicubic_with_antialiasing() -> None:
+    """Enlarged in one direction and shrunk in the other, clipped and scaled, but not rounded."""
+    image = np.random.default_rng(0).integers(0, 256, (40, 700, 3), np.uint8)
+    expected = (bicubic_matrix(40) @ image.transpose(2, 0, 1).astype(float) @ bicubic_matrix(700).T).clip(0, 255)
+    found = inception.preprocess_clean(image)
+    np.testing.assert_allclose(found.numpy(), (expected - 128) / 128, atol=1e-5)
+    assert len(np.unique(found.numpy())) > 1000 and found.dtype == torch.float32

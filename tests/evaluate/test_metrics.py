@@ -92,6 +92,16 @@ def test_intervals_match_the_spread_of_new_samples() -> None:
         assert 0.6 < (high - low) / (2 * 1.96 * scatter) < 1.6
 
 
+def test_the_interval_of_a_share_of_none_or_all_is_exact() -> None:
+    """Clopper-Pearson: the share whose 10 draws are all successes in 2.5% of all cases."""
+    low, high = mean_estimate(np.ones(10), is_share=True).interval(0) or (0, 0)
+    assert high == 1 and low**10 == pytest.approx(0.025)
+    assert mean_estimate(np.zeros(10), is_share=True).interval(0) == (0.0, pytest.approx(1 - low))
+    some = np.r_[1.0, np.zeros(9)]
+    ends = mean_estimate(some, is_share=True).interval(0) or (1, 0)
+    assert ends == mean_estimate(some).interval(0) and str(ends[0]) == "0.0", "not -0.0"
+
+
 def test_kid_by_hand_and_unbiased() -> None:
     x, y = np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([[1.0, 1.0], [2.0, 0.0]])
     kernel = lambda a, b: (a @ b / 2 + 1) ** 3  # noqa: E731
@@ -155,5 +165,5 @@ def test_clip_scores_are_cosines_not_below_zero() -> None:
     images = np.array([[1.0, 0.0], [0.6, 0.8], [1.0, 0.0]], np.float32)
     texts = np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], np.float32)
     assert metrics.clip_scores(images, texts) == pytest.approx([100, 60, 0], abs=1e-4)
-    assert mean_estimate(np.zeros(3)).interval(0) == (0.0, 0.0)
+    assert mean_estimate(np.zeros(3)).interval(0) is None, "three equal values show no spread"
     assert frechet_distance(compute_moments(images), compute_moments(texts)).interval(0) is None

@@ -8,20 +8,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from PIL import Image
 
 from muralist.cli import main
 from muralist.core.errors import UserError
-from muralist.evaluate import report as page
-from muralist.evaluate.report import write_report
+from muralist.evaluate import page
+from muralist.evaluate.page import write_report
+from muralist.evaluate.report import MetricScore, find_best, format_score, read_runs, score_decimals
 from tests.support.evaluations import HOSTILE, content, write_evaluation
-
-
-@pytest.fixture(autouse=True)
-def short_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the charts' program out where a test does not need it: it is 5 MB of the page."""
-    monkeypatch.setattr(page, "_plotly", lambda: "")
 
 
 class Page(HTMLParser):
@@ -61,24 +57,33 @@ class Page(HTMLParser):
 
 
 def test_the_page_shows_all_results(tmp_path: Path) -> None:
-    folder = write_evaluation(tmp_path / "run")
+    made = {"model": "Wan 2.1", "num_inference_steps": 20, "guidance_scale": 7.5}
+    folder = write_evaluation(tmp_path / "run", generation=made)
     path = write_report([folder], tmp_path / "run" / "report")
     assert path == tmp_path / "run" / "report" / "index.html"
     page = Page(path)
-    assert page.all("section", "id") == ["scores", "extremes", "images", "failures", "speed", "settings"]
+    sections = ["scores", "images", "distributions", "failures", "speed", "settings"]
+    assert page.all("section", "id") == sections
+    head = page.section("")
+    assert "Wan 2.1 on reference: evaluation" in head, "the title is the model and the data"
+    facts = "12 images · 20 steps · guidance 7.5 · against data/reference (5,000 images) · measured in 1 min 01 s"
+    assert facts in head
     scores = page.section("scores")
-    assert "FID lower is better Distance from the reference in Inception's features" in scores
-    assert "20.00 19.50 – 20.50 few images" in scores and "0.5000 0.4000 – 0.6000" in scores
-    assert "Not measured CMMD, Recall : no weights were given" in scores
-    assert "FID of so few images says little." in scores
+    assert "Distance from the reference FID ↓ lower is better 20.0 19.5 – 20.5" in scores
+    assert "Fidelity and diversity Precision ↑ higher is better 0.50 0.40 – 0.60" in scores
+    assert "1 warning FID of so few images says little." in scores
+    assert "Not measured: CMMD, Recall CMMD, Recall : no weights were given" in scores
+    assert (
+        "FID Distance from the reference in Inception's features; 0: the same. Fewer images, larger. few images"
+        in scores
+    )
     assert "all 12 images" in page.section("images") and "A red car number 3" in page.section("images")
     assert "1 prompt has no image. " in page.section("failures")
     assert "lost 7 <b>Nothing</b> out of memory 1" in page.section("failures")
     assert "1 image could not be read: half.png." in page.section("failures")
-    assert page.section("speed") == "Speed 2.750 images per second on 2 GPUs"
+    assert page.section("speed") == "Speed 2.75 images per second on 2 GPUs GPU 0 1.5 GPU 1 1.25"
     settings = page.section("settings")
     assert "sizes.batch 8" in settings and "version of torch 2.13.0" in settings and "time taken 1 min 01 s" in settings
-    assert "12 images · against data/reference (5,000 images) · measured in 1 min 01 s" in page.section("")
 
 
 def test_each_thumbnail_is_embedded_once_with_a_link_to_the_original(tmp_path: Path) -> None:
@@ -87,10 +92,10 @@ def test_each_thumbnail_is_embedded_once_with_a_link_to_the_original(tmp_path: P
     assert len(embedded) == len(set(embedded)) == 30
     assert all(thumbnail.startswith("data:image/webp;base64,") for thumbnail in embedded)
     shown = [int(number) for number in page.all("img", "data-image")]
-    assert len(shown) == 12 + 12 + 30 and set(shown) == set(range(30))
-    first = page.all("img", "data-about")[0]
-    assert first == "0029_seed71.png · CLIP score 27.90", "the best comes first"
-    assert page.all("img", "data-original")[0] == "../images/0029_seed71.png"
+    assert len(shown) == 16 + 30 and set(shown) == set(range(30)), "some beside the scores, and all"
+    assert page.all("img", "data-about")[-1] == "0029_seed71.png"
+    assert page.all("img", "data-original")[-1] == "../images/0029_seed71.png"
+    assert json.loads(page.all("figure", "data-scores")[-1]) == {"clip_score": 27.9}
     assert not page.all("img", "src"), "nothing is loaded from elsewhere"
 
 
@@ -106,26 +111,26 @@ def test_hostile_texts_are_escaped(tmp_path: Path) -> None:
     report_file.write_text(json.dumps(changed))
     page = Page(write_report([folder], tmp_path / "report"))
     tags = [tag for tag, _ in page.elements]
-    assert tags.count("script") == 4 and "svg" not in tags and "b" in tags
+    assert tags.count("script") == 3 and tags.count("svg") == 1 and "b" in tags
     assert not [found for _, found in page.elements if {"onerror", "onload"} & set(found)]
     assert HOSTILE in page.section("images") and "half a character: ?" in page.section("images")
     assert "</p><script>1</script>" in page.section("scores") and name in page.section("settings")
-    assert "</script>" in json.loads(page.scripts[1])[1]["data"][0]["x"][2].replace("&lt;", "<").replace("&gt;", ">")
+    assert "GPU </script>" in page.section("speed")
     originals = page.all("img", "data-original")
     assert any(address.endswith("/images/%22%3E%3Csvg%20onload%3Dalert%281%29%3E.png") for address in originals)
 
 
-def test_the_page_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # with the charts' program
+def test_the_page_size_is_bounded(tmp_path: Path) -> None:
     folder = write_evaluation(tmp_path / "run", 3)
-    write_noise(folder / "images" / "noise.png", 48)
+    write_noise(folder / "images" / "noise.png", 448)
     per_image = content(folder, 30_000)["per_image"] | {"file": ["noise.png"] * 30_000, "clip_score": None}
     write_changed(folder, per_image=per_image)
     path = write_report([folder], tmp_path / "report")
     assert 4_000_000 < path.stat().st_size < 10_000_000
     text = path.read_text()
     assert "200 of 30,000 images, evenly chosen" in text
-    numbers = [int(number) for number in re.findall(r'<p class="prompt">A \w+ \w+(?: number)? (\d+)</p>', text)]
+    grid = text[text.index('<div class="grid"') :]
+    numbers = [int(number) for number in re.findall(r'<p class="prompt">A \w+ \w+(?: number)? (\d+)</p>', grid)]
     assert len(numbers) == 200 and set(np.diff(numbers)) == {150}
 
 
@@ -135,7 +140,7 @@ def write_noise(path: Path, side: int) -> Path:
 
 
 def test_thumbnails_share_the_byte_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert page._MAX_BYTES * 4 / 3 + 4_900_000 < 9_500_000, "room for images, and for the charts' program"
+    assert page._MAX_BYTES * 4 / 3 < 9_500_000
     noise = write_noise(tmp_path / "noise.png", 448)  # nothing is harder to make small
     monkeypatch.setattr(page, "_MAX_BYTES", 20_000)
     sizes = []
@@ -151,31 +156,135 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     runs = [write_evaluation(tmp_path / name / "scores", 8, shift) for name, shift in (("old", 0.0), ("new", -3.0))]
     page = Page(write_report(runs, tmp_path / "report"))
     scores = page.section("scores")
-    assert "old/scores new/scores FID" in scores
-    assert "20.00 19.50 – 20.50 few images 17.00 16.50 – 17.50 few images ★ best Precision" in scores
-    assert "0.5000 0.4000 – 0.6000 ★ best, not clearly 0.4700" in scores
+    assert "Score old/scores new/scores Intervals" in scores
+    assert "FID ↓ lower is better 20.0 19.5 – 20.5 17.0 ★ best 16.5 – 17.5" in scores
+    assert "Precision ↑ higher is better 0.50 ★ best, not clearly 0.40 – 0.60 0.47" in scores
     assert scores.count("FID of so few images says little.") == 1 and "not measured in the same way" not in scores
+    assert "images: 2 runs on reference" in page.section(""), "both folders are called images"
+    alike = write_evaluation(tmp_path / "alike", 8, -3.01)
+    scores = Page(write_report([*runs, alike], tmp_path / "report")).section("scores")
+    assert "17.0 16.5 – 17.5 17.0 16.5 – 17.5" in scores, "no star for a difference that is not shown"
     rows = [found for tag, found in page.elements if tag == "div" and found.get("class") == "row"]
     assert len(rows) == 8
-    assert "A red car number 3 25.30 old/scores A red car number 3 22.30 new/scores" in page.section("side-by-side")
-    assert [about.split(" · ")[:2] for about in page.all("img", "data-about")[2:4]] == [
-        ["old/scores", "0001_seed43.png"],
-        ["new/scores", "0001_seed43.png"],
-    ]
-    charts = json.loads(page.scripts[1])
-    fid = charts[0]["data"][0]
-    assert fid["y"] == [20.0, 17.0] and fid["error_y"]["array"] == [0.5, 0.5] and fid["customdata"][1] == "new/scores"
-    assert len(charts) == 3 + 2 and charts[-1]["data"][1]["y"] == [1.5, 1.25]
+    assert "A red car number 3 old/scores A red car number 3 new/scores" in page.section("side-by-side")
+    assert page.all("img", "data-about")[2:4] == ["old/scores · 0001_seed43.png", "new/scores · 0001_seed43.png"]
+    # FID: 16.5 to 20.5 with a margin of 6% on both sides; the interval of the second run begins at its left end.
+    whiskers = [style for style in page.all("i", "style") if "width" in style][:2]
+    assert whiskers == ["left:72.32%;width:22.32%", "left:5.36%;width:22.32%"]
+
+
+def test_runs_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
+    """Two images of a prompt are averaged first; prompts that only one run has are left out."""
+    values = {"a": [20.0, 22.0, 30.0, 25.0, 40.0], "b": [23.0, 23.0, 33.0, 24.0, 99.0]}
+    prompts = {"a": ["one", "one", "two", "three", "only a"], "b": ["one", "one", "two", "three", "only b"]}
+    folders = []
+    for name in values:
+        folder = write_evaluation(tmp_path / name, 5)
+        per_image = content(folder, 5)["per_image"] | {"prompt": prompts[name], "clip_score": values[name]}
+        write_changed(folder, per_image=per_image, settings={})
+        folders.append(folder)
+    write_report(folders, tmp_path / "report")
+    (found,) = json.loads((tmp_path / "report" / "comparison.json").read_text())
+    assert (found["run"], found["baseline"], found["metric"], found["prompts"]) == ("b", "a", "clip_score", 3)
+    assert found["difference"]["value"] == pytest.approx((2 + 3 - 1) / 3)
+    assert found["difference"]["low"] == -1 and found["difference"]["high"] == 3, "all three, or none of them"
+    assert found["win_rate"]["value"] == pytest.approx(2 / 3)
+    section = Page(tmp_path / "report" / "index.html").section("comparison")
+    assert "CLIP score b against a +1.3 −1.0 to 3.0 67% 0% – 100% 3 within noise" in section
+    write_changed(folders[1], settings={"clip_sha256": "another CLIP"})
+    write_report(folders, tmp_path / "report")
+    assert json.loads((tmp_path / "report" / "comparison.json").read_text()) == []
+    write_report(folders[:1], tmp_path / "alone")
+    assert not (tmp_path / "alone" / "comparison.json").exists()
+
+
+def test_scores_of_images_and_categories_are_read_from_parquet(tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "run", 4)
+    table = {"image": [f"000{i}_seed{42 + i}.png" for i in range(4)], "pickscore": [20.0, 21.0, None, 23.0]}
+    table |= {"category": ["Animals", "People", "Animals", None], "aesthetic": [1.0, 2.0, 3.0, 4.0]}
+    pyarrow.parquet.write_table(pyarrow.table(table), folder / "scores.parquet")
+    means = {"Animals": (2, 20.0, None, None), "People": (1, 21.0, 20.5, 21.5)}
+    categories = {
+        name: {"count": count, "scores": {"pickscore": {"value": value, "low": low, "high": high}}}
+        for name, (count, value, low, high) in means.items()
+    }
+    scores = content(folder, 4)["scores"] | {"pickscore": {"value": 21.0}}  # the column aesthetic is the table's own
+    write_changed(folder, categories={"category": categories}, scores=scores)
+    page = Page(write_report([folder], tmp_path / "report"))
+    assert "By category PickScore Animals 2 20.0 People 1 21.0 20.5 – 21.5" in page.section("categories")
+    assert page.all("td", "style") == ["--heat:6%", "--heat:70%"]
+    assert [json.loads(text) for text in page.all("figure", "data-scores")][1:3] == [
+        {"clip_score": 25.1, "pickscore": 21.0}, {"clip_score": 25.2}
+    ]  # fmt: skip
+    assert json.loads(page.all("figure", "data-categories")[0]) == ["category=Animals"]
+    assert page.all("option", "value")[:3] == ["", "category=Animals", "category=People"]
+    # A file about other images is ignored; a damaged one is refused.
+    table["image"][0] = "other.png"
+    pyarrow.parquet.write_table(pyarrow.table(table), folder / "scores.parquet")
+    assert "PickScore" not in Page(write_report([folder], tmp_path / "report")).section("images")
+    (folder / "scores.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="scores.parquet is damaged"):
+        write_report([folder], tmp_path / "report")
+
+
+@pytest.mark.parametrize(
+    ("change", "starred"),
+    [
+        ({}, True),
+        ({"reference": {"path": "elsewhere/reference", "count": 5000, "sha256": "a"}}, False),
+        ({"reference": {"path": "data/reference", "count": 50_000}}, False),
+        ({"settings": {"resizing": "as clean-fid does"}}, False),
+        ({"settings": {"inception_sha256": "other"}}, False),
+    ],
+)
+def test_no_run_is_best_across_references_or_protocols(
+    change: dict[str, object], starred: bool, tmp_path: Path
+) -> None:
+    runs = read_runs([write_evaluation(tmp_path / "a", 3), write_evaluation(tmp_path / "b", 3, -3.0, **change)])
+    assert bool(find_best("fid", runs)) is starred
+    if "sha256" in str(change.get("reference")):  # the same reference, once moved
+        moved = {"path": "data/reference", "count": 5000, "sha256": "a"}
+        runs = read_runs([write_evaluation(tmp_path / "c", 3, reference=moved), tmp_path / "b"])
+        assert find_best("fid", runs) == (1, True)
+
+
+def test_scores_of_other_weights_are_not_compared(tmp_path: Path) -> None:
+    scores = [{"pickscore": {"value": value, "low": value, "high": value}} for value in (20.0, 21.0)]
+    settings = [{"pickscore_sha256": name} for name in ("a", "a", "b")]
+    one, same, other = (
+        write_evaluation(tmp_path / str(number), 3, scores=scores[min(number, 1)], settings=settings[number])
+        for number in range(3)
+    )
+    assert find_best("pickscore", read_runs([one, same])) == (1, True)
+    assert find_best("pickscore", read_runs([one, other])) is None
+
+
+def test_digits_follow_the_interval() -> None:
+    def shown(*numbers: float | None) -> str:
+        score = MetricScore(value=numbers[0], low=numbers[1], high=numbers[2])
+        value, interval = format_score(score, score_decimals([score]))
+        return f"{value} {interval}"
+
+    assert shown(0.04, -0.0, 0.15) == "0.04 ('0.00', '0.15')"
+    assert shown(-1e-9, -2e-4, 1e-4) == "0.00000 ('-0.00020', '0.00010')"
+    assert shown(347.123, 331.4, 366.6) == "347 ('331', '367')"
+    assert shown(68.2344, 68.1, 68.35) == "68.23 ('68.10', '68.35')"
+    assert shown(1.0, 1.0, 1.0) == "1.000 None" and shown(0.0, 0.0, 0.0) == "0.00 None"
+    assert shown(12345.678, None, None) == "12,346 None" and shown(0.0123456, None, None) == "0.01235 None"
+    both = [MetricScore(value=20.0, low=19.5, high=20.5), MetricScore(value=152.0, low=140.0, high=160.0)]
+    assert [format_score(score, score_decimals(both))[0] for score in both] == ["20.0", "152.0"], (
+        "a column of one format"
+    )
 
 
 def test_the_clip_histogram_includes_both_ends(tmp_path: Path) -> None:
     run = write_evaluation(tmp_path / "run", count=4)
     per_image = content(run, 4)["per_image"] | {"clip_score": [0.0, 0.0, 0.0, 3.0]}
     write_changed(run, per_image=per_image)
-    charts = json.loads(Page(write_report([run], tmp_path / "report")).scripts[1])
-    spread = charts[0]["data"][0]  # 30 bars of 0.1 from the lowest score to the highest, and nothing beside them
-    assert spread["x"][:2] == [-0.05, 0.05] and spread["x"][-2:] == [2.95, 3.05]
-    assert spread["y"][:2] == [0.0, 75.0] and spread["y"][-2:] == [25.0, 0.0] and sum(spread["y"]) == 100.0
+    page = Page(write_report([run], tmp_path / "report"))
+    (outline,) = page.all("path", "d")  # 30 steps; three of four images in the first, one in the last
+    assert outline.startswith("M0,40V1.00H3.33V40.00H6.67V40.00") and outline.endswith("V27.00H100.00V40")
+    assert page.section("distributions") == "Distributions CLIP score 0.00 3.00"
 
 
 def test_differently_measured_runs_are_marked(tmp_path: Path) -> None:
@@ -184,7 +293,9 @@ def test_differently_measured_runs_are_marked(tmp_path: Path) -> None:
     changed = content(second, 6)["per_image"] | {"prompt": [f"another {number}" for number in range(6)]}
     write_changed(second, per_image=changed)
     page = Page(write_report([first, second], tmp_path / "report"))
-    assert "These runs were not measured in the same way" in page.section("scores")
+    assert "2 warnings These runs were not measured in the same way" not in page.section("scores")
+    assert "3 warnings These runs were not measured in the same way" in page.section("scores")
+    assert "CLIP score" in page.section("scores") and page.section("scores").count("★") == 1, "FID of 4 images and of 6"
     assert "b only here" in page.section("scores") and "a CMMD" in page.section("scores")
     assert page.section("side-by-side") == "", "no prompt is shared"
     differing = [tag for tag, found in page.elements if tag == "tr" and found.get("class") == "differs"]
@@ -200,9 +311,9 @@ def test_a_minimal_report_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "report.json").write_text('{"fid": 3.25, "scores": {"kid": null, "own": {"value": NaN}}}')
     page = Page(write_report([tmp_path / "bare"], tmp_path / "report"))
-    assert "FID lower is better" in page.section("scores") and "3.250" in page.section("scores")
+    assert "FID ↓ lower is better 3.250" in page.section("scores")
     assert "KID" not in page.section("scores") and "own" not in page.section("scores")
-    assert page.all("section", "id") == ["scores", "failures", "settings"]
+    assert page.all("section", "id") == ["scores", "settings"]
 
 
 def test_images_are_found_in_a_moved_folder_or_marked_as_missing(tmp_path: Path) -> None:
@@ -238,7 +349,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         write_evaluation(tmp_path / name, 2)
     assert main(["report", "a", "b", "--output_dir", "page", "c"]) == 0
     assert capsys.readouterr().out == "page/index.html: open it in a browser.\n"
-    assert "3 runs side by side" in (tmp_path / "page" / "index.html").read_text()
+    assert "images: 3 runs" in (tmp_path / "page" / "index.html").read_text()
     assert main(["report", "a"]) == 0 and (tmp_path / "report" / "index.html").is_file()
     assert main(["report", "d"]) == 1 and "The folder d was not found." in capsys.readouterr().err
     assert main(["report"]) == 1 and "Missing argument FOLDERS." in capsys.readouterr().err

@@ -33,6 +33,16 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     return (line for _, line in lines_with_offsets(path))
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings in the header: the model and how its images were sampled; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            settings = json.loads(file.readline())["settings"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
 def lines_with_offsets(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the intact lines with their byte offsets."""
     if not path.is_file():

@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -185,6 +185,18 @@ class PromptTable:
     def rows(self, indices: Sequence[int]) -> list[PromptRow]:
         """Read some rows, in any order."""
         return [self.row(index) for index in indices]
+
+    def other_columns(self, indices: Container[int]) -> dict[str, dict[int, str | int | float | bool]]:
+        """Read the table again: cells of some rows, by column and row, in columns of text, numbers or truth values
+        that generation does not read, such as a category."""
+        table = ParquetTable(self._table.path) if isinstance(self._table, ParquetTable) else self._table
+        found: dict[str, dict[int, str | int | float | bool]] = {}
+        for index, (_, cells) in enumerate(islice(table.stream(), len(self))):
+            for name in cells.keys() - self._names.used if index in indices else ():
+                value = cells[name]
+                if name and isinstance(value, str | int | float) and not _is_missing(value):
+                    found.setdefault(name, {})[index] = value
+        return dict(sorted(found.items()))
 
     def where(self, index: int) -> str:
         """Return the place of a row for error messages."""

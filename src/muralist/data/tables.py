@@ -172,17 +172,25 @@ TEXT_SUFFIXES = tuple(_PARSERS)
 
 
 class ParquetTable:
-    """The rows of a Parquet file."""
+    """The rows of a Parquet file: the wanted columns, or all that hold neither bytes nor nested values."""
 
     unit = "row"
 
-    def __init__(self, path: Path, wanted: Iterable[str]) -> None:
+    def __init__(self, path: Path, wanted: Iterable[str] | None = None) -> None:
+        import pyarrow.types as kinds
+
         self.path = path
         with self._explain_damage():
-            names = self._open().schema_arrow.names
-        self.columns = [name.strip().lower() for name in names]
-        wanted = set(wanted)
-        self._names = [name for name, column in zip(names, self.columns, strict=True) if column in wanted]
+            schema = self._open().schema_arrow
+        self.columns = [name.strip().lower() for name in schema.names]
+        if wanted is None:
+            large = [
+                kinds.is_nested(kind) or kinds.is_binary(kind) or kinds.is_large_binary(kind) for kind in schema.types
+            ]
+            self._names = [name for name, skipped in zip(schema.names, large, strict=True) if not skipped]
+        else:
+            chosen = set(wanted)
+            self._names = [name for name, column in zip(schema.names, self.columns, strict=True) if column in chosen]
 
     def stream(self) -> Iterator[TableRow]:
         """Yield all rows in order."""

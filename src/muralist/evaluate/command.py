@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import platform
 import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from muralist import __version__
-from muralist.core.errors import UserError
+from muralist.core.errors import UserError, closest_match
+from muralist.core.formatting import format_list
 from muralist.core.hardware import select_devices, share_devices
 from muralist.core.run_dir import atomic_open, atomic_write_json, disk_write_error
 from muralist.data.sources import EMBEDDED
@@ -31,40 +33,82 @@ from muralist.evaluate.features import (
     hash_files,
     hash_texts,
 )
+from muralist.evaluate.geneval import read_layout, read_metadata_table, write_layout
 from muralist.evaluate.inputs import (
     ExactPairs,
     ImageFile,
     Statistics,
+    TableColumns,
     dataset_images,
     find_images,
-    match_prompts,
+    match_table,
     read_ledger,
     read_statistics,
 )
-from muralist.evaluate.report import METRICS, REPORT, MetricInfo, group_by_reason, write_report
+from muralist.evaluate.page import write_report
+from muralist.evaluate.report import (
+    METRICS,
+    REPORT,
+    MetricInfo,
+    MetricScore,
+    format_score,
+    group_by_reason,
+    score_decimals,
+)
+from muralist.evaluate.scores import SCORES, needs, open_scores, requested_scores, write_scores
 from muralist.models.hub import find_model
 from muralist.settings import EvaluateSettings, StatsSettings
 
 log = logging.getLogger("muralist")
 _UNREADABLE_LOGGED = 5  # report.json names all of them
 _SIZES_REPORTED = 10
+_CATEGORY_COLUMNS = ("category", "challenge", "tag")
+_MAX_CATEGORIES = 100
+_ALIASES = {"clip": "clip_score", "dinov2": "fd_dinov2", "fdd": "fd_dinov2", "is": "inception_score"}
+_NO_PROMPT = "no prompt is known for any image; give --prompts_csv."
 
 
 def evaluate(settings: EvaluateSettings) -> int:
-    """Compute every metric whose inputs are there, write report.json and its page, and print the scores."""
+    """Compute the chosen metrics, or all whose inputs are there, write report.json and its page, and print the scores."""
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    report, page = measure(settings)
-    log_warnings(report)
-    for name, score in report["scores"].items():
-        if score["value"] is not None:
-            interval = "" if score["low"] is None else f"  ({score['low']:.6g} to {score['high']:.6g})"
-            print(f"{name:<16}{score['value']:.6g}{interval}")
+    if settings.dry_run:
+        evaluation = Evaluation(settings)
+        plan = evaluation.plan()
+        print(f"Scores to be computed: {', '.join(plan['metrics']) or 'none'}.")
+        for reason, names in group_by_reason((line["metric"], line["reason"]) for line in plan["missing"]).items():
+            print(f"No {names}: {reason}")
+        print(f"{len(evaluation.images) or 'No'} images are in {settings.images} now.")
+        return 0
+    report, page = measure_and_log(settings)
+    scores = {name: MetricScore.model_validate(score) for name, score in report["scores"].items()}
+    for name, score in scores.items():
+        if score.value is not None:
+            value, interval = format_score(score, score_decimals([score]))
+            print(f"{name:<16}{value}{'  (' + ' to '.join(interval) + ')' if interval else ''}")
     print(f"The report is {Path(settings.output_dir) / REPORT}, its page {page}.")
+    if all(score.value is None for score in scores.values()) and not settings.geneval_layout:
+        reason = "Each score lacks an input: a reference, weights, prompts or more images; the reasons are above."
+        raise UserError("Nothing was measured.", reason, "`muralist evaluate --help` names the flags.")
     return 0
 
 
-def log_warnings(report: dict[str, Any]) -> None:
-    """Log unreadable images, warnings, and why metrics are missing."""
+def measure_and_log(settings: EvaluateSettings) -> tuple[dict[str, Any], Path]:
+    """Do what `measure` does, log why metrics are missing before it and what went wrong after it."""
+    evaluation = Evaluation(settings)
+    known = dict(evaluation.missing)
+    _log_missing(known)
+    report, page = evaluation.write()
+    _log_missing({name: why for name, why in evaluation.missing.items() if name not in known})
+    _log_warnings(report)
+    return report, page
+
+
+def _log_missing(missing: dict[str, str]) -> None:
+    for reason, names in group_by_reason(missing.items()).items():
+        log.warning("No %s: %s", names, reason)
+
+
+def _log_warnings(report: dict[str, Any]) -> None:
     unreadable = report["images"]["unreadable"]
     for line in unreadable[:_UNREADABLE_LOGGED]:
         log.warning("Left out, because it cannot be read: %s", line)
@@ -72,61 +116,91 @@ def log_warnings(report: dict[str, Any]) -> None:
         log.warning("%d more cannot be read; %s names them.", len(unreadable) - _UNREADABLE_LOGGED, REPORT)
     for warning in report["warnings"]:
         log.warning("%s", warning)
-    for reason, names in group_by_reason((line["metric"], line["reason"]) for line in report["missing"]).items():
-        log.warning("No %s: %s", names, reason)
 
 
 def measure(settings: EvaluateSettings) -> tuple[dict[str, Any], Path]:
-    """Compute every metric whose inputs are there; returns the content of report.json and the path of its page."""
-    report, output = Evaluation(settings).run(), Path(settings.output_dir)
-    try:
-        atomic_write_json(output / REPORT, report)
-    except OSError as error:
-        raise disk_write_error(error, output / REPORT) from None
-    return report, write_report([output], output / "report")
+    """Compute the metrics; returns the content of report.json and the path of its page."""
+    return Evaluation(settings).write()
+
+
+def chosen_metrics(names: Sequence[str]) -> list[str]:
+    """Return the metrics that --metrics names, in the order of the report; all of them without a name."""
+    chosen = [_ALIASES.get(name, name) for name in (written.lower().replace("-", "_") for written in names)]
+    for written, name in zip(names, chosen, strict=True):
+        if name not in METRICS:
+            hint = closest_match(written, [*METRICS, *_ALIASES])
+            raise UserError(f"--metrics names an unknown score: {written}.", hint, f"There are {', '.join(METRICS)}.")
+    return [name for name in METRICS if name in chosen or not chosen]
 
 
 class Evaluation:
     """One call of `muralist evaluate`, checked as far as possible before anything is computed."""
 
     def __init__(self, settings: EvaluateSettings) -> None:
-        """Find all inputs; a path that does not exist is an error."""
+        """Find and check all inputs; a path that does not exist is an error, and so is a named metric without inputs."""
         self.settings = settings
+        self.metrics = chosen_metrics(settings.metrics)
+        self.resizing = inception.RESIZING[settings.resize]
         folder, self.output = Path(settings.images), Path(settings.output_dir)
-        self.images = find_images(folder, "--images", self.output)
+        self.images = find_images(folder, "--images", self.output, may_be_absent=settings.dry_run)
         self.reference: list[ImageFile] | Statistics | None = None
         if settings.reference is not None:
             path = Path(settings.reference)
             is_file = path.suffix == ".npz"
             self.reference = read_statistics(path) if is_file else find_images(path, "--reference", self.output)
         self.ledger = read_ledger(folder)
-        table = match_prompts(settings.prompts_csv, self.images) if settings.prompts_csv else {}
-        self.prompts = self.ledger.prompts | table
-        weights, reason = inception.find_weights(settings.inception_weights)
-        self.inception = InceptionEncoder.from_file(weights) if weights else None
+        table = match_table(settings.prompts_csv, self.images) if settings.prompts_csv else TableColumns()
+        beside = read_layout(self.images)
+        self.prompts = self.ledger.prompts | beside.prompts | table.prompts  # by file name, or by path
+        self.table_columns = beside.others | table.others
+        self.table_rows = table.rows
+        self.geneval = read_metadata_table(settings) if settings.geneval_layout else []
+        self.category_columns = self._find_category_columns()
+        scores = [name for name in self.metrics if name in SCORES] if settings.metrics else requested_scores(settings)
+        self.image_scores = open_scores(settings, scores)
+        self.metrics = [name for name in self.metrics if name not in SCORES or name in self.image_scores]
+        needed = {METRICS[name].encoder for name in self.metrics}
+        weights, reason = inception.find_weights(settings.inception_weights) if "inception" in needed else (None, "")
+        self.inception = InceptionEncoder.from_file(weights, resize=settings.resize) if weights else None
         self.classifier = inception.load_classifier(weights) if weights else None
         # Encoders of images and of prompts.
         self.clip = (
-            ClipEncoder.from_checkpoint(find_model(settings.clip_path, "--clip_path")) if settings.clip_path else None
+            ClipEncoder.from_checkpoint(find_model(settings.clip_path, "--clip_path"))
+            if settings.clip_path and "clip" in needed
+            else None
         )
         self.dinov2 = (
             Dinov2Encoder.from_checkpoint(find_model(settings.dinov2_path, "--dinov2_path"))
-            if settings.dinov2_path
+            if settings.dinov2_path and "dinov2" in needed
             else None
         )
         self.devices = share_devices(select_devices(settings.gpu_ids))
         self.metrics_device = next(iter(self.devices.values()))
         self.warnings: list[str] = []
         self.scores: dict[str, dict[str, Any]] = {}
-        self.clip_scores: list[float | None] | None = None  # of each readable image; None where its prompt is unknown
+        # Scores of each readable image, by metric; None where a score does not apply, such as without a prompt.
+        self.per_image: dict[str, list[float | None]] = {}
         no_weights = f"{reason} The other metrics are computed without it."
-        reasons = {name: self._why_missing(name, metric, no_weights) for name, metric in METRICS.items()}
+        reasons = {name: self._why_missing(name, METRICS[name], no_weights) for name in self.metrics}
         self.missing = {name: why for name, why in reasons.items() if why}
-        self.output.mkdir(parents=True, exist_ok=True)
+        if settings.metrics and self.missing:
+            name, why = next(iter(self.missing.items()))
+            raise UserError(
+                f"--metrics names {name}, which cannot be computed.",
+                f"The reason: {why}",
+                f"Leave {name} out to go on without it.",
+            )
+        self._check_resizing()
 
     def _why_missing(self, name: str, metric: MetricInfo, no_weights: str) -> str:
         """Say which input of a metric is missing; empty where all are there."""
         reference, path = self.reference, self.settings.reference
+        # Before images are generated, their prompts are taken for granted.
+        prompt_is_known = not self.images or any(_look_up(self.prompts, file) is not None for file in self.images)
+        if metric.encoder == "score":
+            if name not in self.image_scores:
+                return needs(name)
+            return _NO_PROMPT if SCORES[name].needs_prompts and not prompt_is_known else ""
         if metric.reference and reference is None:
             return "it compares two sets, and no --reference was given."
         if metric.encoder == "inception":
@@ -142,8 +216,8 @@ class Evaluation:
                 return "it needs a CLIP model; give its folder as --clip_path."
             if isinstance(reference, Statistics) and metric.reference == "images":
                 return "it needs the images of the reference, and only statistics were given."
-            if name == "clip_score" and not any(file.name in self.prompts for file in self.images):
-                return "no prompt is known for any image; give --prompts_csv."
+            if name == "clip_score" and not prompt_is_known:
+                return _NO_PROMPT
         elif metric.encoder == "dinov2":
             if self.dinov2 is None:
                 return (
@@ -158,6 +232,81 @@ class Evaluation:
                     return f"{path} holds features of another DINOv2 than --dinov2_path names; {fix}"
         return ""
 
+    def _find_category_columns(self) -> list[str]:
+        """Return the columns of categories; one that the user names must be in the table."""
+        names = [name.strip().lower() for name in self.settings.category_column]
+        for name in names if self.images else ():
+            if name not in self.table_columns:
+                raise UserError(
+                    f"--category_column {name} is not a column of the prompt table.",
+                    closest_match(name, self.table_columns),
+                    f"Its further columns are {', '.join(self.table_columns)}."
+                    if self.table_columns
+                    else "Give a table with such a column as --prompts_csv.",
+                )
+        return names or [name for name in _CATEGORY_COLUMNS if name in self.table_columns]
+
+    def _categories(self, cells: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:
+        """Average the scores of images over each category of each column, in the order of their names."""
+        found: dict[str, dict[str, Any]] = {}
+        for column in self.category_columns:
+            names = [None if cell is None else str(cell) for cell in cells[column]]
+            counts = Counter(name for name in names if name)
+            if len(counts) > _MAX_CATEGORIES:
+                self.warnings.append(
+                    f"The column {column} has {len(counts):,} values, too many for categories: it is left out."
+                )
+                continue
+            found[column] = {}
+            for category in sorted(counts):
+                scores = {}
+                for metric, values in self.per_image.items():
+                    pairs = zip(names, values, strict=True)
+                    known = np.array([value for name, value in pairs if name == category and value is not None])
+                    if len(known):
+                        estimate = metrics.mean_estimate(known)
+                        low, high = estimate.interval(self.settings.seed) or (None, None)
+                        scores[metric] = {"value": estimate.value, "low": low, "high": high}
+                found[column][category] = {"count": counts[category], "scores": scores}
+        return found
+
+    def _check_resizing(self) -> None:
+        """Refuse reference statistics of images that were resized in another way."""
+        if not isinstance(self.reference, Statistics) or self.inception is None:
+            return
+        path, asked, used = self.settings.reference, self.settings.resize, self.reference.resize
+        if used is None and asked != "pytorch-fid":
+            self.warnings.append(
+                f"{path} does not say how its images were resized: FID is right only if it was {asked} too."
+            )
+        elif used not in (None, asked):
+            raise UserError(
+                f"{path} holds statistics of images resized as {used} does, and --resize is {asked}.",
+                "Their distance would measure the resizing.",
+                f"Add --resize {used}, or write other statistics with `muralist stats --resize {asked}`.",
+            )
+
+    def plan(self) -> dict[str, Any]:
+        """Return which metrics will be computed, and which not and why, as far as it is known before the images."""
+        computed = [name for name in self.metrics if name not in self.missing]
+        return {"metrics": computed, "missing": self._missing_lines()}
+
+    def _missing_lines(self) -> list[dict[str, str]]:
+        return [{"metric": name, "reason": self.missing[name]} for name in self.metrics if name in self.missing]
+
+    def _wants(self, name: str) -> bool:
+        return name in self.metrics and name not in self.missing
+
+    def write(self) -> tuple[dict[str, Any], Path]:
+        """Compute the metrics, write report.json and its page; returns the report and the path of the page."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        report = self.run()
+        try:
+            atomic_write_json(self.output / REPORT, report)
+        except OSError as error:
+            raise disk_write_error(error, self.output / REPORT) from None
+        return report, write_report([self.output], self.output / "report")
+
     def run(self) -> dict[str, Any]:
         """Compute all metrics, and return the report."""
         started = time.monotonic()
@@ -169,13 +318,15 @@ class Evaluation:
             ("clip", self.clip and self.clip[0], self._score_clip),
             ("dinov2", self.dinov2, self._score_dinov2),
         ):
-            if encoder and any(m.encoder == name and key not in self.missing for key, m in METRICS.items()):
+            if encoder and any(METRICS[key].encoder == name and self._wants(key) for key in self.metrics):
                 sets = self._split(self._features(encoder, [*items, *reference_items]), len(items))
                 score(*sets)
         images, reference = sets or self._split(find_unreadable([*items, *reference_items]), len(items))
         if isinstance(self.reference, list):
             for index, why in reference.unreadable.items():
                 self.warnings.append(f"{self.reference[index]} of the reference is left out: {why}.")
+        prompts = [_look_up(self.prompts, self.images[index]) for index in images.indices]
+        self._score_images([items[index] for index in images.indices], prompts)
         to_exact = self._compare_with_exact_mode(self.ledger.exact_pairs) if self.ledger.exact_pairs else {}
         sizes, reference_sizes = _count_sizes(items, images), _count_sizes(reference_items, reference)
         if len(sizes) > 1:
@@ -186,14 +337,24 @@ class Evaluation:
             )
         folder = Path(self.settings.images)
         names = [path.relative_to(folder).as_posix() for path in self.images]
-        prompts = [self.prompts.get(self.images[index].name) for index in images.indices]
+        readable = [names[index] for index in images.indices]
+        others = {
+            name: [_look_up(cells, self.images[index]) for index in images.indices]
+            for name, cells in self.table_columns.items()
+        }
+        write_scores(self.output, readable, prompts, self.per_image, others)
+        categories = self._categories(others)
+        if self.settings.geneval_layout:
+            files = [self.images[index] for index in images.indices]
+            count = write_layout(Path(self.settings.geneval_layout), self.geneval, files, self.table_rows)
+            log.info("%s images are in GenEval's folders, %s.", f"{count:,}", self.settings.geneval_layout)
         unknown = {"value": None, "low": None, "high": None}
-        scores = {name: self.scores.get(name, unknown | {"note": self.missing.get(name, "")}) for name in METRICS}
+        scores = {name: self.scores.get(name, unknown | {"note": self.missing.get(name, "")}) for name in self.metrics}
         return {
-            "fid": scores["fid"]["value"],
-            "kid": scores["kid"]["value"],
+            "fid": scores.get("fid", unknown)["value"],
+            "kid": scores.get("kid", unknown)["value"],
             "scores": scores,
-            "missing": [{"metric": name, "reason": self.missing[name]} for name in METRICS if name in self.missing],
+            "missing": self._missing_lines(),
             "images": {
                 "folder": str(folder),
                 "count": len(images.indices),
@@ -204,12 +365,15 @@ class Evaluation:
                 "path": self.settings.reference,
                 "count": self._reference_count(reference),
                 "sizes": _most_common(reference_sizes),
+                "sha256": self._reference_sha256(reference_items),
             },
-            "settings": self.settings.model_dump() | self._protocol(),
+            "generation": self.ledger.generation,
+            "settings": self.settings.model_dump(exclude={"dry_run"}) | self._protocol(),
+            "categories": categories,
             "per_image": {
-                "file": [names[index] for index in images.indices],
+                "file": readable,
                 "prompt": prompts if any(prompt is not None for prompt in prompts) else None,
-                "clip_score": self.clip_scores,
+                "clip_score": self.per_image.get("clip_score"),
             },
             "failures": self.ledger.failures,
             "speed": self.ledger.speed,
@@ -235,27 +399,45 @@ class Evaluation:
             return self.reference.count
         return len(reference.indices) if self.reference is not None else None
 
+    def _reference_sha256(self, items: Sequence[FeatureItem]) -> str | None:
+        """Return a hash by which the page tells whether two evaluations have the same reference."""
+        if isinstance(self.reference, Statistics):
+            moments = self.reference.moments
+            return hashlib.sha256(moments.mean.tobytes() + moments.covariance.tobytes()).hexdigest()
+        return hashlib.sha256(b"".join(item.key for item in items)).hexdigest() if items else None
+
     def _score_inception(self, images: Features, reference: Features) -> None:
         rows, seed, device = images.rows, self.settings.seed, self.metrics_device
-        if self.reference is not None:
+        if any(self._wants(name) for name in ("fid", "kid", *metrics.NEIGHBORS)):
             if isinstance(self.reference, Statistics):
                 moments, real = self.reference.moments, self.reference.features
             else:
                 moments, real = metrics.compute_moments(reference.rows), reference.rows
-            count = self._reference_count(reference)
-            self._warn_if_few("FID", inception.FEATURES, len(rows), count, " KID does not have this bias.")
-            fid = metrics.frechet_distance(metrics.compute_moments(rows), moments, rows, real)
-            self._add("fid", fid, inception.RESIZING)
-            if real is not None:
+            if self._wants("fid"):
+                count = self._reference_count(reference)
+                self._warn_if_few("FID", inception.FEATURES, len(rows), count, " KID does not have this bias.")
+                fid = metrics.frechet_distance(metrics.compute_moments(rows), moments, rows, real)
+                self._add("fid", fid, self.resizing)
+            if real is not None and self._wants("kid"):
                 self._add("kid", metrics.kid(rows, real, seed, device), "100 subsets of at most 1,000 images")
-                estimates, (images_used, reference_used) = metrics.neighbor_metrics(rows, real, seed, device)
-                for name, estimate in estimates.items():
-                    k = 3 if name in ("precision", "recall") else 5
-                    self._add(
-                        name, estimate, f"k = {k}, of {images_used:,} images and {reference_used:,} of the reference"
-                    )
-        if self.classifier is not None:
+            if real is not None and (wanted := [name for name in metrics.NEIGHBORS if self._wants(name)]):
+                self._score_neighbors(wanted, rows, real)
+        if self.classifier is not None and self._wants("inception_score"):
             self._score_classes(rows, self.classifier)
+
+    def _score_neighbors(self, wanted: Sequence[str], rows: np.ndarray, real: np.ndarray) -> None:
+        few = min(len(rows), len(real))
+        if few < inception.FEATURES:
+            side = "images" if few == len(rows) else "reference images"
+            titles = format_list([METRICS[name].title for name in wanted])
+            self.warnings.append(
+                f"{few:,} {side} are few for {titles}: the distance to the nearest neighbors grows as images get "
+                "fewer, and these scores with it; compare them only with values of as many images on both sides."
+            )
+        estimates, counts = metrics.neighbor_metrics(rows, real, self.settings.seed, self.metrics_device)
+        for name in wanted:
+            note = f"k = {metrics.NEIGHBORS[name]}, of {counts[0]:,} images and {counts[1]:,} of the reference"
+            self._add(name, estimates[name], note)
 
     def _score_classes(self, rows: np.ndarray, classifier: np.ndarray) -> None:
         classes, splits = len(classifier), metrics.SPLITS
@@ -269,19 +451,19 @@ class Evaluation:
             )
         note = (
             f"mean of {splits} splits, shuffled; {classes:,} classes, logits without bias, as torch-fidelity; "
-            f"{inception.RESIZING}"
+            f"{self.resizing}"
         )
         self._add("inception_score", metrics.inception_score(rows, classifier), note)
 
     def _score_clip(self, images: Features, reference: Features) -> None:
         assert self.clip
         name = f"CLIP {Path(self.settings.clip_path or '').name}"
-        if "cmmd" not in self.missing:
+        if self._wants("cmmd"):
             cmmd = metrics.cmmd(images.rows, reference.rows, self.metrics_device)
             self._add("cmmd", cmmd, f"{name}, Gaussian kernel of width 10")
-        if "clip_score" in self.missing:
+        if not self._wants("clip_score"):
             return
-        prompts = [self.prompts.get(self.images[index].name) for index in images.indices]
+        prompts = [_look_up(self.prompts, self.images[index]) for index in images.indices]
         known = [(place, prompt) for place, prompt in enumerate(prompts) if prompt is not None]
         if not known:
             self.missing["clip_score"] = "no image that can be read has a prompt."
@@ -297,11 +479,37 @@ class Evaluation:
         if len(known) < len(prompts):
             without = len(prompts) - len(known)
             self.warnings.append(f"{without:,} of {len(prompts):,} images have no known prompt and no CLIP score.")
-        note = f"{name}, 100 x cosine, {len(values):,} images with prompts"
-        self._add("clip_score", metrics.mean_estimate(values), note)
-        self.clip_scores = [None] * len(prompts)
-        for (place, _), value in zip(known, values.tolist(), strict=True):
-            self.clip_scores[place] = value
+        of_all = np.full(len(prompts), np.nan)
+        of_all[[place for place, _ in known]] = values
+        self._add_mean("clip_score", of_all, f"{name}, 100 x cosine, {len(values):,} images with prompts")
+
+    def _score_images(self, items: Sequence[FeatureItem], prompts: Sequence[str | None]) -> None:
+        """Compute the scores of single images."""
+        for key, score in self.image_scores.items():
+            if key in self.missing:
+                continue
+            info = SCORES[key]
+            places = [place for place, prompt in enumerate(prompts) if prompt is not None or not info.needs_prompts]
+            texts = [prompts[place] or "" for place in places]
+            of_all = np.full(len(items), np.nan)
+            if places:
+                of_all[places] = score.values([items[place] for place in places], texts, self._features)
+            if not np.isfinite(of_all).any():
+                self.missing[key] = f"{info.title} applies to no image that can be read: {score.applies_to}."
+                continue
+            count = int(np.isfinite(of_all).sum())
+            if count < len(items):
+                self.warnings.append(
+                    f"{len(items) - count:,} of {len(items):,} images have no {info.title}, which applies to "
+                    f"{score.applies_to}."
+                )
+            self.warnings += score.warnings(texts)
+            self._add_mean(key, of_all, f"{score.note}; mean of {count:,} images")
+
+    def _add_mean(self, name: str, values: np.ndarray, note: str) -> None:
+        """Add the mean of the images' scores; NaN where an image has none."""
+        self._add(name, metrics.mean_estimate(values[np.isfinite(values)]), note)
+        self.per_image[name] = [float(value) if np.isfinite(value) else None for value in values]
 
     def _score_dinov2(self, images: Features, reference: Features) -> None:
         assert self.dinov2
@@ -327,9 +535,13 @@ class Evaluation:
                 )
 
     def _add(self, name: str, estimate: metrics.MetricEstimate, note: str) -> None:
-        low, high = estimate.interval(self.settings.seed) or (None, None)
-        note = f"{note}; 95% interval by a bootstrap of the influence function" if low is not None else note
-        self.scores[name] = {"value": estimate.value, "low": low, "high": high, "note": note}
+        interval = estimate.interval(self.settings.seed)
+        least = METRICS[name].minimum  # rounding, and the linear influence function, may leave the range of a metric
+        low, high = (float(max(end, least)) for end in interval) if interval else (None, None)
+        if interval:
+            exact = estimate.is_share and estimate.value in (0, 1)
+            note += f"; 95% interval {'of a binomial share' if exact else 'by a bootstrap of the influence function'}"
+        self.scores[name] = {"value": float(max(estimate.value, least)), "low": low, "high": high, "note": note}
 
     def _compare_with_exact_mode(self, pairs: ExactPairs) -> dict[str, Any]:
         """Compare images of `generate --preset fast` or `faster` with the same rows in exact mode."""
@@ -365,12 +577,18 @@ class Evaluation:
         """Return how the scores were computed, beyond the settings."""
         tf32 = bool(self.inception and self.inception.tf32) and "cpu" not in self.devices.values()
         precision = "float32, Inception's convolutions in TF32" if tf32 else "float32"
-        protocol: dict[str, Any] = {"resizing": inception.RESIZING, "resamples": metrics.RESAMPLES}
+        protocol: dict[str, Any] = {"resizing": self.resizing, "resamples": metrics.RESAMPLES}
         protocol["features"] = f"{precision}; statistics in float64"
         if self.dinov2:
             protocol |= {"dinov2": self.dinov2.size, "dinov2_resizing": encoders.DINOV2_RESIZING}
         used = (self.inception, self.clip and self.clip[0], self.dinov2)
-        return protocol | {f"{encoder.name}_sha256": encoder.sha256 for encoder in used if encoder}
+        protocol |= {f"{encoder.name}_sha256": encoder.sha256 for encoder in used if encoder}
+        return protocol | {f"{key}_sha256": score.sha256 for key, score in self.image_scores.items()}
+
+
+def _look_up(cells: Mapping[str, Any], file: ImageFile) -> Any:
+    """Return what is known about an image by its path, which is needed where names repeat, or by its name."""
+    return cells.get(str(file), cells.get(file.name))
 
 
 def _count_sizes(items: Sequence[FeatureItem], features: Features) -> Counter[str]:
@@ -407,11 +625,13 @@ def stats(settings: StatsSettings) -> int:
     )
     cache = output.with_name(f"{output.name}.features")
     devices = share_devices(select_devices(settings.gpu_ids))
-    features = compute_features(InceptionEncoder.from_file(weights), items, devices, cache)
+    encoder = InceptionEncoder.from_file(weights, resize=settings.resize)
+    features = compute_features(encoder, items, devices, cache)
     for index, why in features.unreadable.items():
         log.warning("%s is left out: %s.", items[index].content, why)
     features.require_two(settings.source)
-    arrays = {"number": np.array(len(features.rows), np.int64)} | _statistics_arrays(features.rows, "")
+    arrays = {"number": np.array(len(features.rows), np.int64), "resize": np.array(settings.resize)}
+    arrays |= _statistics_arrays(features.rows, "")
     if dinov2:
         rows = compute_features(dinov2, items, devices, cache).rows
         arrays |= _statistics_arrays(rows, "dinov2_") | {"dinov2_sha256": np.array(dinov2.sha256)}

@@ -57,6 +57,19 @@ class FeatureItem:
         return self.content.file_bytes()
 
 
+@dataclass(frozen=True)
+class PairItem(FeatureItem):
+    """An image and a text about it, such as its prompt or a question; the key is that of both."""
+
+    image: FeatureItem | None = None
+    text: str = ""
+
+    def read(self) -> tuple[Any, str]:
+        """Return the bytes of the image file, and the text."""
+        assert self.image
+        return self.image.read(), self.text
+
+
 class SharedMemory:
     """A file without a name that grows as needed, mapped here and written by other processes."""
 
@@ -141,7 +154,7 @@ def _decode(item: FeatureItem, start: int, memory: SharedMemory) -> np.ndarray |
 class PendingDecode:
     """A batch that other processes or threads prepare."""
 
-    rows: Callable[[], list[Tensor | str]]
+    rows: Callable[[], list[Any]]
     """Waits for each item's row, such as pixels, uint8 [H, W, 3], or the reason why there is none."""
     release: Callable[[], None] = lambda: None
     """Call it when nobody reads the rows any more: their memory is used again."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,30 +25,39 @@ from muralist.data.decode import decode_image, decode_pixels
 from muralist.evaluate import inception
 
 GPU_BATCH = 64
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
 TEXT_LENGTH = 77  # tokens of a prompt that CLIP reads
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _FIXES = {
     "CLIP": "Give the folder of a CLIP model as transformers saves it, such as a copy of openai/clip-vit-large-patch14.",
     "DINOv2": "Give the folder of a DINOv2 model as transformers saves it, best a copy of facebook/dinov2-large.",
 }
 
 
+Row = Tensor | tuple[Tensor, ...]
+"""The input of an encoder for one item: a tensor, or several, such as pixels and tokens."""
+
+
 @dataclass(frozen=True)
 class LoadedEncoder:
     """The functions of an encoder on its device."""
 
-    prepare: Callable[[Any], Tensor]
-    """Turn the bytes of an image file, or a prompt, into one row of a batch, on the CPU; called in threads."""
-    compute: Callable[[Tensor], Tensor]
+    prepare: Callable[[Any], Any]
+    """Turn what an item holds (the bytes of an image file, a prompt, or both) into a `Row` of a batch, on the CPU;
+    called in threads."""
+    compute: Callable[[Any], Tensor]
     """Turn a batch into float32 features [B, D]."""
-    stack: Callable[[list[Tensor]], Tensor] = torch.stack
+    stack: Callable[[list[Any]], Any] = torch.stack
     """Turn rows into a batch."""
+    max_batch: int | None = None
+    """The most items of a batch: 1 where the rows have different shapes."""
     takes_pixels: bool = False
     """Whether `prepare` only decodes an image to uint8 [H, W, 3]: then the decoder processes do it."""
 
 
 @dataclass(frozen=True)
 class Encoder(ABC):
-    """Defines features: `sha256` and `tf32` determine them, apart from the device."""
+    """Defines features: `sha256`, `tf32` and `variant` determine them, apart from the device."""
 
     source: Path
     """The file or folder of the weights."""
@@ -59,6 +69,8 @@ class Encoder(ABC):
     """A short name, used for folders."""
     tf32: bool = False
     """Whether a GPU may convolve and multiply in TF32."""
+    variant: str = ""
+    """What else determines the features; empty for the usual ones."""
 
     @abstractmethod
     def load(self, device: torch.device) -> LoadedEncoder:
@@ -75,9 +87,10 @@ class InceptionEncoder(Encoder):
     """The 2048 features of FID."""
 
     @classmethod
-    def from_file(cls, weights: Path, tf32: bool = True) -> InceptionEncoder:
+    def from_file(cls, weights: Path, tf32: bool = True, resize: str = "pytorch-fid") -> InceptionEncoder:
         """Describe the encoder with the weights of a file; TF32 as in pytorch-fid."""
-        return cls(weights, file_sha256(weights), inception.FEATURES, "inception", tf32)
+        variant = "" if resize == "pytorch-fid" else resize
+        return cls(weights, file_sha256(weights), inception.FEATURES, "inception", tf32, variant)
 
     def load(self, device: torch.device) -> LoadedEncoder:
         """Read the weights."""
@@ -89,16 +102,23 @@ class InceptionEncoder(Encoder):
                 return network(batch.to(device).contiguous(memory_format=torch.channels_last))
 
         if device.type == "cpu":
-            return LoadedEncoder(lambda data: inception.preprocess(_decode(data)[None])[0], compute)
+            prepare = _clean_input if self.variant else lambda data: inception.preprocess(_decode(data)[None])[0]
+            return LoadedEncoder(prepare, compute)
         generator = torch.Generator(device).manual_seed(0)
         probe = 2 * torch.rand(GPU_BATCH, 3, inception.SIDE, inception.SIDE, generator=generator, device=device) - 1
         inception.fuse_if_bit_exact(network, compute, probe, lambda: inception.fill_free_memory_with_nan(device))
+        if self.variant:
+            return LoadedEncoder(_clean_input, compute)
         copy_stream = torch.cuda.Stream(device)
         return LoadedEncoder(_decode, compute, lambda rows: _stack_on(copy_stream, rows, device), takes_pixels=True)
 
 
 def _decode(data: bytes) -> Tensor:
     return torch.from_numpy(decode_pixels(data))
+
+
+def _clean_input(data: bytes) -> Tensor:
+    return inception.preprocess_clean(decode_pixels(data))
 
 
 def _stack_on(stream: torch.cuda.Stream, images: list[Tensor], device: torch.device) -> Tensor:
@@ -117,11 +137,17 @@ class ClipEncoder(Encoder):
     @classmethod
     def from_checkpoint(cls, folder: Path) -> tuple[ClipEncoder, ClipEncoder]:
         """Check a checkpoint, and describe its image and text encoders."""
-        from transformers import CLIPConfig
+        from transformers import CLIPConfig, CLIPModel
 
-        config, sha256 = _inspect_checkpoint(folder, CLIPConfig, "CLIP")
+        config, sha256 = _inspect_checkpoint(folder, CLIPConfig, CLIPModel, "CLIP")
         width = int(config.projection_dim or 0)
-        return cls(folder, sha256, width, "clip"), cls(folder, sha256, width, "clip-text")
+        images, texts = cls(folder, sha256, width, "clip"), cls(folder, sha256, width, "clip-text")
+        with _explained(f"The tokenizer or the image processor in {folder} cannot be loaded.", "CLIP"):
+            images.processor()
+            texts.tokenizer()
+            if not any((folder / name).is_file() for name in _TOKENIZER_FILES):  # transformers goes on with no words
+                raise ValueError(f"there is none of {' and '.join(_TOKENIZER_FILES)}")
+        return images, texts
 
     def load(self, device: torch.device) -> LoadedEncoder:
         """Read the weights: the complete model, because some checkpoints' halves do not record their widths."""
@@ -131,9 +157,7 @@ class ClipEncoder(Encoder):
         return self._text_encoder(model, device) if self.name == "clip-text" else self._image_encoder(model, device)
 
     def _image_encoder(self, model: Any, device: torch.device) -> LoadedEncoder:
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-        processor = CLIPImageProcessorPil.from_pretrained(self.source, local_files_only=True)
+        processor = self.processor()
 
         def prepare(data: bytes) -> Tensor:
             return processor(images=decode_image(data), return_tensors="pt")["pixel_values"][0]
@@ -159,6 +183,12 @@ class ClipEncoder(Encoder):
             return F.normalize(model.text_projection(output), dim=-1)
 
         return LoadedEncoder(prepare, compute)
+
+    def processor(self) -> Any:
+        """Load the checkpoint's image processor."""
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+        return CLIPImageProcessorPil.from_pretrained(self.source, local_files_only=True)
 
     def tokenizer(self) -> Any:
         """Load the checkpoint's tokenizer."""
@@ -194,9 +224,9 @@ class Dinov2Encoder(Encoder):
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Dinov2Encoder:
         """Check a checkpoint, and describe its encoder."""
-        from transformers import Dinov2Config
+        from transformers import Dinov2Config, Dinov2Model
 
-        config, sha256 = _inspect_checkpoint(folder, Dinov2Config, "DINOv2")
+        config, sha256 = _inspect_checkpoint(folder, Dinov2Config, Dinov2Model, "DINOv2")
         layers, width, patch = config.num_hidden_layers, config.hidden_size, config.patch_size
         if DINOV2_SIDE % patch:
             raise UserError(
@@ -241,8 +271,8 @@ def _resize_position_embeddings(model: Any) -> None:
     model.embeddings.position_embeddings = torch.nn.Parameter(torch.cat((embeddings[:, :1], positions), 1), False)
 
 
-def _inspect_checkpoint(folder: Path, config_class: Any, name: str) -> tuple[Any, str]:
-    """Return the configuration of a transformers checkpoint, and the SHA-256 of its files."""
+def _inspect_checkpoint(folder: Path, config_class: Any, model_class: Any, name: str) -> tuple[Any, str]:
+    """Check that a transformers checkpoint is complete; return its configuration and the SHA-256 of its files."""
     if not folder.is_dir():
         raise UserError(f"The folder {folder}, which --{name.lower()}_path names, does not exist.", fix=_FIXES[name])
     try:
@@ -254,18 +284,30 @@ def _inspect_checkpoint(folder: Path, config_class: Any, name: str) -> tuple[Any
     except (OSError, ValueError, TypeError, AttributeError) as error:
         why = f"The reader reported: {first_line(error)}."
         raise UserError(f"{folder} is not a {name} checkpoint.", why, _FIXES[name]) from None
+    _load_checkpoint(folder, model_class, name, device_map="meta")  # reads the names and shapes of the tensors
     settings = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".txt"))
     return config, hashlib.sha256("".join(map(file_sha256, weights + settings)).encode()).hexdigest()
 
 
-def _load_checkpoint(folder: Path, model_class: Any, name: str) -> Any:
-    """Load a transformers model in float32, for inference."""
+def _load_checkpoint(folder: Path, model_class: Any, name: str, **options: Any) -> Any:
+    """Load a transformers model in float32, for inference; transformers would fill missing tensors with noise."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    try:
-        model = model_class.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError) as error:
-        why = f"The reader reported: {first_line(error)}."
-        raise UserError(f"The {name} model in {folder} cannot be loaded.", why, _FIXES[name]) from None
+    what = f"The {name} model in {folder} cannot be loaded."
+    with _explained(what, name):
+        model, found = model_class.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32, output_loading_info=True, **options
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(what, f"It lacks the tensor {missing[0]}, and {len(missing)} in all.", _FIXES[name])
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _explained(what: str, name: str) -> Iterator[None]:
+    """Turn any error into a UserError: the readers of other libraries raise nearly any exception on foreign files."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(what, f"The reader reported: {first_line(error)}.", _FIXES[name]) from None

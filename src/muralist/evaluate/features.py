@@ -26,7 +26,6 @@ from typing import IO, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from muralist.core.errors import UserError, first_line
 from muralist.core.formatting import format_list, loading_progress
@@ -35,15 +34,16 @@ from muralist.core.run_dir import disk_write_error
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited
 from muralist.data.decode import ImageDecodeError, decode_pixels, read_image_file, read_image_shape
 from muralist.data.tar_members import TarImage
-from muralist.evaluate.decoders import DecoderPool, FeatureItem, PendingDecode
-from muralist.evaluate.encoders import GPU_BATCH, Encoder, LoadedEncoder
+from muralist.evaluate.decoders import DecoderPool, FeatureItem, PairItem, PendingDecode
+from muralist.evaluate.encoders import GPU_BATCH, Encoder, LoadedEncoder, Row
 
 log = logging.getLogger("muralist")
 _REVISION = "2"  # raised whenever features are computed differently, even if only their last bits change
 BATCH = {"cpu": 1, "cuda": GPU_BATCH}  # larger batches are no faster on a CPU
 DECODING_AHEAD = 6  # batches: every core of a large machine has images to decode, and the next ones when it is done
 _MAX_BYTES_AHEAD = 2 << 30  # of decoded pixels: fewer batches of large photographs are decoded ahead
-TIMEOUT = 600.0  # seconds without a finished batch, after which a process is killed
+TIMEOUT = 600.0  # seconds without a finished batch, after which a process is killed; more for gigabytes of weights
+_SLOWEST_READ = 20e6  # bytes per second of weights
 _POLL = 1.0  # seconds
 _EXIT_SECONDS = 10.0  # for processes that have nothing left to do
 _LOG_INTERVAL = 10.0  # seconds between lines of progress
@@ -73,6 +73,14 @@ def hash_texts(texts: Sequence[str]) -> list[FeatureItem]:
     return [FeatureItem(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest(), text) for text in texts]
 
 
+def pair_items(images: Sequence[FeatureItem], texts: Sequence[str]) -> list[PairItem]:
+    """Return an item for each image and its text."""
+    return [
+        PairItem(hashlib.sha256(image.key + of_text.key).digest(), image.content, image.shape, image, text)
+        for image, of_text, text in zip(images, hash_texts(texts), texts, strict=True)
+    ]
+
+
 class FeatureCache:
     """Fixed-length records (key, features, CRC-32), appended by each process to its own file.
 
@@ -82,7 +90,8 @@ class FeatureCache:
     def __init__(self, folder: Path, encoder: Encoder, device_kind: str) -> None:
         versions = [version(name) for name in ("torch", "pillow", "transformers")]
         precision = ("TF32",) if encoder.tf32 and device_kind != "cpu" else ()
-        identity = "/".join((encoder.sha256, device_kind, *versions, _REVISION, *precision))
+        variant = (encoder.variant,) if encoder.variant else ()
+        identity = "/".join((encoder.sha256, device_kind, *versions, _REVISION, *precision, *variant))
         self.folder = folder / f"{encoder.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
         self.record = np.dtype([("key", "u1", 32), ("row", "<f4", encoder.width), ("check", "<u4")])
         self._file: IO[bytes] | None = None
@@ -159,7 +168,8 @@ def extract(
                 rows = None
                 if good:
                     row = next(iter(good.values()))
-                    batch_size = batch_size or _safe_batch_size(encoder.name, loaded, row, BATCH[device.type])
+                    largest = min(BATCH[device.type], loaded.max_batch or GPU_BATCH)
+                    batch_size = batch_size or _safe_batch_size(encoder.name, loaded, row, largest)
                     rows = _compute_padded(loaded, list(good.values()), batch_size)
                 pending.release()
                 computing = list(good), rows, FinishedBatch(len(batch), broken)
@@ -192,7 +202,7 @@ def _preparing(loaded: LoadedEncoder, cores: int) -> Iterator[Callable[[Batch], 
         yield prepare
 
 
-def _prepare_item(loaded: LoadedEncoder, item: FeatureItem) -> Tensor | str:
+def _prepare_item(loaded: LoadedEncoder, item: FeatureItem) -> Row | str:
     with torch.inference_mode():  # which is per thread
         try:
             return loaded.prepare(item.read())
@@ -200,7 +210,7 @@ def _prepare_item(loaded: LoadedEncoder, item: FeatureItem) -> Tensor | str:
             return error.reason
 
 
-def _compute_padded(loaded: LoadedEncoder, inputs: Sequence[Tensor], batch_size: int) -> Callable[[], np.ndarray]:
+def _compute_padded(loaded: LoadedEncoder, inputs: Sequence[Row], batch_size: int) -> Callable[[], np.ndarray]:
     """Compute features in batches of one shape; the result waits for them, but not for kernels launched later."""
     parts = []
     for start in range(0, len(inputs), batch_size):
@@ -220,11 +230,11 @@ def _compute_padded(loaded: LoadedEncoder, inputs: Sequence[Tensor], batch_size:
     return wait
 
 
-def _safe_batch_size(name: str, loaded: LoadedEncoder, row: Tensor, size: int) -> int:
+def _safe_batch_size(name: str, loaded: LoadedEncoder, row: Row, size: int) -> int:
     """Return `size`, or 1 where an item's features change with its position or its neighbors in the batch."""
     if size == 1:
         return 1
-    other = row.roll(1, -1)
+    other = tuple(part.roll(1, -1) for part in row) if isinstance(row, tuple) else row.roll(1, -1)
     alike = loaded.compute(loaded.stack([row] * size))
     mixed = loaded.compute(loaded.stack([row, other] * (size // 2)))[::2]
     same = torch.equal(alike, alike[:1].expand_as(alike)) and torch.equal(mixed, alike[: len(mixed)])
@@ -264,7 +274,9 @@ def _extract_together(
     labels = list(devices)[: len(batches)]
     arguments = {label: (encoder, cache, devices[label], len(labels)) for label in labels}
     pool = ProcessPool("muralist-evaluate", _work, arguments)
-    scheduler = _Scheduler(pool, labels, deque(batches))
+    files = encoder.source.iterdir() if encoder.source.is_dir() else [encoder.source]
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    scheduler = _Scheduler(pool, labels, deque(batches), size / _SLOWEST_READ)
     try:
         for label in labels:
             pool.start(label)
@@ -282,8 +294,9 @@ def _extract_together(
 class _Scheduler:
     """Hands batches to processes, and those of a lost process to the others."""
 
-    def __init__(self, pool: ProcessPool, labels: list[str], waiting: deque[Batch]) -> None:
-        self.pool, self.waiting = pool, waiting
+    def __init__(self, pool: ProcessPool, labels: list[str], waiting: deque[Batch], loading: float) -> None:
+        """`loading` is the longest time in seconds that reading the weights may take."""
+        self.pool, self.waiting, self.loading = pool, waiting, loading
         # Batches that a process has and has not finished, in its order.
         self.pending: dict[str, deque[Batch]] = {label: deque() for label in labels}
 
@@ -306,9 +319,10 @@ class _Scheduler:
                         self.pool.kill(label)
                         self._lose(label, f"failed: {message}")
             for label in [label for label, batches in self.pending.items() if batches]:
-                if self.pool.silence(label) > TIMEOUT:
+                timeout = TIMEOUT + self.loading
+                if self.pool.silence(label) > timeout:
                     self.pool.kill(label)
-                    self._lose(label, f"finished nothing for {TIMEOUT:.0f} s and was killed")
+                    self._lose(label, f"finished nothing for {timeout:.0f} s and was killed")
 
     def _hand_out(self) -> None:
         """Give batches in turn, so that each process has one before any has several."""
@@ -374,6 +388,12 @@ class Features:
             Features(self.rows[:place], self.indices[:place], first),
             Features(self.rows[place:], [index - count for index in self.indices[place:]], rest),
         )
+
+    def aligned(self, count: int) -> np.ndarray:
+        """Return a row for each of `count` items, float64 [N, D]; NaN where an item has none."""
+        rows = np.full((count, self.rows.shape[1]), np.nan)
+        rows[self.indices] = self.rows
+        return rows
 
     def require_two(self, folder: str | None) -> None:
         """Refuse a set that is too small for statistics."""

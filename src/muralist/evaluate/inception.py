@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -33,7 +34,11 @@ _NAN_BYTES = 2 << 30  # more than a batch of 64 uses at any time
 Kernel = int | tuple[int, int]
 Branch = Sequence[tuple[int, Kernel]]
 """Outputs and kernel of each convolution in a row."""
-RESIZING = "bilinear to 299 x 299 without antialiasing, corners not aligned, as pytorch-fid does"
+RESIZING = {
+    "pytorch-fid": "bilinear to 299 x 299 without antialiasing, corners not aligned, as pytorch-fid does",
+    "clean-fid": "bicubic to 299 x 299 with antialiasing, by Pillow in float32, as clean-fid does",
+}
+"""What the report says about each choice of --resize."""
 
 
 class Convolution(nn.Module):
@@ -175,6 +180,15 @@ def preprocess(pixels_BHWC: Tensor) -> Tensor:
     return 2 * resized - 1
 
 
+def preprocess_clean(pixels_HWC: np.ndarray) -> Tensor:
+    """Turn a uint8 image into network input [3, 299, 299] as clean-fid does: no rounding, and 128 becomes 0."""
+    channels = [
+        np.asarray(Image.fromarray(channel.astype(np.float32)).resize((SIDE, SIDE), Image.Resampling.BICUBIC))
+        for channel in pixels_HWC.transpose(2, 0, 1)
+    ]
+    return (torch.from_numpy(np.stack(channels).clip(0, 255)) - 128) / 128
+
+
 def preprocess_batch(images: Sequence[Tensor], device: torch.device) -> Tensor:
     """Turn uint8 images [H, W, 3] of any sizes into one batch of network input, resized on the device.
 
@@ -272,6 +286,15 @@ def find_weights(given: str | None) -> tuple[Path | None, str]:
 
 def load_inception(file: Path) -> Inception:
     """Load the network with the weights of a file, for inference."""
+    with torch.device("meta"):
+        network = Inception()
+    tensors = _checked_tensors(file, network)
+    network.load_state_dict({name: tensors[name] for name in network.state_dict()}, assign=True)
+    return network.float().eval().requires_grad_(False)
+
+
+def _checked_tensors(file: Path, network: Inception) -> dict[str, Tensor]:
+    """Read all tensors of a file; those of the network, on the meta device, must be among them."""
     tensors = read_tensors(file)
     if any(name.startswith("AuxLogits.") for name in tensors):
         raise UserError(
@@ -279,8 +302,6 @@ def load_inception(file: Path) -> Inception:
             "Scores made with it cannot be compared with any published one.",
             f"{_SOURCE}.",
         )
-    with torch.device("meta"):
-        network = Inception()
     wanted = network.state_dict()
     for name, tensor in wanted.items():
         if name.endswith("num_batches_tracked"):
@@ -294,13 +315,14 @@ def load_inception(file: Path) -> Inception:
             f"The tensor {bad} is {'missing' if bad not in tensors else 'of another shape'}.",
             f"{_SOURCE}.",
         )
-    network.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
-    return network.float().eval().requires_grad_(False)
+    return tensors
 
 
 def load_classifier(file: Path) -> np.ndarray | None:
-    """Load the classifier's weights [classes, 2048]; None where the file does not hold them."""
-    weight = read_tensors(file).get("fc.weight")
+    """Check the file, and load the classifier's weights [classes, 2048]; None where the file does not hold them."""
+    with torch.device("meta"):
+        network = Inception()
+    weight = _checked_tensors(file, network).get("fc.weight")
     if weight is None or weight.ndim != 2 or weight.shape[1] != FEATURES:
         return None
     return weight.float().numpy()

@@ -21,7 +21,7 @@ from muralist.core.errors import UserError, first_line
 from muralist.core.run_dir import check_exists
 from muralist.data import ledger_reader
 from muralist.data.decode import IMAGE_EXTENSIONS
-from muralist.data.prompts import open_prompt_table
+from muralist.data.prompts import PromptRow, open_prompt_table
 from muralist.data.source import Source
 from muralist.data.sources import open_source
 from muralist.data.tar_members import TAR, TarImage, tar_images
@@ -36,12 +36,14 @@ ImageFile = Path | TarImage
 """An image file, or one in a tar file."""
 
 
-def find_images(folder: Path, flag: str, exclude: Path | None = None) -> list[ImageFile]:
+def find_images(folder: Path, flag: str, exclude: Path | None = None, may_be_absent: bool = False) -> list[ImageFile]:
     """Return every image below a folder, sorted by name, except hidden ones and those below `exclude`.
 
     Images in tar files, such as those of `generate --shards`, count as if they lay beside their tar file: metrics that
     depend on the order of the images are the same for both.
     """
+    if may_be_absent and not folder.exists():
+        return []
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder}, which {flag} names, {problem}.", fix="Check the path.")
@@ -53,12 +55,13 @@ def find_images(folder: Path, flag: str, exclude: Path | None = None) -> list[Im
         and not any(part.startswith(".") for part in path.relative_to(folder).parts)
         and not (excluded and path.absolute().is_relative_to(excluded))
         and path.is_file()
+        and not (path.name == "grid.png" and (path.parent / "samples").is_dir())  # of GenEval: its samples once more
     ]
     found: list[ImageFile] = [path for path in files if path.suffix.lower() != TAR]
     for path in files:
         if path.suffix.lower() == TAR:
             found += tar_images(path, IMAGE_EXTENSIONS)
-    if len(found) < 2:
+    if len(found) < 2 and not may_be_absent:
         raise UserError(
             f"{'Only one' if found else 'No'} image was found in {folder}, which {flag} names.",
             f"Looked for {' '.join(IMAGE_EXTENSIONS)}.",
@@ -118,9 +121,11 @@ class Statistics:
     count: int | None
     dinov2_features: np.ndarray | None = None
     dinov2_sha256: str = ""
+    resize: str | None = None
+    """How Inception's input was resized, as for --resize; None where another tool wrote the file."""
 
 
-_KEYS = ("mu", "sigma", "features", "number", "dinov2_features", "dinov2_sha256")
+_KEYS = ("mu", "sigma", "features", "number", "dinov2_features", "dinov2_sha256", "resize")
 _STATS_FIX = "`muralist stats DIR -o stats.npz` writes such a file."
 
 
@@ -145,17 +150,23 @@ def read_statistics(path: Path) -> Statistics:
         )
     if not (np.isfinite(mean).all() and np.isfinite(covariance).all()):
         raise UserError(f"{path} holds NaN or Inf.", fix=_STATS_FIX)
-    features, number, dinov2, sha256 = (arrays.get(name) for name in _KEYS[2:])
+    features, number, dinov2, sha256, resize = (arrays.get(name) for name in _KEYS[2:])
     if (
         (number is not None and (number.ndim or number.dtype.kind not in "iu" or number < 0))
         or (features is not None and not _is_feature_matrix(features, FEATURES))
         or (dinov2 is not None and not _is_feature_matrix(dinov2))
-        or (sha256 is not None and sha256.dtype.kind != "U")
+        or any(text is not None and text.dtype.kind != "U" for text in (sha256, resize))
     ):
         raise UserError(f"{path} holds features or a number that `muralist stats` did not write.", fix=_STATS_FIX)
     count = int(number) if number is not None else None
+    ours = "pytorch-fid" if features is not None else None  # files of 0.1.0 do not say it
     return Statistics(
-        Moments(mean, covariance), features, count if features is None else len(features), dinov2, str(sha256)
+        Moments(mean, covariance),
+        features,
+        count if features is None else len(features),
+        dinov2,
+        str(sha256),
+        ours if resize is None else str(resize),
     )
 
 
@@ -171,6 +182,7 @@ class LedgerFacts:
     failures: list[dict[str, Any]] = field(default_factory=list)
     speed: dict[str, dict[str, float]] = field(default_factory=dict)  # by GPU
     exact_pairs: ExactPairs | None = None
+    generation: dict[str, Any] = field(default_factory=dict)  # the settings in the header: model, steps, guidance, ...
 
 
 @dataclass(frozen=True)
@@ -203,6 +215,7 @@ def read_ledger(folder: Path) -> LedgerFacts:
         [line for line in lines if "error" in line],
         {gpu: _speed(of_gpu) for gpu, of_gpu in sorted(by_gpu.items())},
         _exact_pairs(folder, done),
+        ledger_reader.read_settings(folder / ledger_reader.LEDGER),
     )
 
 
@@ -231,23 +244,49 @@ def _exact_pairs(folder: Path, done: Sequence[dict[str, Any]]) -> ExactPairs | N
     return ExactPairs(fast, exact, prompts, psnr)
 
 
-def match_prompts(table_path: str, files: Sequence[ImageFile]) -> dict[str, str]:
-    """Return prompts by file name: a file called ID or ID_seedN has the prompt of the row with that id.
+def prompt_id(image: object) -> str:
+    """Return the id in the name of an image file, which is ID.* or ID_seedN.*."""
+    stem = Path(getattr(image, "name", "")).stem
+    seeded = _SEED_SUFFIX.fullmatch(stem)
+    return seeded[1] if seeded else stem
+
+
+@dataclass(frozen=True)
+class TableColumns:
+    """What a prompt table says about images, by file name or path."""
+
+    prompts: dict[str, str] = field(default_factory=dict)
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Cells of the columns that generation does not read, such as category, by column and file name."""
+    rows: dict[str, int] = field(default_factory=dict)
+
+
+def match_table(table_path: str, files: Sequence[ImageFile]) -> TableColumns:
+    """Find the row of each image: a file called ID or ID_seedN has the prompt of the row with that id.
 
     Rows may share an id if their seeds differ; then only the file with the row's seed belongs to it.
     """
     table = open_prompt_table(table_path)
-    by_id: dict[str, dict[int | None, str]] = defaultdict(dict)
+    by_id: dict[str, dict[int | None, PromptRow]] = defaultdict(dict)
     for row in table.rows(range(len(table))):
-        by_id[row.id][row.seed] = row.prompt
-    found = {}
+        by_id[row.id][row.seed] = row
+    found: dict[str, PromptRow] = {}
     for file in files:
         seeded = _SEED_SUFFIX.fullmatch(file.stem)
         candidates: list[tuple[str, int | None]] = [(seeded[1], int(seeded[2]))] if seeded else []
         for name, seed in [*candidates, (file.stem, None)]:
-            prompts = by_id.get(name, {})
-            prompt = prompts.get(seed, next(iter(prompts.values())) if len(set(prompts.values())) == 1 else None)
-            if prompt is not None:
-                found[file.name] = prompt
+            rows = by_id.get(name, {})
+            same_prompt = len({row.prompt for row in rows.values()}) == 1
+            row_of_file = rows.get(seed, next(iter(rows.values())) if same_prompt else None)
+            if row_of_file is not None:
+                found[file.name] = row_of_file
                 break
-    return found
+    others = table.other_columns({row.index for row in found.values()})
+    return TableColumns(
+        {name: row.prompt for name, row in found.items()},
+        {
+            column: {name: cells[row.index] for name, row in found.items() if row.index in cells}
+            for column, cells in others.items()
+        },
+        {name: row.index for name, row in found.items()},
+    )

@@ -19,7 +19,10 @@ _SUBSETS, _SUBSET_SIZE = 100, 1000
 _MAX_NEIGHBOR_SAMPLES = 10_000
 _CMMD_BANDWIDTH, _CMMD_SCALE = 10.0, 1000.0
 RESAMPLES = 1000
+_TAIL = 0.025  # on each side of a 95% interval
 SPLITS = 10
+NEIGHBORS = {"precision": 3, "recall": 3, "density": 5, "coverage": 5}
+"""The k-th neighbor that gives each metric its radius."""
 _SPLITS_SEED = 2020  # as in torch-fidelity
 
 
@@ -29,11 +32,14 @@ class MetricEstimate:
 
     value: float
     influence_functions: tuple[np.ndarray, ...] = ()
+    is_share: bool = False
+    """Whether it is the share of samples with a property."""
 
     def interval(self, seed: int) -> tuple[float, float] | None:
-        """Return the 95% bootstrap interval; None where no samples are known."""
-        if not self.influence_functions:
-            return None
+        """Return the 95% interval; None where no samples are known, or where all are alike and show no spread."""
+        if not any(np.ptp(influence) for influence in self.influence_functions):
+            known = self.is_share and self.influence_functions and self.value in (0, 1)
+            return self._exact_interval() if known else None
         generator = np.random.Generator(np.random.Philox(key=seed))
         deviations = np.zeros(RESAMPLES)
         for influence in self.influence_functions:
@@ -42,7 +48,12 @@ class MetricEstimate:
                 deviations[index] += centered[generator.integers(len(centered), size=len(centered))].mean()
         low, high = np.percentile(deviations, (2.5, 97.5))
         # Beyond the rounding of the arithmetic: an end that is 0 would come out as 1e-19.
-        return round(self.value + float(low), 12), round(self.value + float(high), 12)
+        return round(self.value + float(low), 12) + 0.0, round(self.value + float(high), 12) + 0.0  # and -0 is 0
+
+    def _exact_interval(self) -> tuple[float, float]:
+        """Return the Clopper-Pearson interval of a share of 0 or 1, which every bootstrap sample repeats."""
+        tail = _TAIL ** (1 / len(self.influence_functions[0]))
+        return (tail, 1.0) if self.value else (0.0, 1 - tail)
 
 
 @dataclass(frozen=True)
@@ -183,7 +194,9 @@ def neighbor_metrics(
         nearest_fake = torch.minimum(nearest_fake, distances.amin(0))
     covered = nearest_fake <= five_y
     found = {"precision": inside_real, "recall": inside_fake, "density": balls, "coverage": covered}
-    estimates = {name: mean_estimate(values.double().cpu().numpy()) for name, values in found.items()}
+    estimates = {
+        name: mean_estimate(values.double().cpu().numpy(), is_share=name != "density") for name, values in found.items()
+    }
     return estimates, (len(x), len(y))
 
 
@@ -210,9 +223,9 @@ def _radii(x: Tensor) -> tuple[Tensor, Tensor]:
     return nearest[:, min(3, last)], nearest[:, min(5, last)]
 
 
-def mean_estimate(values: np.ndarray) -> MetricEstimate:
+def mean_estimate(values: np.ndarray, is_share: bool = False) -> MetricEstimate:
     """Estimate a mean: the influence of a sample is its value."""
-    return MetricEstimate(float(values.mean()), (values,))
+    return MetricEstimate(float(values.mean()), (values,), is_share)
 
 
 def cmmd(fake: np.ndarray, real: np.ndarray, device: str = "cpu") -> MetricEstimate:

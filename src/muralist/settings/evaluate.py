@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from muralist.settings.section import LocalPath, Section
+
+
+def _split_commas(value: Any) -> Any:
+    """Take fid,kid for two names, as the flag or as one text in Python."""
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+        return value
+    return [name.strip() for word in words for name in word.split(",") if name.strip()]
+
+
+Resize = Literal["pytorch-fid", "clean-fid"]
 
 
 class EvaluateSettings(Section):
@@ -22,6 +33,9 @@ class EvaluateSettings(Section):
     prompts_csv: Annotated[str | None, LocalPath] = None
     """Prompts in any format of `muralist generate`; row ID has the files ID.* and ID_seedN.*; default: the prompts in
     the ledger."""
+    category_column: list[str] = []
+    """Columns of the prompt table by whose values the scores of images are averaged; default: category, challenge and
+    tag, where the table has them."""
     inception_weights: Annotated[str | None, LocalPath] = None
     """Inception weights of 2015-12-05, .pth or .pt; default: the file in MURALIST_INCEPTION, or in the usual caches."""
     clip_path: Annotated[str | None, LocalPath] = None
@@ -29,8 +43,41 @@ class EvaluateSettings(Section):
     dinov2_path: Annotated[str | None, LocalPath] = None
     """DINOv2 model saved by transformers, a folder or its id on the Hugging Face Hub, for FD-DINOv2; papers report
     dinov2-large (ViT-L/14)."""
+    pickscore_weights: Annotated[str | None, LocalPath] = None
+    """Folder with the weights of PickScore; docs/evaluating.md lists the files of each score, and a missing one is
+    named with its origin."""
+    hpsv2_weights: Annotated[str | None, LocalPath] = None
+    """Folder with HPS_v2.1_compressed.pt and a CLIP tokenizer, for HPSv2.1."""
+    hpsv3_weights: Annotated[str | None, LocalPath] = None
+    """Folder with HPSv3.safetensors, the settings and tokenizer of Qwen2-VL-7B-Instruct, and the file with the
+    instruction, for HPSv3."""
+    imagereward_weights: Annotated[str | None, LocalPath] = None
+    """Folder with ImageReward.pt, med_config.json and BERT's vocab.txt, for ImageReward."""
+    aesthetic_weights: Annotated[str | None, LocalPath] = None
+    """Folder with sac+logos+ava1-l14-linearMSE.pth, for the LAION aesthetic score; needs OpenAI's ViT-L/14 as
+    --clip_path."""
+    vqascore_weights: Annotated[str | None, LocalPath] = None
+    """Folder with a vision-language model, for VQAScore."""
+    judge_weights: Annotated[str | None, LocalPath] = None
+    """Folder with a vision-language model that answers the questions of GenEval 2 and DPG-Bench; published GenEval 2
+    values use Qwen3-VL-8B-Instruct."""
+    geneval2_questions: Annotated[str | None, LocalPath] = None
+    """geneval2_data.jsonl, for GenEval 2."""
+    dpg_questions: Annotated[str | None, LocalPath] = None
+    """dpg_bench.csv, for DPG-Bench."""
+    geneval_layout: Annotated[str | None, LocalPath] = None
+    """Folder into which the images are put as classic GenEval's scripts read them; needs its evaluation_metadata.jsonl
+    as --prompts_csv."""
+    metrics: Annotated[list[str], BeforeValidator(_split_commas)] = []
+    """Scores to compute, such as fid,kid,clip; one that lacks an input is then an error. Default: every score whose
+    inputs are there."""
+    resize: Resize = "pytorch-fid"
+    """How images are resized for Inception: bilinear as in pytorch-fid, or bicubic with antialiasing as in clean-fid."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []
     """GPUs to use; default: all visible ones. Without a GPU, one CPU process replaces each, or NPROC processes."""
+    dry_run: bool = False
+    """Check reference, weights and models, print which scores will be computed, and write nothing; the images may be
+    generated later."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the KID subsets and the bootstrap intervals."""
 
@@ -48,6 +95,8 @@ class StatsSettings(Section):
     """With --img_size: use only the first N images, as in training."""
     inception_weights: Annotated[str | None, LocalPath] = None
     """As for evaluate."""
+    resize: Resize = "pytorch-fid"
+    """As for evaluate, which must then be given the same."""
     dinov2_path: Annotated[str | None, LocalPath] = None
     """As for evaluate: also stores the features for FD-DINOv2."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []

@@ -1,33 +1,89 @@
 "use strict";
 // Only texts and attributes that the page already holds are moved around here: nothing is ever parsed as HTML.
 const read = (id) => JSON.parse(document.getElementById(id).textContent);
+const all = (selector, inside = document) => [...inside.querySelectorAll(selector)];
 const thumbnails = read("thumbnail-data");
-for (const image of document.querySelectorAll("img[data-image]")) {
+const metrics = read("metric-data");
+for (const image of all("img[data-image]")) {
   image.decoding = "async";
   image.src = thumbnails[image.dataset.image];
 }
 
-// The filter: every word has to be in the prompt or the file's name.
+const scores = new Map();
+for (const figure of all("figure[data-scores]")) scores.set(figure, JSON.parse(figure.dataset.scores));
+const value = (figure, key) => scores.get(figure)?.[key];
+const text = (key, number) => number.toFixed(metrics[key].decimals).replace("-", "−");
+
+// The toolbar: which images are shown, in which order, with which score.
 const box = document.getElementById("filter");
+const category = document.getElementById("category");
+const metric = document.getElementById("metric");
+let order = "";
+
 function filter() {
   const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
-  const fits = (figure) => words.every((word) => figure.dataset.words.includes(word));
-  let shown = 0, all = 0;
-  for (const figure of document.querySelectorAll(".grid figure")) {
-    figure.hidden = !fits(figure);
-    all += 1;
-    shown += figure.hidden ? 0 : 1;
-  }
-  for (const row of document.querySelectorAll(".row")) row.hidden = ![...row.querySelectorAll("figure")].some(fits);
-  document.getElementById("found").textContent = words.length ? `${shown} of ${all} images` : "";
+  const chosen = category?.value;
+  const fits = (figure) => words.every((word) => figure.dataset.words.includes(word)) &&
+    (!chosen || JSON.parse(figure.dataset.categories ?? "[]").includes(chosen));
+  const figures = all(".grid figure");
+  for (const figure of figures) figure.hidden = !fits(figure);
+  for (const row of all(".row")) row.hidden = !all("figure", row).some(fits);
+  const shown = figures.filter((figure) => !figure.hidden).length;
+  document.getElementById("found").textContent = words.length || chosen ? `${shown} of ${figures.length} images` : "";
 }
-if (box) box.addEventListener("input", filter);
+
+// Figures without a score come last. A row is ranked by what its last run gains over its first.
+function sort() {
+  const key = metric?.value;
+  const gain = (row) => {
+    const [first, ...others] = all("figure", row).map((figure) => value(figure, key));
+    return others.at(-1) - first;
+  };
+  const rank = (element) => element.matches("figure") ? value(element, key) : gain(element);
+  for (const place of all(".grid, .rows")) {
+    const elements = [...place.children];
+    elements.forEach((element, index) => { element.dataset.place ??= index; });
+    const sign = order === "best" ? -1 : 1;
+    const ranked = elements.map((element) => {
+      const found = order ? rank(element) : Number(element.dataset.place);
+      return [Number.isFinite(found) ? (order ? sign : 1) * found : Infinity, element];
+    });
+    place.append(...ranked.sort((a, b) => a[0] - b[0]).map(([, element]) => element));
+  }
+  for (const button of all("[data-order]")) button.setAttribute("aria-pressed", String(button.dataset.order === order));
+  for (const [figure] of scores) {
+    const found = value(figure, key);
+    figure.querySelector(".badge").textContent = found === undefined ? "" : text(key, found);
+  }
+}
+
+if (box) {
+  box.addEventListener("input", filter);
+  category?.addEventListener("change", filter);
+  metric?.addEventListener("change", sort);
+  if (metric) sort();
+}
+document.addEventListener("click", (event) => {
+  const zoom = event.target.closest(".zoom");
+  const ordering = event.target.closest("[data-order], [data-worst]");
+  const pick = event.target.closest("[data-category]");
+  if (zoom) show(zoom.querySelector("img"));
+  if (ordering) {
+    order = ordering.dataset.order ?? "worst";
+    sort();
+  }
+  if (pick) {
+    category.value = pick.dataset.category;
+    filter();
+    box.closest("section").scrollIntoView();
+  }
+});
 
 // The enlarged view.
 const viewer = document.getElementById("viewer");
 const large = viewer.querySelector("img");
 let shown = null;
-const neighbors = () => [...shown.closest("[data-group]").querySelectorAll("figure:not([hidden]) img[data-image]")];
+const neighbors = () => all("figure:not([hidden]) img[data-image]", shown.closest("[data-group]"));
 function show(image) {
   shown = image;
   large.src = image.src; // at once; the original takes its place when it is there
@@ -40,7 +96,15 @@ function show(image) {
   const link = viewer.querySelector("a");
   link.hidden = !original;
   if (original) link.href = original;
-  viewer.querySelector(".prompt").textContent = image.closest("figure").querySelector(".prompt").textContent;
+  const figure = image.closest("figure");
+  viewer.querySelector(".prompt").textContent = figure.querySelector(".prompt").textContent;
+  const known = [...(metric?.options ?? [])].filter((option) => value(figure, option.value) !== undefined);
+  const chips = known.map((option) => {
+    const chip = document.createElement("span");
+    chip.textContent = `${option.text} ${text(option.value, value(figure, option.value))}`;
+    return chip;
+  });
+  viewer.querySelector(".chips").replaceChildren(...chips);
   const images = neighbors();
   viewer.querySelector(".about").textContent = `${about} · ${images.indexOf(image) + 1} of ${images.length}`;
   if (!viewer.open) viewer.showModal();
@@ -49,10 +113,6 @@ function step(by) {
   const images = neighbors();
   show(images[(images.indexOf(shown) + by + images.length) % images.length]);
 }
-document.addEventListener("click", (event) => {
-  const button = event.target.closest("figure > button");
-  if (button) show(button.querySelector("img"));
-});
 viewer.querySelector(".previous").addEventListener("click", () => step(-1));
 viewer.querySelector(".next").addEventListener("click", () => step(1));
 viewer.querySelector(".close").addEventListener("click", () => viewer.close());
@@ -62,34 +122,3 @@ viewer.addEventListener("keydown", (event) => {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   if (by) { event.preventDefault(); step(by); }
 });
-
-// Charts, in the colors of the page, which follow light and dark.
-const dark = matchMedia("(prefers-color-scheme: dark)");
-function draw() {
-  const style = getComputedStyle(document.documentElement);
-  const color = (name) => style.getPropertyValue(name).trim();
-  const runs = [0, 1, 2, 3, 4, 5].map((number) => color(`--run-${number}`));
-  const charts = read("chart-data");
-  for (const place of document.querySelectorAll("[data-chart]")) {
-    const chart = charts[place.dataset.chart];
-    const axis = { gridcolor: color("--line"), zerolinecolor: color("--line"), automargin: true, fixedrange: true };
-    chart.data.forEach((trace, number) => {
-      trace.marker = { color: runs[number % 6] };
-      if (chart.style === "steps") {
-        trace.line = { color: runs[number % 6], width: 2, shape: "hvh" };
-        trace.fillcolor = `${runs[number % 6]}33`;
-      }
-      if (chart.style === "bars") trace.marker.color = trace.x.map((_, bar) => runs[bar % 6]);
-      if (trace.error_y) trace.error_y.color = color("--text");
-    });
-    const layout = {
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: color("--text"), family: style.fontFamily, size: 13 },
-      margin: { l: 50, r: 10, t: 10, b: 40 }, bargap: 0.35, legend: { orientation: "h", y: 1.15 }, dragmode: false,
-      ...chart.layout, xaxis: { ...axis, ...chart.layout.xaxis }, yaxis: { ...axis, ...chart.layout.yaxis },
-    };
-    Plotly.react(place, chart.data, layout, { displayModeBar: false, responsive: true });
-  }
-}
-draw();
-dark.addEventListener("change", draw);
