@@ -3,7 +3,8 @@
 - Official JiT (LTH14/JiT): a step of `engine_jit.train_one_epoch` (bf16 autocast, `.item()` and a synchronization at every
   step, its AdamW, its EMA loop) without the DDP wrapper, and `Denoiser.generate` as in `evaluate`. Its blocks are compiled
   by their own decorators.
-- diffusers: a loop over prompts that calls the pipeline and saves each image; bf16, not compiled.
+- diffusers: a loop over prompts that calls the pipeline and saves each image; bf16, not compiled. Fine-tuning: a loop with
+  Accelerate as in its training scripts.
 - pytorch-fid: `get_activations` with its default batch of 50 and 8 workers.
 
 What differs in the work: the official JiT computes attention scores in float32, and evaluates 198 network passes per image
@@ -93,6 +94,96 @@ def official_step(checkout: Path, model: str, img_size: int, batch: int) -> Call
         return value
 
     return step
+
+
+def plain_finetune_step(
+    folder: Path, size: tuple[int, int], batch: int, lora: int, device: torch.device
+) -> Callable[[], Any]:
+    """Return one step of a loop as diffusers' training scripts have it, on latents and text that are encoded already.
+
+    Accelerate with bf16, gradient checkpointing, torch's AdamW, gradients clipped to 1, the loss read at every step, no EMA,
+    not compiled. With LoRA the frozen weights are bf16 and those of LoRA float32.
+    """
+    import diffusers
+    from accelerate import Accelerator
+    from diffusers import DiffusionPipeline
+    from diffusers.training_utils import cast_training_params
+
+    accelerator = Accelerator(mixed_precision="bf16" if device.type == "cuda" else "no", cpu=device.type == "cpu")
+    weights = torch.bfloat16 if lora and device.type == "cuda" else torch.float32
+    pipe: Any = DiffusionPipeline.from_pretrained(folder, local_files_only=True, dtype=weights)
+    network = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    network.requires_grad_(not lora).train().enable_gradient_checkpointing()
+    if lora:
+        from peft import LoraConfig
+
+        targets = ["to_k", "to_q", "to_v", "to_out.0"]
+        network.add_adapter(LoraConfig(r=lora, lora_alpha=lora, init_lora_weights="gaussian", target_modules=targets))
+        cast_training_params([network], dtype=torch.float32)
+    network.to(device)
+    inputs = _network_inputs(pipe, network, size, batch, device, weights)
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    network, optimizer = accelerator.prepare(network, torch.optim.AdamW(trained, lr=1e-4, weight_decay=1e-2))
+    alphas = None if isinstance(pipe.scheduler, diffusers.FlowMatchEulerDiscreteScheduler) else _alphas(pipe.scheduler)
+    clean = inputs.pop("clean").to(device)
+
+    def step() -> float:
+        noise = torch.randn_like(clean)
+        rows = [-1] + [1] * (clean.ndim - 1)
+        if alphas is None:
+            level = torch.sigmoid(torch.randn(batch, device=device))
+            noisy = (1 - level.view(rows)) * clean + level.view(rows) * noise
+            target, t = noise - clean, level * inputs["time scale"]
+        else:
+            t = torch.randint(0, 1000, (batch,), device=device)
+            a = alphas.to(device)[t].view(rows)
+            noisy, target = a.sqrt() * clean + (1 - a).sqrt() * noise, noise
+        with accelerator.autocast():
+            output = network(noisy.to(weights), timestep=t, **inputs["arguments"], return_dict=False)[0]
+        loss = torch.nn.functional.mse_loss(output.float(), target.float())
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach().item())
+
+    return step
+
+
+def _alphas(scheduler: Any) -> torch.Tensor | None:
+    return None if scheduler.config.get("use_flow_sigmas") else scheduler.alphas_cumprod
+
+
+def _network_inputs(
+    pipe: Any, network: Any, size: tuple[int, int], batch: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Return clean latents and the other arguments of a network, as its training script makes them."""
+    height, width = size[0] // 8, size[1] // 8
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, *shape, generator=generator).to(device, dtype)
+
+    config = network.config
+    if type(pipe).__name__ == "WanPipeline":
+        text = {"encoder_hidden_states": random(512, config.text_dim)}
+        return {"clean": random(config.in_channels, 1, height, width), "arguments": text, "time scale": 1000.0}
+    if type(pipe).__name__ == "StableDiffusionXLPipeline":
+        times = torch.tensor([[*size, 0, 0, *size]], dtype=dtype, device=device).repeat(batch, 1)
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        added = {"text_embeds": random(pooled), "time_ids": times}
+        text = {"encoder_hidden_states": random(77, config.cross_attention_dim), "added_cond_kwargs": added}
+        return {"clean": random(4, height, width), "arguments": text}
+    positions = pipe._prepare_latent_image_ids(batch, height // 2, width // 2, device, dtype)
+    text = {
+        "encoder_hidden_states": random(512, config.joint_attention_dim),
+        "pooled_projections": random(config.pooled_projection_dim),
+        "txt_ids": torch.zeros(512, 3, device=device, dtype=dtype),
+        "img_ids": positions,
+        "guidance": torch.ones(batch, device=device, dtype=dtype),
+    }
+    clean = random(height // 2 * (width // 2), config.in_channels)
+    return {"clean": clean, "arguments": text, "time scale": 1.0}
 
 
 def official_sampler(checkout: Path, model: str, img_size: int, batch: int) -> Callable[[], Any]:

@@ -1,10 +1,11 @@
 """The FID of a JiT along its training: bench/results/NAME.json, from which scripts/draw_fid_curve.py draws the curve.
 
-python bench/cifar_fid.py NAME --data cifar10.npz --inception_weights WEIGHTS [--seconds 240] [flags of muralist train]
+python bench/cifar_fid.py NAME --data cifar10.npz --inception_weights WEIGHTS [--folder FOLDER] [flags of train]
 
 Runs `muralist stats` on the training images, `muralist train` for the given seconds, then `muralist generate` and
 `muralist evaluate` for some of its checkpoints, spaced by a constant factor of steps. Starting a process takes as
-long as generating its images: a few checkpoints run at once and share the GPU.
+long as generating its images: a few checkpoints run at once and share the GPU. With --folder, run, images and evaluations
+stay there; FOLDER/evaluation-STEP/report/index.html is the report page of a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,7 @@ class Bench:
     @property
     def statistics(self) -> Path:
         """Return the statistics of the training images."""
-        return self.runner.folder / "training.npz"
+        return self.runner.folder / "cifar10-train.npz"
 
     @property
     def weights(self) -> tuple[str, str]:
@@ -237,8 +239,10 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=5000, help="of each checkpoint")
     parser.add_argument("--steps", type=int, default=10, help="of the solver")
     parser.add_argument("--guidance", type=float, default=1.0, help="guidance scale; 1: none")
+    parser.add_argument("--folder", type=Path, help="for run, images and evaluations; default: a temporary one")
     options, train_flags = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() if options.folder is None else nullcontext(options.folder) as folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         measure(options.name, options, train_flags, Path(folder))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -36,8 +37,9 @@ _HUNYUAN = ["hydit", "--image-size", SIDE, SIDE, "--batch-size", 256, "--lr", 1e
             "--ckpt-latest-every", "none", "--at_epoch_end", "false", "--samples_per_gpu", 0,
             "--max_samples", 8192]  # fmt: skip
 _JIT = ["train", "--data_path", "driving_world", "--img_size", SIDE, "--model", "JiT-S/4", "--enable_condition",
-        "--batch_size", 256, "--learning_rate", 1e-3, "--warmup_steps", 100, "--ckpt_latest_every", "none",
+        "--use_amp", "--batch_size", 256, "--learning_rate", 1e-3, "--warmup_steps", 100, "--ckpt_latest_every", "none",
         "--at_epoch_end", "false", "--samples_per_gpu", 0, "--max_samples", 8192]  # fmt: skip
+_FIRST_STEPS = re.compile(r"^\s*step [\d,]+/", re.MULTILINE)
 
 
 class Schedule(NamedTuple):
@@ -76,7 +78,7 @@ def prompt_of(model: str, number: int) -> str:
 
 
 def train(words: list[Any], folder: Path, seconds: float, tiny: bool) -> Path:
-    """Train one model for some seconds and return its run."""
+    """Train one model for some seconds after its first steps, and return its run."""
     words = [*words, "--results_dir", folder, "--run_name", words[0]]
     if tiny:
         words = [{256: 8, 8192: 64, "JiT-S/4": "JiT-T/8"}.get(word, word) for word in words]
@@ -84,6 +86,9 @@ def train(words: list[Any], folder: Path, seconds: float, tiny: bool) -> Path:
     log = folder / f"{words[0]}.log"
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=TREE)
+        # Compiling takes half a minute to two, depending on the host; a run without a step has no checkpoint.
+        while process.poll() is None and not _FIRST_STEPS.search(log.read_text()):
+            time.sleep(0.2)
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
         process.send_signal(signal.SIGTERM)  # it saves a checkpoint and ends
@@ -156,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("--weights", type=Path, required=True, help="Inception weights")
-    parser.add_argument("--seconds", type=float, default=90, help="of training, from the start of the process")
+    parser.add_argument("--seconds", type=float, default=90, help="of training, after the first steps")
     parser.add_argument("--images", type=int, default=2560)
     parser.add_argument("--tiny", action="store_true", help="try the script itself, also on a CPU")
     parser.add_argument("--sheets", type=Path, help="folder for a contact sheet of each schedule")

@@ -49,7 +49,12 @@ def operations(height: int, width: int) -> dict[str, int]:
     }
 
 
-def build_full_wan(folder: Path, tiny: bool = False) -> Path:
+def build_wan_for_training(folder: Path, tiny: bool = False) -> Path:
+    """Write the folder with a text encoder of one layer: fine-tuning is measured on text that is encoded already."""
+    return build_full_wan(folder, tiny, text_layers=1)
+
+
+def build_full_wan(folder: Path, tiny: bool = False, text_layers: int | None = None) -> Path:
     """Write the folder in diffusers layout, in bfloat16: about 15 GB."""
     tokenizer: Any = assemble_small_hunyuan().tokenizer_2  # the vocabulary does not matter here
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,6 +64,7 @@ def build_full_wan(folder: Path, tiny: bool = False) -> Path:
         with device:
             transformer = WanTransformer3DModel(**(_TINY if tiny else _TRANSFORMER))
             sizes: dict[str, Any] = _TINY_TEXT if tiny else _TEXT
+            sizes = sizes | ({"num_layers": text_layers} if text_layers else {})
             config = UMT5Config(vocab_size=len(tokenizer), feed_forward_proj="gated-gelu", **sizes)
             encoder = UMT5EncoderModel(config)
             vae = AutoencoderKLWan(base_dim=8) if tiny else AutoencoderKLWan()

@@ -47,14 +47,15 @@ _PACKAGES = ("torch", "triton", "diffusers", "transformers", "numpy")
 class Item(NamedTuple):
     """One benchmark: what is timed, on which model, image size and batch."""
 
-    kind: str  # train, sample, generate, lengths (prompts of various lengths) or fid
+    kind: str  # train, finetune, sample, generate, lengths (prompts of various lengths) or fid
     model: str
     size: tuple[int, int]
     batch: int
-    calls: int  # of the timed work in a round
+    calls: int  # of the timed work in a round; see `timed_calls`
     precision: str = "bf16"
     steps: int = GENERATION_STEPS
     guidance: float = GENERATION_GUIDANCE
+    lora: int = 0  # rank of LoRA in fine-tuning; 0: all weights
     preset: str = "exact"  # of `muralist generate`; the plain loop is measured beside exact mode only
 
 
@@ -64,6 +65,9 @@ ITEMS = {
     "train-b4-64": Item("train", "JiT-B/4", (64, 64), 64, 60),
     "train-b16-128": Item("train", "JiT-B/16", (256, 256), 128, 30),
     "train-l16-64": Item("train", "JiT-L/16", (256, 256), 64, 30),
+    "finetune-wan": Item("finetune", "Wan-2.1-1.3B, short text encoder", (480, 832), 8, 10),
+    "finetune-sdxl": Item("finetune", "SDXL", (1024, 1024), 4, 8),
+    "finetune-flux-lora": Item("finetune", "FLUX.1-dev", (1024, 1024), 1, 12, lora=16),
     "sample-b4-64": Item("sample", "JiT-B/4", (64, 64), 64, 2),
     "sample-b4-256": Item("sample", "JiT-B/4", (64, 64), 256, 1),
     "sample-b16-128": Item("sample", "JiT-B/16", (256, 256), 128, 1),
@@ -72,12 +76,14 @@ ITEMS = {
     "generate-wan-faster": Item("generate", "Wan-2.1-1.3B", (480, 832), 8, 4, preset="faster"),
     "generate-hunyuan": Item("generate", "HunyuanDiT-1.5B", (1024, 1024), 4, 3),
     "generate-sdxl": Item("generate", "SDXL", (1024, 1024), 8, 3),
-    "lengths-zimage": Item("lengths", "Z-Image-6B", (512, 512), 16, 8, steps=9, guidance=0.0),  # as the Turbo model
-    "lengths-qwen": Item("lengths", "Qwen-Image, 20 of 60 layers", (512, 512), 16, 4, steps=10, guidance=4.0),
+    "lengths-zimage": Item("lengths", "Z-Image-6B", (512, 512), 16, 2, steps=9, guidance=0.0),  # as the Turbo model
+    "lengths-qwen": Item("lengths", "Qwen-Image, 20 of 60 layers", (512, 512), 16, 2, steps=10, guidance=4.0),
     "fid-256": Item("fid", "Inception-v3", (256, 256), 50, 5000),
     "fid-32": Item("fid", "Inception-v3", (32, 32), 50, 5000),
 }
 _BUILDERS = {"Wan-2.1-1.3B": "full_wan.build_full_wan", "HunyuanDiT-1.5B": "full_hunyuan.build_full_hunyuan",
+             "Wan-2.1-1.3B, short text encoder": "full_wan.build_wan_for_training",
+             "FLUX.1-dev": "full_flux.build_full_flux",
              "SDXL": "full_sdxl.build_full_sdxl", "Z-Image-6B": "full_zimage.build_full_zimage",
              "Qwen-Image, 20 of 60 layers": "full_zimage.build_full_qwen_image"}  # fmt: skip
 _COMMAND_BATCHES = {"exact": 8, "fast": 13, "faster": 13}
@@ -103,12 +109,14 @@ def serve(side: str, item: Item, options: argparse.Namespace) -> None:
     on_gpu = torch.cuda.is_available()
     started = time.perf_counter()
     run, images = build(side, item, options, "cuda:0" if on_gpu else "cpu")
-    first = [run() for _ in range(5)] if item.kind == "train" else [run()]
+    trains = item.kind in ("train", "finetune")
+    first = [run() for _ in range(5)] if trains else [run()]
     answer: dict[str, Any] = {"seconds to build": round(time.perf_counter() - started, 1)}
-    if item.kind == "train":
+    if trains:
         answer["losses of the first steps"] = [float(loss) for loss in first]
     run()
     _print(answer)
+    calls = timed_calls(item, images)
     for _ in sys.stdin:
         rate = matmul_rate() if on_gpu else None
         if item.kind == "fid":
@@ -117,11 +125,17 @@ def serve(side: str, item: Item, options: argparse.Namespace) -> None:
         run()  # raises the clocks, and fills the pipeline
         _synchronize(on_gpu)
         begun = time.perf_counter()
-        for _ in range(item.calls):
+        for _ in range(calls):
             run()
         _synchronize(on_gpu)
         seconds = time.perf_counter() - begun
-        _print({"images/s": round(item.calls * images / seconds, 4), "matmul TFLOP/s": rate})
+        memory = {"GiB at most": round(torch.cuda.max_memory_allocated() / 2**30, 2)} if on_gpu and trains else {}
+        _print({"images/s": round(calls * images / seconds, 4), "matmul TFLOP/s": rate} | memory)
+
+
+def timed_calls(item: Item, images: int) -> int:
+    """Return the calls of a round: four times as many where a call makes one image of a text length."""
+    return item.calls * (4 if item.kind == "lengths" and images == 1 else 1)
 
 
 def build(side: str, item: Item, options: argparse.Namespace, device: str) -> tuple[Callable[[], Any], int]:
@@ -138,6 +152,12 @@ def build(side: str, item: Item, options: argparse.Namespace, device: str) -> tu
             return baselines.official_step(options.official, item.model, side_length, item.batch), item.batch
         variant = (["graphs"] if device != "cpu" else []) + (["fp8"] if item.precision == "fp8" else [])
         return our_step(item.model, side_length, item.batch, where, variant), item.batch
+    if item.kind == "finetune":
+        from bench.train_speed import our_finetune_step
+
+        if side == BASELINE:
+            return baselines.plain_finetune_step(options.folder, item.size, item.batch, item.lora, where), item.batch
+        return our_finetune_step(options.folder, item.size, item.batch, item.lora, where), item.batch
     if item.kind == "sample":
         from bench.jit_generate_speed import our_sampler
 

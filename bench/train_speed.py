@@ -18,6 +18,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from bench.measure_training import RESULTS, hardware, versions
 from bench.profile_kernels import time_by_kind
 from torch._inductor import config as inductor
 
+from muralist.core.rng import SampleKeys
 from muralist.core.run_dir import atomic_write_json
 from muralist.data.loader import Batch
 from muralist.kernels import ops
@@ -68,6 +70,32 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, option
     images = torch.randint(0, 256, (batch, img_size, img_size, 3), dtype=torch.uint8, generator=generator)
     labels = torch.randint(0, len(CLASSES), (batch,), generator=generator)
     data = Batch(images, labels, [], torch.arange(batch)).to(device)
+    state.images = batch
+    return lambda: state.step([data]).loss
+
+
+def our_finetune_step(
+    folder: Path, size: tuple[int, int], batch: int, lora: int, device: torch.device
+) -> Callable[[], Any]:
+    """Return one step of `muralist train --model.path FOLDER` on latents and text that are encoded already."""
+    parts: dict[str, Any] = {"training_parts": "lora", "lora_rank": lora} if lora else {}
+    settings = TrainSettings(
+        model=ModelSettings(path=str(folder), img_size=size, gradient_checkpointing=True, **parts),
+        data=DataSettings(batch_size=batch),
+        optim=OptimSettings(warmup_steps=0, max_grad_norm=1.0),
+        use_amp=True,
+    )
+    spec, plan = build_spec(settings, []), plan_batch(settings.data, settings.optim, ranks=1)
+    autocast = autocast_dtype(settings, device)
+    spec.to_device(device, autocast or torch.float32)
+    rate, compiled = learning_rate(settings.optim, TrainingClock(100_000, plan.total, 1)), device.type == "cuda"
+    state = TrainState(settings, spec, spec.network(), DataParallel(World()), plan, rate, autocast, compiled)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (batch, *size, 3), dtype=torch.uint8, generator=generator)
+    captions = [f"a street with {number} parked cars" for number in range(batch)]
+    data = Batch(images, torch.zeros(batch, dtype=torch.int64), captions, torch.arange(batch)).to(device)
+    encoded = spec.encode(data, SampleKeys(0, data.sample_indices))
+    spec.encode = lambda *_: encoded  # type: ignore[method-assign]
     state.images = batch
     return lambda: state.step([data]).loss
 

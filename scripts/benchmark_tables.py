@@ -20,9 +20,21 @@ RESULTS = ROOT / "bench" / "results"
 STANDARD = "standard_h200.json"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _BLOCK = re.compile(r"(<!-- benchmarks: (\w+) -->\n).*?(\n<!-- end of benchmarks -->)", re.DOTALL)
-_WORK = {"train": "training step", "sample": "sampling", "generate": "`muralist generate`", "fid": "FID features",
-         "lengths": "prompts of various lengths"}  # fmt: skip
-_BASELINE = {"train": "official code", "sample": "official code", "generate": "plain diffusers", "fid": "pytorch-fid"}
+_WORK = {
+    "train": "training step",
+    "finetune": "fine-tuning step",
+    "sample": "sampling",
+    "generate": "`muralist generate`",
+    "fid": "FID features",
+    "lengths": "prompts of various lengths",
+}
+_BASELINE = {
+    "train": "official code",
+    "finetune": "diffusers + Accelerate",
+    "sample": "official code",
+    "generate": "plain diffusers",
+    "fid": "pytorch-fid",
+}
 _TOKENS = 256  # per image, of every JiT in the table
 _SUMMARY = {
     "train-b4-256": "JiT-B/4 training, batch 256",
@@ -62,9 +74,17 @@ def summary() -> str:
     return "\n".join(rows)
 
 
+def finetune() -> str:
+    """Return the table of fine-tuning alone."""
+    return _rows({name: item for name, item in read_items().items() if item["kind"] == "finetune"})
+
+
 def table(record: Path = RESULTS / STANDARD) -> str:
     """Return the table of all items."""
-    items = read_items(record)
+    return _rows(read_items(record))
+
+
+def _rows(items: dict[str, dict[str, Any]]) -> str:
     has_commands = any(_whole(item) for item in items.values())
     rows = ["| model | setting | ours | baseline | ratio |", "|---|---|---|---|---|"]
     if has_commands:
@@ -73,6 +93,7 @@ def table(record: Path = RESULTS / STANDARD) -> str:
         height, width = item["size"]
         size = f"{width} x {height}" if height != width else f"{height} px"
         setting = f"{_WORK[item['kind']]}, batch {item['batch']}" if item["kind"] != "fid" else _WORK["fid"]
+        setting += f", LoRA of rank {item['lora']}" if item.get("lora") else ""
         setting += ", `--precision fp8`" if item["precision"] == "fp8" else ""
         setting += f", `--preset {item['preset']}`" if item.get("preset", "exact") != "exact" else ""
         ours, baseline, ratio = _medians(item)
@@ -102,15 +123,20 @@ def conditions() -> str:
     first = next(iter(items.values()))
     commits = {name: item[key] for item in items.values() for name, key in
                (("JiT", "commit of official"), ("pytorch-fid", "commit of pytorch_fid")) if key in item}  # fmt: skip
-    rounds = " or ".join(map(str, sorted({_rounds(item) for item in items.values()})))
+    counts = [_rounds(item) for item in items.values()]
+    rounds = f"{min(counts)} to {max(counts)}"
     versions = ", ".join(f"{name} {first['versions'][name]}" for name in ("torch", "diffusers"))
     named = ", ".join(f"{name} {commit[:7]}" for name, commit in commits.items())
     return (
         f"*One {' or '.join(machines)}, {first['cores']} virtual cores, {versions}, bf16; {named}. Medians of "
         f"{rounds} alternating rounds ([record](bench/results/{STANDARD}) with clocks, power and matmul rate of "
-        "every round). Ours: training step and sampler compiled, with CUDA graphs. Baseline: the official JiT at the same "
+        "every round). Ours: training step and sampler compiled, with CUDA graphs "
+        "(fine-tuning: blocks compiled, two EMAs). Baseline: the official JiT at the same "
         "batch, with its own compiled blocks and float32 attention scores; for generation plain diffusers, not compiled, "
-        "one prompt at a time, which is bound by the host's CPU. Generation: 20 steps, guidance, random weights. "
+        "one prompt at a time, which is bound by the host's CPU; for fine-tuning a loop with Accelerate, not "
+        "compiled, no EMA. Generation: 20 steps, guidance, random weights. "
+        "Prompts of various lengths: random weights, not compiled, Z-Image with 9 steps without guidance, Qwen-Image with "
+        "10 steps and guidance. FID: Inception's weights rounded to 16 bits on both sides. "
         "Sampling: 50 Heun steps, guidance 2.9 on "
         "[0.1, 1], which is 198 network passes there and 187 here.*"
     )
@@ -128,7 +154,7 @@ def commands() -> str:
     )
 
 
-BLOCKS = {"summary": summary, "table": table, "conditions": conditions, "commands": commands}
+BLOCKS = {"summary": summary, "table": table, "conditions": conditions, "commands": commands, "finetune": finetune}
 
 
 def render(text: str) -> str:

@@ -473,7 +473,10 @@ def test_train_is_the_command_and_returns_its_run(tmp_path: Path, photo_folder: 
     ("arguments", "message"),
     [
         ({"batch_sise": 4}, "Unknown setting batch_sise. Did you mean batch_size?"),
-        ({"lr": 1e-3, "learning_rate": 1e-3}, "lr and learning_rate are the same setting. Leave one of them out."),
+        (
+            {"lr": 1e-3, "learning_rate": 1e-4},
+            "lr is 0.001, and learning_rate is 0.0001. Both are names of the setting",
+        ),
         ({"optim.blr": 1e-3, "lr": 1e-3}, "lr and optim.blr cannot both be given."),
         ({"epochs": 0}, "epochs is 0: expected an integer above 0."),
         ({"data_path": "nowhere"}, "nowhere"),

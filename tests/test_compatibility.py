@@ -207,7 +207,7 @@ def test_an_evaluation_is_shown(place: Path) -> None:
     assert "A rainy street with reflections on the pavement and buildings" in page
     for folder in ("evaluation", "sweep/small-4/ema1_cfg1/evaluation"):
         fid = json.loads((place / folder / "report.json").read_text())["fid"]
-        assert f"{fid:.1f}" in page, "FID is not on the page"
+        assert f">{fid:.0f}<" in page, "FID is not on the page"
 
 
 def test_the_board_shows_everything(place: Path) -> None:
@@ -260,11 +260,11 @@ def test_an_evaluation_uses_its_cached_features(place: Path) -> None:
                       "--output_dir", "evaluation")  # fmt: skip
     assert "features of 0 computed, of 12 cached" in output
     new = json.loads((place / "evaluation" / "report.json").read_text())
-    assert list(new) == list(old)
-    assert new["scores"].keys() == old["scores"].keys()
+    assert old.keys() <= new.keys() and old["scores"].keys() <= new["scores"].keys()
     for name, score in old["scores"].items():
         if score["value"] is not None:
-            for part in ("value", "low", "high"):
+            # 0.1.0 gave scores without any spread, such as a precision of 0, an interval of no width.
+            for part in ("value", "low", "high") if score["low"] < score["high"] else ("value",):
                 assert new["scores"][name][part] == pytest.approx(score[part], rel=1e-6), name
 
 

@@ -176,7 +176,8 @@ def evaluate(images: StrPath, reference: StrPath | None, output_dir: StrPath, **
     """Compute FID and other metrics of a folder of images as `muralist evaluate` does; returns the content of report.json.
 
     `reference` is a folder of real images or an .npz file of `muralist stats`; None computes the metrics that need none.
-    A metric whose inputs are missing is in the report's "missing", with the reason.
+    A metric whose inputs are missing is in the report's "missing", with the reason; one that `metrics` names is an error.
+    `dry_run=True` only checks the inputs, and returns "metrics", the names of those it would compute, and "missing".
     """
     from muralist.settings import EvaluateSettings
     from muralist.settings.load import load_values
@@ -185,11 +186,12 @@ def evaluate(images: StrPath, reference: StrPath | None, output_dir: StrPath, **
         _refuse_launcher("evaluate")
         given = {"images": images, "reference": reference, "output_dir": output_dir}
         checked = load_values(EvaluateSettings, given | settings, {})
-        from muralist.evaluate.command import log_warnings, measure
+        from muralist.evaluate.command import Evaluation, measure_and_log
         from muralist.evaluate.report import REPORT
 
-        report, _ = measure(checked)
-        log_warnings(report)
+        if checked.dry_run:
+            return Evaluation(checked).plan()
+        measure_and_log(checked)
         return json.loads((Path(checked.output_dir) / REPORT).read_text(encoding="utf-8"))
 
 

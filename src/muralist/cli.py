@@ -26,8 +26,9 @@ USAGE = """muralist: train diffusion transformers, generate images from prompt t
   muralist train    --data_path ./data/train --img_size 64 --model JiT-B/4 --batch_size 64 --epochs 100
   muralist hydit    --ckpt-every 500 ...       fine-tune HunyuanDiT, with the flags of its official script
   muralist pack     SRC DST --img_size 64      decode and crop a data set once, ahead of training
-  muralist pack     SRC DST --img_size 512 --encode MODEL      store latents and text embeddings of a HunyuanDiT
+  muralist pack     SRC DST --img_size 512 --encode MODEL      store latents and text embeddings of a pipeline
   muralist export   SRC DST                    write weights as a folder in diffusers layout
+  muralist export   SRC DST --lora_format comfy    write a LoRA alone, for ComfyUI, diffusers or PEFT
   muralist generate --prompts_csv prompts.csv --output_dir images --model_path MODEL      one image per prompt
   muralist evaluate --images DIR --reference DIR_OR_NPZ --inception_weights FILE --output_dir OUT      FID, KID, ...
   muralist sweep    --model_path RUN --reference DIR_OR_NPZ --output_dir OUT      find the best guidance and EMA
@@ -39,6 +40,7 @@ USAGE = """muralist: train diffusion transformers, generate images from prompt t
   muralist launch   --slurm --nodes 2 --gpus-per-node 4 train ...    submit it as a SLURM job
   muralist doctor   [train ...|generate ...]   check this machine, or a planned run, for problems
   muralist estimate --from RUN|RESULT|probe    time, cost, scaling and memory from a measured speed
+  muralist estimate --model.path MODEL --img_size 1024 --memory 24      what fits when a pipeline is fine-tuned
   muralist demo                                train a small model on driving scenes, five minutes on two cores
 
 `muralist COMMAND --help` lists a command's settings. `--debug` shows tracebacks."""
@@ -141,7 +143,7 @@ def _export(settings: ExportSettings) -> int:
 
 
 def _report(settings: ReportSettings) -> int:
-    from muralist.evaluate.report import write_report
+    from muralist.evaluate.page import write_report
 
     folders = [Path(folder).expanduser() for folder in settings.folders]
     page = write_report(folders, Path(settings.output_dir).expanduser())

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.standard import summarize
+from bench.standard import ITEMS, summarize, timed_calls
 from scripts import benchmark_tables
 
 from tests.conftest import REPOSITORY
@@ -22,6 +22,12 @@ def test_ratios_are_those_of_medians() -> None:
     assert found["images/s, median"] == {"muralist": 5.0, "baseline": 2.0}
     assert found["ratio"] == {"baseline": 2.5}
     assert found["spread"] == {"muralist": 0.4, "baseline": 0.75}
+
+
+def test_single_images_of_varying_length_are_timed_more_often() -> None:
+    assert timed_calls(ITEMS["lengths-qwen"], 16) == 2
+    assert timed_calls(ITEMS["lengths-qwen"], 1) == 8
+    assert timed_calls(ITEMS["generate-wan"], 1) == ITEMS["generate-wan"].calls
 
 
 @pytest.mark.slow

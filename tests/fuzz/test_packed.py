@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muralist.core.errors import UserError
-from muralist.data.packed import CAPTION_FILES, EncodedManifest, LatentSource, RowWriter, is_packed
+from muralist.data.packed import CAPTION_FILES, EncodedManifest, LatentSource, RowWriter, StoredTensor, is_packed
 from muralist.data.source import read_batch
 from muralist.data.sources import open_held_out, open_source
 from muralist.tools.pack import pack
@@ -32,16 +32,19 @@ def _packed(folder: Path) -> Path:
 def _encoded(folder: Path) -> Path:
     place = folder / "encoded"
     place.mkdir()
-    shapes = {"latents": [1, 2, 4, 1, 1], "bert": [3, 2], "t5": [5, 2]}
-    size = {name: int(np.prod(shape)) * 4 for name, shape in shapes.items()}
-    latents = RowWriter(
-        place, {"latents": pyarrow.binary(size["latents"]), "label": pyarrow.int32(), "caption": pyarrow.int64()}
-    )
-    latents.add(np.zeros((3, size["latents"]), np.uint8), [0, 1, 0], [0, 1, 1])
-    columns = {"bert": size["bert"], "bert_mask": 3, "t5": size["t5"], "t5_mask": 5}
-    kinds = {name: pyarrow.binary(width) for name, width in columns.items()}
-    texts = RowWriter(place, {**kinds, "text": pyarrow.string()}, CAPTION_FILES)
-    texts.add(*(np.zeros((2, width), np.uint8) for width in columns.values()), ["", "a car"])
+    tensors = {
+        "latents": StoredTensor("float32", [1, 2, 4, 1, 1]),
+        "embedding": StoredTensor("bfloat16", [1, 0, 2]),
+        "mask": StoredTensor("bool", [3]),
+        "length": StoredTensor("int64", [], is_number=True),
+    }
+    latents = RowWriter(place, {"latents": pyarrow.binary(32), "label": pyarrow.int32(), "caption": pyarrow.int64()})
+    latents.add(np.zeros((3, 32), np.uint8), [0, 1, 0], [0, 1, 1])
+    kinds = {"embedding": pyarrow.large_binary(), "embedding shape": pyarrow.binary(24), "mask": pyarrow.binary(3)}
+    kinds |= {"length": pyarrow.binary(8), "text": pyarrow.string()}
+    texts = RowWriter(place, kinds, CAPTION_FILES, row_bytes=64)
+    shapes = np.array([[1, 0, 2], [1, 3, 2]], "<i8").view(np.uint8)
+    texts.add([b"", bytes(12)], shapes, np.zeros((2, 3), np.uint8), np.zeros((2, 8), np.uint8), ["", "a car"])
     EncodedManifest(
         img_size=SIZE,
         rows_per_batch=latents.rows_per_batch,
@@ -53,10 +56,11 @@ def _encoded(folder: Path) -> Path:
         caption_files=texts.close(),
         captions_per_batch=texts.rows_per_batch,
         model="small",
+        family="diffusers",
         frozen_parts={"vae": "x"},
         dtype="float32",
         mirrored=False,
-        shapes=shapes,
+        tensors=tensors,
     ).write(place)
     return place
 
@@ -76,6 +80,7 @@ def read_all(folder: Path) -> int | UserError:
         if isinstance(source, LatentSource):
             batch, labels, captions = source.read_latents(numbers)
             source.read_empty_caption()
+            assert all(len(rows) == len(numbers) for rows in batch.text.values())
             assert len(batch.latents) == len(labels) == len(captions) == len(numbers)
         else:
             images, labels, captions = read_batch(source, numbers)

@@ -20,7 +20,8 @@ from muralist.data.ledger_reader import parse_line, read_lines
 from muralist.data.prompts import open_prompt_table
 from muralist.evaluate import inputs
 from muralist.evaluate.inception import FEATURES
-from muralist.evaluate.report import read_runs, write_report
+from muralist.evaluate.page import write_report
+from muralist.evaluate.report import read_runs
 from muralist.generate.output_dir import Header, OutputDir, Shard, is_intact, merge_shards, start_ledger, write_failures
 from muralist.generate.plan import Plan
 from muralist.train import watchdog

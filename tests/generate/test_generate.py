@@ -268,7 +268,9 @@ def test_prompts_of_an_unconditional_model_are_warned_about(tmp_path: Path, caps
     for prompt, warned in (("a red car", True), ("unconditional", False)):
         table(tmp_path / prompt, f"prompt\n{prompt}\n")
         generate(tmp_path / prompt, run, "--num_inference_steps", 2)
-        assert ("The model is unconditional: prompts only name the images" in capsys.readouterr().err) == warned
+        said = capsys.readouterr()
+        assert ("The model is unconditional: prompts only name the images" in said.err) == warned
+        assert ", guidance 1)" in said.out + said.err
 
 
 def test_a_row_of_another_size_than_that_of_the_jit_fails_alone(run: Path, tmp_path: Path) -> None:

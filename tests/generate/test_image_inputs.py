@@ -19,7 +19,7 @@ from muralist.core.errors import UserError
 from muralist.data.image_inputs import ImageInputs, load_inputs
 from muralist.generate.model_info import inspect_model
 from muralist.generate.pipeline import GenerationMode, Pipeline, SampleRequest, load_pipeline
-from muralist.generate.pipeline_class import PIPELINES
+from muralist.models.pipeline_class import PIPELINES
 from tests.support.pipeline_calls import CPU, max_difference, no_callback, settings
 
 Build = Callable[[str], Path]

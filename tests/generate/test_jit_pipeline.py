@@ -285,7 +285,10 @@ def test_impossible_settings_are_refused(pets: Pets, tmp_path: Path) -> None:
         inspect_model(given(plain, cfg_truncation_step=2))
     with pytest.raises(UserError, match="--guidance_scale 3 has no effect: this JiT model is unconditional"):
         inspect_model(given(plain, guidance_scale=3.0))
-    inspect_model(given(plain, guidance_scale=1.0))
+    with pytest.raises(UserError, match="--guidance_interval has no effect: this JiT model is unconditional"):
+        inspect_model(given(plain, guidance_interval=(0.2, 1)))
+    for checked in (inspect_model(given(plain)), inspect_model(given(plain, guidance_scale=1.0))):
+        assert checked.resolved["guidance_scale"] == 1.0 and "guidance" not in checked.origins
 
 
 @pytest.mark.parametrize(("lora", "noise"), [(None, 0.02), (Lora(2, ("attn1.to_v",)), 0.5)])

@@ -70,7 +70,7 @@ def test_paths_without_a_model_are_refused(tiny_pipeline: Build, tmp_path: Path)
     folder = tiny_pipeline("sd")
     with pytest.raises(UserError, match="The model .*sdd was not found.*Did you mean sd.*or the id of a model"):
         inspect_model(given(folder.with_name("sdd")))
-    with pytest.raises(UserError, match="The model org/name was not found. The folder .*org does not exist"):
+    with pytest.raises(UserError, match="The model org/name was not found, neither on this machine nor in the cache"):
         inspect_model(given(Path("org/name")))
     with pytest.raises(UserError, match=f"holds no model.*model_index.json.*Did you mean {folder.parent}/"):
         inspect_model(given(folder.parent))
@@ -103,6 +103,8 @@ def test_a_missing_lora_is_refused(tiny_pipeline: Build, tmp_path: Path) -> None
     (tmp_path / "style").mkdir()
     with pytest.raises(UserError, match="The LoRA .*stile was not found.*Did you mean style?"):
         inspect_model(given(tiny_pipeline("sd"), lora=[f"{tmp_path}/stile:0.5"]))
+    with pytest.raises(UserError, match=r"LoRA org/name was not found, neither.* The folder .*org does not exist"):
+        inspect_model(given(tiny_pipeline("sd"), lora=["org/name:0.5"]))
 
 
 def test_jit_flags_are_refused_for_diffusers_pipelines(tiny_pipeline: Build) -> None:

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from muralist.core.errors import UserError
-from muralist.generate.diffusers_source import find_class
 from muralist.generate.model_info import ModelInfo, inspect_model, settings_identity
-from muralist.generate.native_settings import DISTILLED, NAMES, VARIANTS, ModelFiles, native_settings
+from muralist.generate.presets import DISTILLED
+from muralist.models.diffusers_source import find_class
+from muralist.models.native_settings import NAMES, VARIANTS, ModelFiles, native_settings
 from muralist.settings import BatchScriptSettings, GenerateSettings
 from tests.conftest import REPOSITORY
 from tests.support.generating import SCRIPT, read_images, write_table

@@ -12,8 +12,8 @@ import pytest
 from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.generate import command
-from muralist.generate.diffusers_source import find_class
 from muralist.generate.noise_schedulers import SCHEDULERS, choose_scheduler
+from muralist.models.diffusers_source import find_class
 from tests.support.equality import CASES
 from tests.support.generating import generate_arguments, read_images, write_table
 from tests.support.pipeline_calls import (

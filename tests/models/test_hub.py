@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from tests.support.runs import finish, metrics, start
 FIND = """
 import sys
 from muralist.core.errors import UserError
+from muralist.generate.model_info import check_adapters
 from muralist.models.hub import find_model
 for name in sys.argv[1:]:
     try:
-        print("found", find_model(name, "--model_path"))
+        print("found", *(check_adapters([name])[0] if "lora" in name else [find_model(name, "--model_path")]))
     except UserError as error:
         print("refused", error)
 """
@@ -48,19 +50,21 @@ def test_ids_are_found_in_the_cache_or_downloaded(tmp_path: Path) -> None:
     }
     (pipeline / "model_index.json").write_text(json.dumps(index))
     jit = write(tmp_path / "jit", "config.json", "diffusion_pytorch_model.safetensors", "sub/model.safetensors")
+    lora = write(tmp_path / "lora", "pytorch_lora_weights.safetensors", "step_500.safetensors")
     (tmp_path / "here" / "org" / "jit2").mkdir(parents=True)
     here, cache = tmp_path / "here", {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
 
-    with serve({"org/pipeline": pipeline, "org/jit": jit, "org/gated": jit}) as hub:
+    with serve({"org/pipeline": pipeline, "org/jit": jit, "org/gated": jit, "org/lora": lora}) as hub:
         hub.gated.add("org/gated")
-        names = ("org/pipeline", "org/jit", "org/none", "org/gated", "org/jit2")
+        names = ("org/pipeline", "org/jit", "org/lora:0.5", "org/none", "org/gated", "org/jit2")
         said = finish(start("python", "-c", FIND, *names, cwd=here, HF_ENDPOINT=hub.url, **cache))
-        assert hub.downloaded == {"model_index.json", *kept, "config.json", "diffusion_pytorch_model.safetensors"}
+        weights = {"diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"}
+        assert hub.downloaded == {"model_index.json", *kept, "config.json", *weights}
         assert f"Downloading org/pipeline (6 files, 0.00 GB) from {hub.url}" in said
         assert f"found {tmp_path / 'cache' / 'hub' / 'models--org--pipeline' / 'snapshots'}" in said
-        assert (
-            f"org/none was not found. {here / 'org'} has no entry none. " in said and f"{hub.url} has no such" in said
-        )
+        assert re.search(r"found \S+/models--org--lora/snapshots/\w+ 0\.5\n", said)
+        assert "org/none was not found, neither on this machine nor on the Hugging Face Hub. " in said
+        assert f" {here / 'org'} has no entry none. {hub.url} has no such model, or it is private. Check the" in said
         assert "org/gated on the Hugging Face Hub is gated. Its owner asks every user to accept its terms. Acc" in said
         assert f"Accept them at {hub.url}/org/gated, then set HF_TOKEN or run `hf auth login`." in said
         assert said.endswith("found org/jit2\n"), "a folder of this machine comes first"
@@ -75,8 +79,9 @@ def test_ids_are_found_in_the_cache_or_downloaded(tmp_path: Path) -> None:
     offline = {**cache, "HF_HUB_OFFLINE": "1"}
     said = finish(start("muralist", "generate", "--model_path", "org/new", "--prompt", "0", "--output_dir", "i", cwd=here,
                         **offline), expect=1)  # fmt: skip
-    assert "muralist: The model org/new was not found." in said
-    assert f"HF_HUB_OFFLINE is set, and the model is not complete in the cache {tmp_path / 'cache' / 'hub'}." in said
+    assert "muralist: The model org/new was not found, neither on this machine nor in the cache of the Hugging" in said
+    assert f"HF_HUB_OFFLINE is set, and it is not complete in the cache {tmp_path / 'cache' / 'hub'}." in said
+    assert "\nCheck the path. If it is an id on the Hub, unset HF_HUB_OFFLINE, or copy a cache from where" in said
 
 
 USE = """

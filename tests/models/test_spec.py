@@ -100,11 +100,16 @@ def test_a_registry_line_is_enough_to_train_resume_and_sample(
 
 
 def test_every_family_is_found_by_name_and_key_and_has_a_spec() -> None:
-    for name, key in (("JiT-B/4", "jit"), ("hunyuandit", "hunyuandit"), ("HunyuanDiT", "hunyuandit")):
+    for name, key in (
+        ("JiT-B/4", "jit"),
+        ("hunyuandit", "hunyuandit"),
+        ("HunyuanDiT", "hunyuandit"),
+        ("diffusers", "diffusers"),
+    ):
         assert find_family(name).key == key and find_family_by_key(key) is find_family(name)
     for family in FAMILIES:
         assert callable(family.spec_class().from_settings) and callable(family.spec_class().export)
-    assert families_with("supports_lora") == "HunyuanDiT" and families_with("supports_fp8") == "JiT"
+    assert families_with("supports_lora") == "HunyuanDiT, diffusers" and families_with("supports_fp8") == "JiT"
 
 
 def test_unknown_names_are_refused_with_every_pattern() -> None:

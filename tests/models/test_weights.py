@@ -400,7 +400,8 @@ def test_user_errors_have_no_traceback(run: Path, tmp_path: Path, capsys: pytest
         (tmp_path / "broken" / name).write_bytes((last_checkpoint(run) / name).read_bytes())
     (tmp_path / "broken" / "manifest.json").write_text(json.dumps({"step": 3}))
     cases = {
-        ("nowhere", "out"): "There are no weights at nowhere",
+        ("nowhere", "out"): "The model nowhere was not found.",
+        ("org/name", "out"): "on this machine; a model of the Hugging Face Hub needs no export.",
         (str(run), str(tmp_path / "mine")): "exists and is not an export",
         (str(run),): "Missing argument DESTINATION",
         (str(run), "out", "--weights", "ema3"): "expected model, ema1 or ema2",

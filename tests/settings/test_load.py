@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -45,6 +46,7 @@ from muralist.settings.load import (
     run_name,
     to_yaml,
 )
+from tests.conftest import REPOSITORY
 from tests.support.runs import finish, start
 
 FIELDS = dict(leaves(TrainSettings))
@@ -153,15 +155,79 @@ def test_a_command_line_of_diffusers_keeps_its_meaning(yaml_file: Any) -> None:
         ("--report_to comet_ml", "--report_to is 'comet_ml': expected tensorboard, wandb, all or none."),
         ("--lr_scheduler polynomial", "expected constant, constant_with_warmup or cosine."),
         ("--mixed_precision fp4", "--mixed_precision is 'fp4': expected no, fp16, bf16 or fp8."),
-        ("--lr_scheduler constant --warmup_steps 9", "--lr_scheduler constant means --warmup_steps 0, and"),
+        (
+            "--lr_scheduler constant --warmup_steps 9",
+            "--lr_scheduler is 'constant', which means --warmup_steps 0, and --warmup_steps is '9'. Leave one of them out.",
+        ),
+        (
+            "--report_to wandb --no_use_wandb",
+            "--report_to is 'wandb', which means --use_wandb true, and --no_use_wandb",
+        ),
         ("--output_dir x", "--results_dir is the folder of all runs"),
         ("--num_processes 4", "muralist launch --nproc N train"),
         ("--use_ema", "--ema_decay"),
         ("--dataset x", "--data_path is the data set"),
+        ("--local_rank 0", "set the rank in the environment"),  # spelled like --lora_rank
+        ("--revision main", "--model.path takes the folder"),  # like --precision
+        ("--push_to_hub", "Nothing is uploaded"),
     ],
 )
 def test_names_of_other_programs_are_answered_by_their_meaning(written: str, told: str) -> None:
     assert told in str(refusal(*written.split()))
+
+
+@pytest.mark.parametrize(
+    ("flags", "values", "told"),
+    [
+        (
+            "--resolution 32 --img_size 16",
+            {"resolution": 32, "img_size": 16},
+            "--resolution is '32', and --img_size is '16'.",
+        ),
+        (
+            "--img_size 32 --image-size 32 16",
+            {"img_size": 32, "image-size": [32, 16]},
+            "--img_size is '32', and --image-size is '32 16'.",
+        ),
+        (
+            "--data.batch_size 8 --train_batch_size 4",
+            {"data.batch_size": 8, "train_batch_size": 4},
+            "--data.batch_size is '8', and --train_batch_size is '4'.",
+        ),
+        (
+            "--resume none --resume_from_checkpoint latest",
+            {"resume": "none", "resume_from_checkpoint": "latest"},
+            "--resume is 'none', and --resume_from_checkpoint is 'latest'.",
+        ),
+    ],
+)
+def test_two_names_of_a_setting_must_agree(yaml_file: Any, flags: str, values: dict[str, Any], told: str) -> None:
+    error = refusal(*flags.split())
+    assert error.what == told and error.fix == "Leave one of them out."
+    assert error.why.startswith("Both are names of the setting ")
+    with pytest.raises(UserError, match="Both are names of the setting"):
+        load_values(TrainSettings, values, TRAIN_FLAT_NAMES)
+    assert "Both are names of the setting" in refusal("--config", yaml_file(json.dumps(values))).why
+
+
+def test_two_names_of_a_setting_may_agree(yaml_file: Any) -> None:
+    for words, same in (
+        ("--resolution 32 --img_size 32 32", "--img_size 32"),
+        ("--report_to wandb --use_wandb yes --use_tensorboard off", "--use_wandb --no_use_tensorboard"),
+        ("--resume latest --resume_from_checkpoint auto", "--resume auto"),
+        ("--lr 1e-3 --learning_rate 0.001", "--lr 0.001"),
+        ("--img_size 16 --img_size 32", "--img_size 32"),  # one name: the last one counts
+        ("--use_wandb --no_use_wandb", ""),
+        ("--lr_scheduler constant --lr_scheduler cosine", "--lr_schedule cosine"),  # with the usual warm-up
+    ):
+        assert settings(*words.split()) == settings(*same.split()), words
+    both = yaml_file("lr_scheduler: constant\nlr_warmup_steps: 0\n")
+    assert settings("--config", both).optim.warmup_steps == 0
+    contradiction = refusal("--config", yaml_file("lr_scheduler: constant\nlr_warmup_steps: 5\n")).what
+    assert re.fullmatch(
+        r"`lr_scheduler` in \S+ is 'constant', which means warmup_steps 0, and `lr_warmup_steps` in \S+ is 5\.",
+        contradiction,
+    )
 
 
 def test_every_answer_names_existing_settings() -> None:
@@ -251,14 +317,35 @@ def test_learning_rate_and_blr_exclude_each_other(yaml_file: Any, tmp_path: Path
     both = yaml_file("optim:\n  blr: 5.0e-5\n  learning_rate: 2.0e-4\n")
     base = tmp_path / "base.yaml"
     base.write_text("blr: 5.0e-5\n")
-    for words in (["--blr", "5e-5", "--lr", "2e-4"], ["--config", both], ["--config", base, "--learning_rate", "1e-3"]):
+    scaled = tmp_path / "scaled.yaml"
+    scaled.write_text("blr: 5.0e-5\nlr_base_batch: 64\n")
+    for words in (
+        ["--blr", "5e-5", "--lr", "2e-4"],
+        ["--config", both],
+        ["--config", base, "--learning_rate", "1e-3"],
+        ["--blr", "5e-5", "--scale_lr"],
+        ["--config", base, "--lr_rule", "sqrt"],
+        ["--config", scaled],
+    ):
         with pytest.raises(UserError, match="cannot both be given") as caught:
             settings(*map(str, words))
         assert "blr is multiplied by total batch / 256" in caught.value.why
     assert settings("--blr", "5e-5").optim.blr == settings("--config", str(base)).optim.blr == 5e-5
+    assert settings("--blr", "5e-5", "--config", "base_config.yaml", "--lr_rule", "linear").optim.blr == 5e-5  # agrees
     assert settings("--config", str(base), "--blr", "none", "--lr", "1e-3").optim.learning_rate == 1e-3
     rate = yaml_file("optim:\n  learning_rate: 2.0e-4\n")
     assert settings("--config", rate, "--blr", "5e-5").optim.blr == 5e-5  # flags override files
+
+
+def test_use_amp_and_precision_must_agree(yaml_file: Any) -> None:
+    for first, second in (("--use_amp", "--precision fp32"), ("--no_use_amp", "--mixed_precision bf16")):
+        told = refusal(first, *second.split()).what
+        assert told == f"{first} and {second.split()[0]} cannot both be given."
+    half = yaml_file("precision: fp16\n")
+    assert "--no_use_amp and `precision` in" in refusal("--config", half, "--no_use_amp").what
+    assert settings("--config", half, "--use_amp").precision == "fp16"
+    assert "cannot both be given" in refusal("--config", yaml_file("use_amp: true\nprecision: fp32\n")).what
+    assert not settings("--config", "base_config.yaml", "--precision", "fp32").mixed  # flags override files
 
 
 def test_config_of_an_older_run_may_hold_both_learning_rates(tmp_path: Path) -> None:
@@ -266,6 +353,12 @@ def test_config_of_an_older_run_may_hold_both_learning_rates(tmp_path: Path) -> 
     config = tmp_path / "config.yaml"
     config.write_text(to_yaml(older))
     assert settings("--config", str(config)) == read_yaml(TrainSettings, config) == older
+    (of_0_1,) = (REPOSITORY / "tests" / "fixtures" / "v0_1" / "results").glob("*/config.yaml")  # without later settings
+    config.write_text(
+        of_0_1.read_text().replace("blr: null", "blr: 5.0e-05").replace("precision: auto", "precision: fp8")
+    )
+    assert read_yaml(TrainSettings, config).optim.blr == 5e-5
+    config.write_text(to_yaml(older))
     with pytest.raises(UserError, match=r"--lr and `optim.blr` in .*config.yaml cannot both"):
         settings("--config", str(config), "--lr", "1e-4")
 
@@ -338,7 +431,7 @@ def test_mistakes_on_the_command_line(arguments: list[str], parts: list[str]) ->
         ("epochs: 3\ndata:\n  batch_size: [1\n", ["not valid YAML", "line"]),
         ("epochs: 3\n\tdata: 4", ["not valid YAML", "line 2"]),
         ("epochs: !!python/object/apply:os.system ['true']", ["not valid YAML", "line 1"]),
-        ("batch_size: 3\ndata:\n  batch_size: 4", ["given twice", "`batch_size`", "`data.batch_size`"]),
+        ("batch_size: 3\ndata:\n  batch_size: 4", ["`batch_size`", "is 3, and `data.batch_size`", "is 4"]),
         ("config: other.yaml", ["config"]),
     ],
 )
@@ -434,7 +527,7 @@ APART = {
     "epochs", "max_steps", "compile", "results_dir", "run_name", "distributed.strategy", "distributed.dist_backend",
     "distributed.dist_timeout",
     "model.gradient_checkpointing", "checkpoint.latest_every", "checkpoint.at_epoch_end",
-    "dry_run",
+    "dry_run", "model.swap_blocks",
     "data.on_broken", "optim.non_finite",  # without it such a run has no result at all; one that stopped may go on with it
 }  # fmt: skip
 """What never changes the result of a run; a new setting shapes it unless it is listed here on purpose."""
@@ -600,6 +693,7 @@ def test_help_fits_a_terminal_and_lists_every_choice(columns: int, tmp_path: Pat
     plain = re.sub(r"\x1b\[[0-9;]*m", "", page.read_text()).replace("\r", "")
     lines = plain.splitlines()[1:-1]
     assert max(map(len, lines)) <= columns and max(map(len, lines)) > columns - 10
+    assert not [line for line in lines if line.endswith("default")], "a default stays beside its value"
     assert plain.index("--data_path") < plain.index("--dry_run") < plain.index("--global_batch_size")
     words = plain.replace("(", " ").replace(",", " ").replace(")", " ").split()
     for path, field in FIELDS.items():

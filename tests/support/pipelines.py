@@ -16,6 +16,8 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
+from diffusers.guiders import AdaptiveProjectedMixGuidance, ClassifierFreeGuidance
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video as hunyuan_video
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
@@ -393,6 +395,124 @@ def hunyuanvideo() -> Any:
     )  # fmt: skip
 
 
+# -- Pipelines that training was not prepared for, each unusual in one way.
+
+
+def mochi() -> Any:
+    """Its schedule counts from noise at 0 to data."""
+    tokenizer, text_encoder = tiny_text.t5()
+    widths = {"encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4}
+    transformer = diffusers.MochiTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, num_layers=2, pooled_projection_dim=16, text_embed_dim=WIDTH,
+        time_embed_dim=32,
+    )  # fmt: skip
+    return diffusers.MochiPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True), text_encoder=text_encoder,
+        vae=diffusers.AutoencoderKLMochi(layers_per_block=(1,) * 5, **widths), tokenizer=tokenizer,
+        transformer=transformer,
+    )  # fmt: skip
+
+
+def _byt5() -> tuple[Any, Any]:
+    tokenizer = transformers.ByT5Tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    return tokenizer, transformers.T5EncoderModel(transformers.T5Config(**sizes))
+
+
+def hunyuanimage() -> Any:
+    """Guided by components of the pipeline; the tokenizer of its second text encoder has no files."""
+    tokenizer, text_encoder = tiny_text.qwen25_vl(_QWEN_TEMPLATE)
+    tokenizer_2, text_encoder_2 = _byt5()
+    vae = diffusers.AutoencoderKLHunyuanImage(
+        in_channels=3, out_channels=3, latent_channels=4, block_out_channels=(32,) * 4, layers_per_block=1,
+        spatial_compression_ratio=8, sample_size=64, scaling_factor=0.75289,
+    )  # fmt: skip
+    transformer = diffusers.HunyuanImageTransformer2DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=1, num_single_layers=1,
+        num_refiner_layers=1, patch_size=(1, 1), text_embed_dim=WIDTH, text_embed_2_dim=WIDTH, rope_axes_dim=(8, 8),
+    )  # fmt: skip
+    return diffusers.HunyuanImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0), vae=vae, text_encoder=text_encoder,
+        tokenizer=tokenizer, text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2, transformer=transformer,
+        guider=AdaptiveProjectedMixGuidance(), ocr_guider=AdaptiveProjectedMixGuidance(),
+    )  # fmt: skip
+
+
+def hunyuanvideo15() -> Any:
+    """Its network is given the latents of no image beside the noisy ones; its VAE encodes one image at a time."""
+    tokenizer, text_encoder = tiny_text.qwen25_vl(_QWEN_TEMPLATE)
+    tokenizer_2, text_encoder_2 = _byt5()
+    vae = diffusers.AutoencoderKLHunyuanVideo15(
+        latent_channels=4, block_out_channels=(16,) * 4, layers_per_block=1, spatial_compression_ratio=8
+    )
+    transformer = diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=16, num_layers=2, num_refiner_layers=1,
+        text_embed_dim=WIDTH, text_embed_2_dim=WIDTH, image_embed_dim=12, rope_axes_dim=(2, 6, 8), target_size=16,
+        task_type="t2v",
+    )  # fmt: skip
+    text_config = text_encoder.config.text_config
+    text_config.num_hidden_layers, text_config.layer_types = 4, ["full_attention"] * 4  # the pipeline reads the second
+    return diffusers.HunyuanVideo15Pipeline(
+        text_encoder=transformers.Qwen2_5_VLTextModel(text_config), tokenizer=tokenizer, transformer=transformer,
+        vae=vae, scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0), text_encoder_2=text_encoder_2,
+        tokenizer_2=tokenizer_2, guider=ClassifierFreeGuidance(guidance_scale=6.0),
+    )  # fmt: skip
+
+
+def sana_video() -> Any:
+    """Its call names the number of frames differently."""
+    transformer = diffusers.SanaVideoTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, num_layers=2, num_cross_attention_heads=2,
+        cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=WIDTH, sample_size=8, rope_max_seq_len=32,
+    )  # fmt: skip
+    tokenizer, text_encoder = tiny_text.gemma()
+    return diffusers.SanaVideoPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=wan21().vae, transformer=transformer,
+        scheduler=diffusers.DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+    )  # fmt: skip
+
+
+def ovis() -> Any:
+    tokenizer, text_encoder = tiny_text.qwen3()
+    transformer = diffusers.OvisImageTransformer2DModel(
+        in_channels=16, out_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=WIDTH, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    return diffusers.OvisImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=_vae(shift_factor=0.1159),
+        text_encoder=text_encoder, tokenizer=tokenizer, transformer=transformer,
+    )  # fmt: skip
+
+
+def sd_pag() -> Any:
+    """Guided by a second scale, in a batch of twice the size."""
+    return diffusers.StableDiffusionPAGPipeline(**sd().components, requires_safety_checker=False)
+
+
+def allegro() -> Any:
+    """Its VAE encodes whole clips only."""
+    tokenizer, text_encoder = tiny_text.t5()
+    transformer = diffusers.AllegroTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=24, num_layers=1, cross_attention_dim=48, sample_width=8,
+        sample_height=8, sample_frames=8, caption_channels=WIDTH,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKLAllegro(block_out_channels=(8,) * 4, layers_per_block=1, norm_num_groups=2)
+    return diffusers.AllegroPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, transformer=transformer,
+        scheduler=diffusers.EulerAncestralDiscreteScheduler(),
+    )  # fmt: skip
+
+
+def skyreels() -> Any:
+    """Its call needs a package that is not among ours."""
+    parts = wan21().components
+    transformer = diffusers.SkyReelsV2Transformer3DModel(
+        num_attention_heads=2, attention_head_dim=16, text_dim=WIDTH, freq_dim=64, ffn_dim=32, num_layers=1,
+        rope_max_seq_len=128,
+    )  # fmt: skip
+    return diffusers.SkyReelsV2Pipeline(**_without(parts, "transformer", "transformer_2"), transformer=transformer)
+
+
 # -- Pipelines with image inputs; image-to-image and inpainting use the folders of text pipelines too.
 
 
@@ -461,6 +581,10 @@ BUILDERS: dict[str, Callable[[], Any]] = {build.__name__: build for build in _AL
 IMAGE_BUILDERS: dict[str, Callable[[], Any]] = {
     build.__name__: build for build in (sd_inpaint, sd3_16, pix2pix, sd_controlnet, sdxl_controlnet, kontext)
 }
+UNPREPARED_BUILDERS: dict[str, Callable[[], Any]] = {
+    build.__name__: build
+    for build in (mochi, hunyuanimage, hunyuanvideo15, sana_video, ovis, sd_pag, allegro, skyreels)
+}
 
 
 REPRESENTATIVE = (
@@ -477,7 +601,7 @@ def build_pipeline(name: str, folder: Path) -> Path:
     aside = folder / f".{name}.{os.getpid()}"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipeline = (BUILDERS | IMAGE_BUILDERS)[name]()
+        pipeline = (BUILDERS | IMAGE_BUILDERS | UNPREPARED_BUILDERS)[name]()
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             part.eval()

@@ -97,7 +97,7 @@ def gemma() -> tuple[Any, Any]:
     return GemmaTokenizer(vocab=vocabulary, merges=[]), Gemma2Model(config)
 
 
-def _qwen_tokenizer() -> Any:
+def qwen_tokenizer() -> Any:
     vocabulary = _numbered([*sorted(ByteLevel.alphabet()), "<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -107,7 +107,7 @@ def _qwen_tokenizer() -> Any:
 
 def qwen3(layers: int = 2) -> tuple[Any, Any]:
     """With more than two layers, as a causal language model."""
-    tokenizer = _qwen_tokenizer()
+    tokenizer = qwen_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=WIDTH, num_key_value_heads=1, head_dim=8,
         **(_LAYERS | {"num_hidden_layers": layers}), **_STRONG,
@@ -117,7 +117,7 @@ def qwen3(layers: int = 2) -> tuple[Any, Any]:
 
 def glm() -> tuple[Any, Any]:
     """With a first token in every text, as GLM's: an empty text would have none."""
-    tokenizer = _qwen_tokenizer()
+    tokenizer = qwen_tokenizer()
     first = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
     config = GlmConfig(
@@ -129,7 +129,7 @@ def glm() -> tuple[Any, Any]:
 
 def llama(template: str) -> tuple[Any, Any]:
     """With the words of the pipeline's template as tokens, and layers enough for one before the last two."""
-    tokenizer = _qwen_tokenizer()
+    tokenizer = qwen_tokenizer()
     tokenizer.add_tokens(re.findall(r"\s?\w+|[^\w\s]", template))
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=WIDTH, num_key_value_heads=1, head_dim=8, pad_token_id=0,
@@ -140,7 +140,7 @@ def llama(template: str) -> tuple[Any, Any]:
 
 def qwen25_vl(template: str) -> tuple[Any, Any]:
     """With the words of the pipeline's template as tokens: character by character it would dominate every prompt."""
-    tokenizer = _qwen_tokenizer()
+    tokenizer = qwen_tokenizer()
     tokenizer.add_tokens(re.findall(r"\s?\w+|[^\w\s]", template))
     rope = {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 10000.0}
     text = {"vocab_size": len(tokenizer), "hidden_size": WIDTH, "num_key_value_heads": 1, "rope_parameters": rope,

@@ -86,12 +86,12 @@ def test_stored_latents_equal_the_output_of_the_encoders(
     assert torch.equal(batch.latents[:whole], expected_latents(parts, images[:whole]))
     assert batch.latents.shape == (count, 2, 2, 4, SIZE // 8, SIZE // 8)
     text = parts.encode_text(captions)
-    assert torch.equal(batch.text.bert_mask.long(), text.bert_mask)
-    assert torch.equal(batch.text.t5_mask.long(), text.t5_mask)
-    torch.testing.assert_close(batch.text.bert, text.bert, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(batch.text.t5, text.t5, rtol=1e-5, atol=1e-5)
+    assert torch.equal(batch.text["bert_mask"].long(), text.bert_mask)
+    assert torch.equal(batch.text["t5_mask"].long(), text.t5_mask)
+    torch.testing.assert_close(batch.text["bert"], text.bert, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(batch.text["t5"], text.t5, rtol=1e-5, atol=1e-5)
     empty = parts.encode_text([""])
-    torch.testing.assert_close(source.read_empty_caption().t5, empty.t5, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(source.read_empty_caption()["t5"], empty.t5, rtol=1e-5, atol=1e-5)
 
 
 def test_the_content_of_report_and_manifest(model: Path, scenes: Path, encoded: Path) -> None:
@@ -107,6 +107,19 @@ def test_the_content_of_report_and_manifest(model: Path, scenes: Path, encoded: 
     assert {path.split("/")[-1] for path in before} == {"00000.arrow", "captions-00000.arrow", "manifest.json"}
 
 
+def test_folders_of_version_1_are_read(model: Path, scenes: Path, encoded: Path, tmp_path: Path) -> None:
+    shutil.copytree(encoded, tmp_path / "old")
+    for file in (tmp_path / "old").rglob("manifest.json"):
+        content = json.loads(file.read_text())
+        assert content.pop("version") == 2 and content.pop("family") == "hunyuandit"
+        tensors = content.pop("tensors")
+        shapes = {name: tensors[name]["shape"] for name in ("latents", "bert", "t5")}
+        file.write_text(json.dumps({"version": 1, **content, "shapes": shapes}))
+    old, new = LatentSource(tmp_path / "old", SIZE), LatentSource(encoded, SIZE)
+    assert old.manifest == new.manifest and old.fingerprint() == new.fingerprint()
+    assert "is this pack already" in run(scenes, tmp_path / "old", model)
+
+
 def test_the_bytes_depend_neither_on_workers_nor_on_chunks(
     model: Path, scenes: Path, encoded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +133,9 @@ def test_the_bytes_depend_neither_on_workers_nor_on_chunks(
     assert len(cut.manifest.caption_files) > 2
     order = np.random.default_rng(0).permutation(COUNT)
     (ours, _, _), (theirs, _, _) = (source.read_latents(order) for source in (cut, whole))
-    assert torch.equal(ours.latents, theirs.latents) and all(map(torch.equal, ours.text, theirs.text))
+    assert torch.equal(ours.latents, theirs.latents) and all(
+        torch.equal(ours.text[name], theirs.text[name]) for name in theirs.text
+    )
 
 
 def test_half_precision_is_stored_without_conversion(model: Path, scenes: Path, encoded: Path, tmp_path: Path) -> None:
@@ -133,7 +148,7 @@ def test_half_precision_is_stored_without_conversion(model: Path, scenes: Path, 
     mean, deviation = parts.vae_posterior(to_unit_range(torch.from_numpy(images), None))
     assert batch.latents.dtype == mean.dtype == torch.bfloat16 and batch.latents.shape[1] == 1
     assert torch.equal(batch.latents[:, 0, 0], mean) and torch.equal(batch.latents[:, 0, 1], deviation)
-    assert torch.equal(batch.text.t5.float(), parts.encode_text(captions).t5)
+    assert torch.equal(batch.text["t5"].float(), parts.encode_text(captions).t5)
     assert source.manifest.bytes < 0.55 * LatentSource(encoded, SIZE).manifest.bytes
 
 

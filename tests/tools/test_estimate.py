@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,67 @@ def test_read_a_run_of_a_model_without_formulas(tmp_path: Path, capsys: pytest.C
     for words in (["--from", str(run), "--img_size", "64"], ["--from", "probe", "--model", "HunyuanDiT"]):
         assert main(["estimate", *words]) == 1
         assert "Formulas for FLOPs exist for JiT only; HunyuanDiT is estimated from a run" in capsys.readouterr().err
+
+
+def test_cost_of_an_image_of_a_pipeline(tiny_pipeline: Callable[[str], Path]) -> None:
+    """Compared with the FLOPs of a run's spec, and with what autograd keeps of the real network on the CPU."""
+    import torch
+
+    from muralist.models.lora import Lora
+    from muralist.models.spec import build_spec
+    from muralist.tools import estimate_pipeline
+
+    settings = TrainSettings(model={"path": str(tiny_pipeline("flux")), "img_size": 64})  # type: ignore[arg-type]
+    spec: Any = build_spec(settings, [])
+    spec.to_device(torch.device("cpu"), torch.float32)
+    pipe, network = estimate_pipeline.weightless_pipeline(tiny_pipeline("flux"), "transformer")
+    assert {part.device.type for part in (network, pipe.text_encoder_2, pipe.vae)} == {"meta"}
+    lora = Lora(64, ("to_q", "to_k"))
+    full, adapted = estimate_pipeline.image_costs(pipe, network, (64, 64), (0.0, 1.0), lora)
+    assert 3 * full.flops == spec.flops_per_image()
+    assert adapted.checkpointed < full.checkpointed < full.activations > adapted.activations
+
+    real, kept = spec.network().bfloat16(), {}
+    arguments = {
+        name: value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in spec.probe.network_arguments("a red car", (64, 64)).items()
+    }
+    weights = {weight.untyped_storage().data_ptr() for weight in real.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = real(**arguments)
+    found = sum(size for place, size in kept.items() if place not in weights)
+    assert output is not None and full.activations == pytest.approx(found, rel=0.1)
+
+
+def test_memory_of_a_pipeline_from_its_files(
+    tiny_pipeline: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flux, lumina = tiny_pipeline("flux"), tiny_pipeline("lumina2")
+    assert main(["estimate", "--model.path", str(flux), "--img_size", "64", "64", "--memory", "24", "--gpus", "4"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    count = sum(value.numel() for value in load_file(next((flux / "transformer").glob("*.safetensors"))).values())
+    assert f"transformer of FluxPipeline in {flux} at 64 px: {format_count(count)} parameters" in said
+    for part in (
+        "of 24.0 GB",
+        "│ full │ adamw8bit │ ddp │",
+        "│ LoRA, rank 64 │ adamw │ fsdp2, 4 GPUs │",
+        "│ LoRA, rank 64, nf4 base │ adamw │ ddp │",
+        "MB with gradient",
+    ):
+        assert part in said, said
+    assert main(["estimate", "--model.path", str(flux), "--img_size", "64", "--memory", "1.2"]) == 0
+    assert "does not fit" in capsys.readouterr().out
+    # A network that reads values of its mask.
+    assert main(["estimate", "--model.path", str(lumina), "--img_size", "64"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "of 80.0 GB (--memory)" in said and "The memory of an image is unknown" in said
+    assert main(["estimate", "--model.path", str(flux)]) == 1
+    assert "The image size is missing" in capsys.readouterr().err
 
 
 def test_read_a_run_whose_metrics_do_not_name_the_hardware(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,24 @@ def test_another_transformer_with_the_same_encoders_is_trained(place: Path, thro
     shutil.copytree(build_small_hunyuan_dit(place / "seeded", seed=2) / "transformer", place / "tuned" / "transformer")
     run = train(place, "encoded", "tuned", "--max_steps", 1, "--model.path", place / "tuned", "--samples_per_gpu", 0)
     assert metrics(run)[0]["train/loss"] != metrics(through)[0]["train/loss"]
+
+
+def test_a_pipeline_trains_alike_on_pixels_and_latents(
+    place: Path, tiny_pipeline: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of texts of different lengths: from the commands, resumed, with held-out images and samples."""
+    model, data = tiny_pipeline("cogview4"), place / "cogview4"
+    pack = ["pack", place / "train", data, "--img_size", SIZE, "--encode", model, "--num_workers", 1]
+    assert main(list(map(str, pack))) == 0
+    own = ["--model", "diffusers", "--model.path", model, "--lr_rule", "none"]
+    pixels = train(place, "train", "pipeline-pixels", *own, "--max_steps", 3)
+    for steps in (1, 3):
+        latents = train(place, "cogview4", "pipeline-latents", *own, "--max_steps", steps)
+    assert [line["train/loss"] for line in metrics(latents)] == [line["train/loss"] for line in metrics(pixels)]
+    assert metrics(latents)[-1]["val/loss"] == metrics(pixels)[-1]["val/loss"]
+    assert_same_state(last_checkpoint(pixels), last_checkpoint(latents))
+    sample = Path("samples", "step_0000003", "gpu_0_sample.png")
+    assert (pixels / sample).read_bytes() == (latents / sample).read_bytes()
+    assert ", encoded ahead of training" in capfd.readouterr().out
+    said = refused(place, capfd, "cogview4", *own, "--multireso")
+    assert "--multireso cannot read the packed folder" in said

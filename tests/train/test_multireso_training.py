@@ -1,15 +1,18 @@
-"""HunyuanDiT on images of several shapes: each batch has one size, and the curve is reproducible."""
+"""HunyuanDiT and pipelines on images of several shapes: each batch has one size, and the curve is reproducible."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from muralist.cli import main
 from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
+from muralist.models.diffusers_model import DiffusersSpec
 from muralist.models.hunyuan_dit import HunyuanDiTSpec
 from muralist.tools.hydit import translate
 from tests.data.driving_files import write_arrow, write_index
@@ -142,6 +145,56 @@ def test_invalid_settings_are_refused_before_a_run_has_a_folder(
 
 def test_official_multireso_flags_are_accepted() -> None:
     assert translate(["--multireso", "--reso-step", "64"])[0] == ["--multireso", "--reso-step", "64"]
+
+
+def pipeline_words(model: Path, data: Path, results: Path, run: str, *arguments: object) -> list[str]:
+    return words(data, results, run, "--model", "diffusers", "--model.path", model, "--val_fraction", 0.1, *arguments)
+
+
+@pytest.mark.parametrize("name", ["flux", pytest.param("sd", marks=pytest.mark.slow)])
+def test_pipelines_have_buckets(
+    name: str, folder: Path, tmp_path: Path, tiny_pipeline: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A U-Net, and a transformer whose latents are packed."""
+    sizes: list[tuple[int, ...]] = []
+    encode, model = DiffusersSpec.encode, tiny_pipeline(name)
+
+    def watched(self: DiffusersSpec, batch: Any, keys: Any) -> Any:
+        inputs = encode(self, batch, keys)
+        sizes.append((*batch.images_u8.shape[1:3], inputs[0][0].numel()))
+        return inputs
+
+    monkeypatch.setattr(DiffusersSpec, "encode", watched)
+    assert main(pipeline_words(model, folder, tmp_path, "through", "--max_steps", 6)) == 0
+    assert set(sizes) >= {(32, 32, 64), (16, 48, 48)}, "numbers of latents: 4 for 64 pixels"
+    for steps in (3, 6):
+        assert main(pipeline_words(model, folder, tmp_path, "halves", "--max_steps", steps)) == 0
+    assert losses(tmp_path / "halves") == losses(tmp_path / "through")
+    assert_same_state(last_checkpoint(tmp_path / "through"), last_checkpoint(tmp_path / "halves"))
+
+
+def test_sizes_that_a_pipeline_does_not_make_are_refused(
+    folder: Path, tmp_path: Path, tiny_pipeline: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(pipeline_words(tiny_pipeline("ltx"), folder, tmp_path, "run", "--max_steps", 1)) == 1
+    said = " ".join(capfd.readouterr().err.split())
+    assert (
+        "LTXPipeline cannot be trained on images of 16 x 48 pixels: `height` and `width` have to be divisible" in said
+    )
+    assert "Give --img_size and --reso_step in multiples of what it needs" in said
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_pipeline_have_the_same_curve(
+    folder: Path, tmp_path: Path, tiny_pipeline: Callable[[str], Path]
+) -> None:
+    arguments = [tiny_pipeline("flux"), folder, tmp_path]
+    length = ["--max_steps", 6, "--global_batch_size", 4]
+    assert main(pipeline_words(*arguments, "alone", *length)) == 0
+    finish(start("muralist", "launch", "--nproc", 2, *pipeline_words(*arguments, "together", *length)))
+    assert losses(tmp_path / "together") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    last = [metrics(tmp_path / run)[-1]["val/loss"] for run in ("together", "alone")]
+    assert last[0] == pytest.approx(last[1], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
 
 @pytest.mark.parametrize("name", ["muon", *WITH_PACKAGE])
 def test_interrupted_run_is_bit_identical(name: str, photo_folder: Path, tmp_path: Path) -> None:
-    common = ["--data_path", photo_folder, "--optimizer", name, "--lr", RATES[name], "--samples_per_gpu", "0",
+    common = ["--data_path", photo_folder, "--optimizer", name, "--learning_rate", RATES[name], "--samples_per_gpu", "0",
               "--weight_decay", "0.01", "--enable_condition"]  # fmt: skip
     through, _ = train_through_and_in_legs(tmp_path, common, 3, 7)
     assert json.loads((last_checkpoint(through) / "manifest.json").read_text()).get("optimizer", "adamw") == name
@@ -157,7 +157,7 @@ def test_prodigy_needs_a_learning_rate_near_one(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", *WITH_PACKAGE])
 def test_any_number_of_processes_trains_the_same(name: str, photo_folder: Path, tmp_path: Path) -> None:
-    more = ["--optimizer", name, "--lr", RATES[name], "--samples_per_gpu", "0"]
+    more = ["--optimizer", name, "--learning_rate", RATES[name], "--samples_per_gpu", "0"]
     runs = {}
     for strategy, ranks in [("ddp", 1), ("ddp", 2), *([("fsdp2", 2)] if name == "muon" else [])]:
         results = tmp_path / f"{strategy}{ranks}"

@@ -17,7 +17,7 @@ from muralist.models import configs
 from muralist.models.jit_spec import JiTInputs, JiTSpec
 from muralist.models.spec import build_spec
 from muralist.settings import TRAIN_FLAT_NAMES, DataSettings, ModelSettings, TrainSettings
-from muralist.settings.load import identity, load
+from muralist.settings.load import CONFIG_NAMES, identity, load
 from muralist.train import preflight
 from muralist.train.preflight import CONTEXT, MemoryEstimate, estimate_memory, state_bytes
 from muralist.train.step import autocast_dtype
@@ -95,6 +95,11 @@ def test_largest_batch() -> None:
     [
         ("--precision fp16 --strategy fsdp2", "--precision fp16 is not supported with --strategy fsdp2. Loss scaling"),
         ("--ema_decay 0.999 --ema_half_life 5000", "--ema_decay and --ema1_half_life cannot both be given."),
+        (
+            "--sample_solver ddim",
+            "--sample_solver ddim does not sample from JiT-B/4. Use heun or euler, or leave it out.",
+        ),
+        ("--model HunyuanDiT --sample_solver heun", "heun does not sample from HunyuanDiT. Use dpm++ or ddim, or"),
         ("--rank 8", "--lora_rank 8 has no effect without --training_parts lora. Give both"),
     ],
 )
@@ -104,12 +109,36 @@ def test_settings_that_exclude_each_other(words: str, told: str) -> None:
     assert told in str(caught.value)
 
 
+def test_settings_without_effect_are_named_with_the_reason(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--min_lr 1e-5 --lr_base_batch 64 --model.path {tmp_path} --uncond_p 0.3 --label_drop_prob 0.5"
+    told = [
+        "--min_lr (the learning rate is constant)",
+        "--lr_base_batch (there is no --lr_rule)",
+        "--model.path (JiT-T/8 is built from its name)",
+        "--uncond_p (JiT-T/8 is trained without captions)",
+        "--label_drop_prob (there is no --enable_condition)",
+    ]
+    train("--data_path", photo_folder, "--results_dir", tmp_path, "--dry_run", *words.split())
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if "without effect" in line] == [f"warning    without effect: {one}" for one in told]
+    useful = (
+        "--lr_schedule cosine --lr_rule sqrt --min_lr 1e-5 --lr_base_batch 64 --enable_condition --label_drop_prob 0.5"
+    )
+    assert not preflight.settings_without_effect(settings(*useful.split()))
+    hunyuan = "--model HunyuanDiT --model.path small --uncond_p 0.3 --caption {label}"
+    assert not preflight.settings_without_effect(settings(*hunyuan.split()))
+    for config in CONFIG_NAMES:
+        assert not preflight.settings_without_effect(settings("--config", config)), config
+
+
 def test_precision_decides_before_use_amp() -> None:
     cpu = torch.device("cpu")
     for words, dtype in (
         ("", None), ("--use_amp", torch.bfloat16), ("--precision bf16", torch.bfloat16),
-        ("--precision fp32 --use_amp", None), ("--mixed_precision no", None), ("--precision fp16", torch.float16),
-        ("--precision fp8", torch.bfloat16),
+        ("--config base_config.yaml --precision fp32", None), ("--mixed_precision no", None),
+        ("--precision fp16", torch.float16), ("--precision fp8", torch.bfloat16),
     ):  # fmt: skip
         assert autocast_dtype(settings(*words.split()), cpu) is dtype, words
 
@@ -161,7 +190,7 @@ def test_fp8_without_a_gpu_is_refused_before_anything_is_written(
     train("--data_path", photo_folder, "--results_dir", tmp_path / "results", "--precision", "fp8", expect=1)
     told = capfd.readouterr().err
     assert "--precision fp8 needs a GPU with FP8 matmuls" in told
-    assert "There is no GPU here." in told and "Use --use_amp" in told
+    assert "There is no GPU here." in told and "Use --precision bf16, or leave it out." in told
     assert not (tmp_path / "results").exists()
 
 

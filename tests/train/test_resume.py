@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from muralist.settings import CheckpointSettings, ModelSettings, TrainSettings
+from muralist.settings import TRAIN_FLAT_NAMES, CheckpointSettings, ModelSettings, TrainSettings
+from muralist.settings.load import load, run_name
 from muralist.train import checkpoint
 from muralist.train.loggers import start_log
 from muralist.train.resume import find_initial_weights
-from tests.support.runs import assert_same_state, last_checkpoint, metrics, only_run, train
+from tests.support.runs import TINY, assert_same_state, last_checkpoint, metrics, only_run, train
 
 
 def write_run(results: Path, name: str, value: float, steps: tuple[int, ...] = (1,), **model: object) -> list[Path]:
@@ -134,26 +136,29 @@ def test_fork_has_the_batch_and_the_learning_rate_it_was_given(
     train(*fork, "--run_name", "through", "--max_steps", "5")
     assert_same_state(last_checkpoint(tmp_path / "fork"), last_checkpoint(tmp_path / "through"))
     assert metrics(tmp_path / "through") == lines
+    large = ["--resume", tmp_path / "base", "--batch_size", "16", "--run_name", "large", "--max_steps", "1"]
+    train(*common, *large)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "12 images seen are fewer than a batch of 16: this run keeps weights and optimizer, and starts at" in said
+    weights = {
+        name: load_file(last_checkpoint(tmp_path / "large") / f"{name}.safetensors") for name in ("model", "ema1")
+    }
+    assert all(torch.equal(weights["ema1"][name], tensor) for name, tensor in weights["model"].items())
     train(*common, "--resume", tmp_path / "base", "--run_name", "half", "--precision", "fp16", "--max_steps", "5")
     shutil.rmtree(tmp_path / "base")  # the fork has checkpoints of its own
     train(*fork, "--run_name", "fork", "--max_steps", "6")
     assert metrics(tmp_path / "fork")[-1]["step"] == 6
 
 
+def cosine(data: Path, results: Path) -> list[object]:
+    common = ["--data_path", data, "--results_dir", results, "--samples_per_gpu", "0", "--warmup_steps", "0"]
+    return [*common, "--lr_schedule", "cosine"]
+
+
 def test_cosine_ends_where_training_ends(
     photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = [
-        "--data_path",
-        photo_folder,
-        "--results_dir",
-        tmp_path,
-        "--samples_per_gpu",
-        "0",
-        "--lr_schedule",
-        "cosine",
-    ]
-    common += ["--warmup_steps", "0", "--min_lr", "1e-5"]
+    common = [*cosine(photo_folder, tmp_path), "--min_lr", "1e-5"]
     train(*common, "--run_name", "short", "--max_steps", "4")
     said = capsys.readouterr().out
     rates = [line["train/learning_rate"] for line in metrics(tmp_path / "short")]
@@ -167,29 +172,27 @@ def test_cosine_ends_where_training_ends(
         train(*common, "--run_name", "long", "--lr_decay_steps", "8", "--max_steps", stop)
     rates = [line["train/learning_rate"] for line in metrics(tmp_path / "long")]
     assert rates == pytest.approx([1e-5 + 9.9e-4 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(4)])
-    train(*common[:-6], "--run_name", "constant", "--lr_decay_steps", "8", expect=1)
+    train(*common[:-4], "--run_name", "constant", "--lr_decay_steps", "8", expect=1)
     assert "--lr_decay_steps 8 has no effect under a constant learning rate" in capsys.readouterr().err
 
 
-def test_cosine_of_version_0_1_goes_on_to_the_end_of_its_epochs(photo_folder: Path, tmp_path: Path) -> None:
-    common = [
-        "--data_path",
-        photo_folder,
-        "--results_dir",
-        tmp_path,
-        "--samples_per_gpu",
-        "0",
-        "--lr_schedule",
-        "cosine",
-    ]
-    common += ["--warmup_steps", "0", "--epochs", "2", "--val_fraction", "0", "--run_name", "old"]  # 24 steps
-    train(*common, "--max_steps", "1")
+def test_cosine_of_version_0_1_goes_on_to_the_end_of_its_epochs(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [*cosine(photo_folder, tmp_path), "--epochs", "2", "--val_fraction", "0"]  # 24 steps
+    name = run_name(load(TrainSettings, [*TINY, *map(str, common)], TRAIN_FLAT_NAMES), None)  # without --max_steps
+    train(*common, "--run_name", name, "--max_steps", "1")
     for stop in (2, 3):
-        manifest = last_checkpoint(tmp_path / "old") / "manifest.json"
+        manifest = last_checkpoint(tmp_path / name) / "manifest.json"
         content = json.loads(manifest.read_text())
         assert ("lr_decay_steps" in content) == (stop == 2), "such a run stays one"
         content = {key: value for key, value in content.items() if key not in ("lr_decay_steps", "sha256")}
         manifest.write_text(json.dumps(content | {"sha256": checkpoint._seal(content)}))
-        train(*common, "--max_steps", stop)
-    rates = [line["train/learning_rate"] for line in metrics(tmp_path / "old")]
+        train(*common, "--run_name", name, "--max_steps", stop)
+    rates = [line["train/learning_rate"] for line in metrics(tmp_path / name)]
     assert rates[1:] == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 24)) / 2 for step in (1, 2)])
+    warning = f"Version 0.1 trained these settings as {tmp_path / name}: `--run_name {name}` resumes it."
+    assert warning not in " ".join(capsys.readouterr().out.split())
+    for told in (True, False):  # of the default name, once: the new run then has a checkpoint of its own
+        train(*common, "--max_steps", "1")
+        assert (warning in " ".join(capsys.readouterr().out.split())) == told

@@ -294,7 +294,7 @@ def test_dry_run_prints_the_summary_and_writes_nothing(
     train(*flags, "--max_steps", "7", "--dry_run")
     said = " ".join(capfd.readouterr().out.split())
     assert "step_0000003 at step 3" in said and "stopping after 7" in said
-    train(*flags, "--run_name", only_run(tmp_path / "results").name, "--lr", "2e-3", "--dry_run", expect=1)
+    train(*flags, "--run_name", only_run(tmp_path / "results").name, "--learning_rate", "2e-3", "--dry_run", expect=1)
     assert "learning_rate: 0.001 there, 0.002 here" in capfd.readouterr().err
     assert {path: path.is_file() and path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 

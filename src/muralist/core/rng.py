@@ -62,13 +62,14 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> tup
     return c0, c1, c2, c3
 
 
-def words(seed: int, purpose: int, sample_indices: Tensor, count: int) -> Tensor:
-    """Random 32-bit words, [B, count] int64, for B sample indices (int64)."""
+def words(seed: int, purpose: int | Tensor, sample_indices: Tensor, count: int) -> Tensor:
+    """Random 32-bit words, [B, count] int64, for B sample indices (int64); a purpose in a tensor is a scalar."""
     # The `& _MASK` keeps 64 bits: Inductor (torch 2.11) compiles arange to 32-bit indices and multiplies them as such,
     # which overflows from 39,886 blocks (231 px) on. The result of a bitwise operation has 64 bits.
     blocks = torch.arange(-(-count // 4), device=sample_indices.device, dtype=torch.int64)[None, :] & _MASK
     low, high = (sample_indices & _MASK)[:, None], ((sample_indices >> 32) & _MASK)[:, None]
-    counter = torch.broadcast_tensors(blocks, torch.full_like(blocks, int(purpose)), low, high)
+    stream = purpose[None, None] if isinstance(purpose, Tensor) else torch.full_like(blocks, int(purpose))
+    counter = torch.broadcast_tensors(blocks, stream, low, high)
     out = torch.stack(philox4x32((counter[0], counter[1], counter[2], counter[3]), seed), dim=-1)
     return out.flatten(1)[:, :count]
 
@@ -81,7 +82,7 @@ def _unit(word: Tensor) -> Tensor:
     return (word >> 9).to(torch.float32) * 2.0**-23 + 2.0**-24
 
 
-def uniform(seed: int, purpose: int, sample_indices: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
+def uniform(seed: int, purpose: int | Tensor, sample_indices: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
     """Uniform float32 in (0, 1), [B, *shape]."""
     return _unit(words(seed, purpose, sample_indices, math.prod(shape))).view(len(sample_indices), *shape)
 
@@ -109,7 +110,7 @@ class SampleKeys:
     seed: int
     sample_indices: Tensor  # [B] int64
 
-    def uniform(self, purpose: int, shape: tuple[int, ...] = ()) -> Tensor:
+    def uniform(self, purpose: int | Tensor, shape: tuple[int, ...] = ()) -> Tensor:
         """Uniform float32 in (0, 1), one block of numbers per sample."""
         return uniform(self.seed, purpose, self.sample_indices, shape)
 
@@ -118,7 +119,7 @@ class SampleKeys:
         return normal(self.seed, purpose, self.sample_indices, shape)
 
 
-def dropout(x: Tensor, probability: float, keys: SampleKeys | None, site: int) -> Tensor:
+def dropout(x: Tensor, probability: float, keys: SampleKeys | None, site: int | Tensor) -> Tensor:
     """Dropout whose mask is a function of the sample's key and the site in the network; without keys, the identity."""
     if keys is None or probability == 0:
         return x

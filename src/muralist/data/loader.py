@@ -68,6 +68,18 @@ def to_unit_range(images_u8: Tensor, flips: SampleKeys | None) -> Tensor:
     return torch.where(flip_mask(flips)[:, None, None, None], images.flip(-1), images)
 
 
+def select_posterior(latents: Tensor, flips: SampleKeys | None) -> tuple[Tensor, Tensor | None]:
+    """Return mean and deviation of stored latents in float32; with keys, of the mirror images where `flip_mask` says so.
+
+    The deviation of a deterministic VAE is None.
+    """
+    selected = latents[:, 0]
+    if flips is not None:
+        mask = flip_mask(flips).view(-1, *[1] * (selected.ndim - 1))
+        selected = torch.where(mask, latents[:, 1], selected)
+    return selected[:, 0].float(), selected[:, 1].float() if selected.shape[1] == 2 else None
+
+
 def flip_mask(keys: SampleKeys) -> Tensor:
     """Select the images of a batch to mirror, half of them on average, [B]."""
     return keys.uniform(Purpose.FLIP) < 0.5

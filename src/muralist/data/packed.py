@@ -3,9 +3,10 @@
 A packed folder holds Arrow files of fixed-size rows (00000.arrow, ...), `manifest.json` with a hash of each,
 `broken.txt` if images were left out, and `held_out/`, packed alike, if the data set has such a part.
 
-With `--encode`, rows hold latents instead of pixels: mean and standard deviation of the VAE's posterior for each image
-and, if requested, for the flipped image. `captions-00000.arrow`, ... hold the text embeddings of each distinct caption
-once, the empty one first; a row of latents refers to its caption by row number.
+With `--encode`, rows hold latents instead of pixels: mean and standard deviation of the VAE's posterior (a deterministic
+VAE has no deviation) for each image and, if requested, for the flipped image. `captions-00000.arrow`, ... hold the text
+tensors of each distinct caption once, the empty one first; a row of latents refers to its caption by row number. The
+manifest names every tensor with its dtype and shape.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from muralist.core.errors import UserError
 from muralist.data.decode import Size, format_size, height_width
@@ -34,13 +35,13 @@ CAPTION_FILES = "captions-"
 PACK_AGAIN = "Pack the data set again with `muralist pack`."
 
 _MANIFEST = "manifest.json"
-_VERSION = 1
 _MAX_FILE_BYTES = 10**9
 _FOOTER_BYTES = 10**6  # an Arrow file ends with its schema and a list of its batches
 _BATCH_BYTES = 16 * 2**20
 _MAX_BATCH_ROWS = 2**16
 _MAX_MAPPED_FILES = 4096
 _EMPTY_CAPTION_ROW = 0
+_LATENTS, _TEXT = "latents", "text"  # columns
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
 _Count = Annotated[int, Field(ge=1, lt=2**62)]
@@ -64,6 +65,7 @@ class Manifest:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     format: ClassVar[str] = "muralist packed images"
+    version: ClassVar[int] = 1
 
     img_size: Size
     rows_per_batch: _Count  # in every record batch but the last, so that a row is found by arithmetic
@@ -79,8 +81,8 @@ class Manifest:
         try:
             content = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             version = content.pop("version")
-            if content.pop("format") == cls.format and version == _VERSION:
-                return TypeAdapter(cls).validate_json(json.dumps(content))
+            if content.pop("format") == cls.format and version in range(1, cls.version + 1):
+                return TypeAdapter(cls).validate_json(json.dumps(cls._upgraded(content, version)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what: object = error
             if isinstance(error, ValidationError):
@@ -88,13 +90,18 @@ class Manifest:
                 what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             raise UserError(f"The manifest of the packed folder {folder} is damaged: {what}.", fix=PACK_AGAIN) from None
         raise UserError(
-            f"The packed folder {folder} has format version {version!s:.20}, but only version {_VERSION} can be read.",
+            f"The packed folder {folder} has format version {version!s:.20}, but only version {cls.version} can be read.",
             fix=PACK_AGAIN,
         )
 
+    @classmethod
+    def _upgraded(cls, content: dict[str, Any], version: int) -> dict[str, Any]:
+        """Return the content of a manifest of an earlier version as this version writes it."""
+        return content
+
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder, which completes the pack."""
-        content = {"format": self.format, "version": _VERSION, **asdict(self)}
+        content = {"format": self.format, "version": self.version, **asdict(self)}
         (folder / _MANIFEST).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @property
@@ -114,26 +121,72 @@ class Manifest:
 
 
 @dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that every row has: its dtype and shape; sizes that differ between rows are 0, and stored with the row."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    dtype: Literal["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+    shape: Annotated[list[NonNegativeInt], Field(max_length=8)]
+    is_number: bool = False  # a Python number, stored as a tensor
+
+    @property
+    def varies(self) -> bool:
+        """Whether the shape differs between rows."""
+        return 0 in self.shape
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 1 if self.dtype == "bool" else int("".join(filter(str.isdigit, self.dtype))) // 8
+
+    def columns(self, name: str) -> dict[str, int | None]:
+        """Return the binary columns that hold the tensor, with the bytes of their rows; None if these differ."""
+        if self.varies:
+            return {name: None, _shape_column(name): 8 * len(self.shape)}
+        return {name: math.prod(self.shape) * self.itemsize}
+
+
+def _shape_column(name: str) -> str:
+    return f"{name} shape"
+
+
+@dataclass(frozen=True)
 class EncodedManifest(Manifest):
-    """The description of a folder of latents and text embeddings, and of the encoders that made them."""
+    """The description of a folder of latents and text tensors, and of the encoders that made them."""
 
     format: ClassVar[str] = "muralist encoded images"
+    version: ClassVar[int] = 2
 
     caption_files: Annotated[list[PackedFile], Field(min_length=1)]
     captions_per_batch: _Count
     model: str
+    family: str  # the key of the model family whose encoders these are
     frozen_parts: dict[str, str]  # fingerprints of the frozen encoders
-    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # of the encoders, and of what is stored
+    dtype: Annotated[str, Field(pattern="^(float32|bfloat16|float16)$")]  # in which the encoders computed
     mirrored: bool  # whether each image is also stored flipped
-    shapes: dict[str, Annotated[list[PositiveInt], Field(min_length=1)]]  # of a row of latents, bert and t5
+    tensors: dict[str, StoredTensor]  # latents [original or flipped, mean or deviation, ...], and the texts by name
 
     def __post_init__(self) -> None:
-        if self.shapes.keys() != {"latents", "bert", "t5"}:
-            raise ValueError("shapes must name latents, bert and t5")
+        views, moments = self.tensors[_LATENTS].shape[:2] if _LATENTS in self.tensors else (0, 0)
+        if (views, moments) not in ((1 + self.mirrored, 1), (1 + self.mirrored, 2)) or self.tensors[_LATENTS].varies:
+            raise ValueError("tensors must name latents of one or two views and moments, of one shape")
+        if _TEXT in self.tensors:
+            raise ValueError(f"a tensor must not be called {_TEXT}")
 
-    def row_bytes(self, name: str) -> int:
-        """Bytes of a row of latents, bert or t5."""
-        return math.prod(self.shapes[name]) * (4 if self.dtype == "float32" else 2)
+    @classmethod
+    def _upgraded(cls, content: dict[str, Any], version: int) -> dict[str, Any]:
+        if version == 1:  # of HunyuanDiT, whose masks have a byte per token
+            shapes, dtype = content.pop("shapes"), content["dtype"]
+            tensors = {name: {"dtype": dtype, "shape": shapes[name]} for name in (_LATENTS, "bert", "t5")}
+            masks = {f"{name}_mask": {"dtype": "uint8", "shape": shapes[name][:1]} for name in ("bert", "t5")}
+            content |= {"family": "hunyuandit", "tensors": tensors | masks}
+        return content
+
+    @property
+    def texts(self) -> dict[str, StoredTensor]:
+        """The tensors of a caption."""
+        return {name: tensor for name, tensor in self.tensors.items() if name != _LATENTS}
 
     @property
     def captions(self) -> int:
@@ -173,15 +226,18 @@ def read_manifest(folder: Path) -> Manifest:
 class RowWriter:
     """Writes rows to Arrow files in record batches of one length."""
 
-    def __init__(self, folder: Path, columns: Mapping[str, Any], prefix: str = "") -> None:
-        """`columns` maps names to Arrow types; rows of a fixed-size binary column are added as uint8 [rows, bytes]."""
+    def __init__(self, folder: Path, columns: Mapping[str, Any], prefix: str = "", row_bytes: int = 0) -> None:
+        """`columns` maps names to Arrow types; rows of a fixed-size binary column are added as uint8 [rows, bytes].
+
+        `row_bytes` is the usual size of a row with other binary columns.
+        """
         import pyarrow
 
         self._folder, self._prefix = folder, prefix
         self._schema = pyarrow.schema(columns)
         widths = [kind.byte_width for kind in self._schema.types if pyarrow.types.is_fixed_size_binary(kind)]
-        self.row_bytes = sum(widths)
-        self.rows_per_batch = min(max(1, _BATCH_BYTES // max(widths)), _MAX_BATCH_ROWS)
+        self.row_bytes = row_bytes or sum(widths)
+        self.rows_per_batch = min(max(1, _BATCH_BYTES // (row_bytes or max(widths))), _MAX_BATCH_ROWS)
         self._buffers: list[Any] = [
             np.empty((self.rows_per_batch, kind.byte_width), np.uint8)
             if pyarrow.types.is_fixed_size_binary(kind)
@@ -303,7 +359,7 @@ class RowReader:
             raise UserError(f"The packed file {path} is damaged: {error}.", fix=PACK_AGAIN) from error
 
     def _view(self, batch: Any, name: str) -> Any:
-        """Return a view of a column: bytes as uint8 [rows, bytes], integers as a NumPy array, text as an Arrow array."""
+        """Return a view of a column: uint8 [rows, bytes], integers as a NumPy array, others as an Arrow array."""
         from pyarrow import types
 
         column, wanted = batch.column(name), self.columns[name]
@@ -315,7 +371,7 @@ class RowReader:
         if types.is_fixed_size_binary(column.type):
             width = column.type.byte_width
             return np.frombuffer(column.buffers()[1], np.uint8, count=len(column) * width).reshape(-1, width)
-        if wanted == "string":
+        if wanted in ("string", "large_binary"):
             return column
         values = column.to_numpy()
         if len(values) and not 0 <= values.min() <= values.max() < self.below[name]:
@@ -323,8 +379,8 @@ class RowReader:
         return values
 
 
-def _rows_of(size: int) -> str:
-    return f"fixed_size_binary[{size}]"
+def _rows_of(size: int | None) -> str:
+    return "large_binary" if size is None else f"fixed_size_binary[{size}]"
 
 
 class _PackedFolder:
@@ -382,24 +438,22 @@ class PackedSource(_PackedFolder):
         return short_hash("packed", *hashes, *self.label_names, *self._caption.fingerprint_parts)
 
 
-class EncodedText(NamedTuple):
-    """The embeddings of captions by both text encoders, in the dtype of the encoders, with their masks."""
-
-    bert: Tensor
-    bert_mask: Tensor  # uint8
-    t5: Tensor
-    t5_mask: Tensor  # uint8
+TextTensors: TypeAlias = "dict[str, Tensor | list[Any]]"
+"""Text tensors by name: stacked, [B, ...], or a list with an entry per caption where shapes differ, or numbers."""
 
 
 class LatentBatch(NamedTuple):
-    """The output of the frozen encoders for a batch, in the dtype of the encoders."""
+    """The output of the frozen encoders for a batch, as it is stored."""
 
-    latents: Tensor  # [B, original or flipped, mean or deviation, 4, H / 8, W / 8]
-    text: EncodedText
+    latents: Tensor  # [B, original or flipped, mean or deviation, ...]
+    text: TextTensors
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LatentBatch:
         """Apply a function to every tensor."""
-        return LatentBatch(function(self.latents), EncodedText(*map(function, self.text)))
+        import torch
+        from torch.utils._pytree import tree_map_only
+
+        return LatentBatch(function(self.latents), tree_map_only(torch.Tensor, function, self.text))
 
 
 class LatentSource(_PackedFolder):
@@ -413,15 +467,11 @@ class LatentSource(_PackedFolder):
                 f"The captions of {folder} are encoded already, so --caption cannot change them.",
                 fix="Leave --caption out, or give it to `muralist pack ... --encode`.",
             )
-        columns = {
-            "bert": _rows_of(manifest.row_bytes("bert")),
-            "bert_mask": _rows_of(manifest.shapes["bert"][0]),
-            "t5": _rows_of(manifest.row_bytes("t5")),
-            "t5_mask": _rows_of(manifest.shapes["t5"][0]),
-            "text": "string",
-        }
+        columns = {_TEXT: "string"}
+        for name, stored in manifest.texts.items():
+            columns |= {column: _rows_of(size) for column, size in stored.columns(name).items()}
         self._captions = RowReader(folder, manifest.caption_files, manifest.captions_per_batch, columns, {})
-        columns = {"latents": _rows_of(manifest.row_bytes("latents")), "caption": "int64"}
+        columns = {_LATENTS: _rows_of(manifest.tensors[_LATENTS].columns(_LATENTS)[_LATENTS]), "caption": "int64"}
         self._open_rows(manifest, columns, {"caption": len(self._captions)})
 
     def read(self, index: int) -> Sample:
@@ -432,17 +482,17 @@ class LatentSource(_PackedFolder):
         )
 
     def read_latents(self, indices: np.ndarray) -> tuple[LatentBatch, np.ndarray, list[str]]:
-        """Read latents and text embeddings by index, with labels int64 [B] and captions."""
+        """Read latents and text tensors by index, with labels int64 [B] and captions."""
         rows = list(self._rows.locate(indices))
-        latents = np.stack([columns["latents"][row] for columns, row in rows])
         labels, caption_rows = (
             np.array([columns[name][row] for columns, row in rows], dtype=np.int64) for name in ("label", "caption")
         )
+        latents: Any = self._stack(_LATENTS, rows)
         text, captions = self._read_captions(caption_rows)
-        return LatentBatch(self._tensor("latents", latents), text), labels, captions
+        return LatentBatch(latents, text), labels, captions
 
-    def read_empty_caption(self) -> EncodedText:
-        """Read the embeddings of the empty caption, one row."""
+    def read_empty_caption(self) -> TextTensors:
+        """Read the text tensors of the empty caption, one row."""
         return self._read_captions(np.array([_EMPTY_CAPTION_ROW]))[0]
 
     def fingerprint(self) -> str:
@@ -450,19 +500,36 @@ class LatentSource(_PackedFolder):
         files = (*self.manifest.files, *self.manifest.caption_files)
         return short_hash("encoded", *(file.sha256 for file in files), *self.label_names)
 
-    def _read_captions(self, rows: np.ndarray) -> tuple[EncodedText, list[str]]:
-        found = list(self._captions.locate(rows))
-        text = {name: np.stack([columns[name][row] for columns, row in found]) for name in EncodedText._fields}
-        captions = [columns["text"][row].as_py() for columns, row in found]
-        return EncodedText(*(self._tensor(name, rows) for name, rows in text.items())), captions
+    def _read_captions(self, indices: np.ndarray) -> tuple[TextTensors, list[str]]:
+        rows = list(self._captions.locate(indices))
+        captions = [columns[_TEXT][row].as_py() for columns, row in rows]
+        return {name: self._stack(name, rows) for name in self.manifest.texts}, captions
 
-    def _tensor(self, name: str, rows: np.ndarray) -> Tensor:
+    def _stack(self, name: str, rows: list[tuple[dict[str, Any], int]]) -> Tensor | list[Any]:
         import torch
 
-        tensor = torch.from_numpy(rows)
-        if name not in self.manifest.shapes:  # a mask
-            return tensor
-        return tensor.view(getattr(torch, self.manifest.dtype)).view(len(rows), *self.manifest.shapes[name])
+        stored = self.manifest.tensors[name]
+        if stored.varies:
+            return [self._tensor(name, columns, row) for columns, row in rows]
+        content = torch.from_numpy(np.stack([columns[name][row] for columns, row in rows]))
+        tensor = content.view(getattr(torch, stored.dtype)).view(len(rows), *stored.shape)
+        return tensor.tolist() if stored.is_number else tensor
+
+    def _tensor(self, name: str, columns: dict[str, Any], row: int) -> Tensor:
+        """Read a tensor whose shape is stored with it."""
+        import torch
+
+        stored, content = self.manifest.tensors[name], bytearray(columns[name][row].as_py())
+        shape = np.frombuffer(columns[_shape_column(name)][row].tobytes(), "<i8").tolist()
+        fits = all(size >= 0 and size == (known or size) for size, known in zip(shape, stored.shape, strict=True))
+        if not fits or math.prod(shape) * stored.itemsize != len(content):
+            raise UserError(
+                f"The packed folder {self.folder} is damaged: {len(content):,} bytes of {name} do not have the shape "
+                f"{shape}.",
+                fix=PACK_AGAIN,
+            )
+        dtype = getattr(torch, stored.dtype)
+        return torch.frombuffer(content, dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
 
 
 def open_packed(folder: Path, img_size: Size, caption: str | None = None) -> PackedSource | LatentSource:

@@ -328,9 +328,9 @@ class LruCache(Generic[Value]):
 
     def __init__(self, maxsize: int) -> None:
         self.maxsize = maxsize
-        self._values: dict[int, Value] = {}
+        self._values: dict[Any, Value] = {}
 
-    def get(self, key: int, make: Callable[[int], Value]) -> Value:
+    def get(self, key: Any, make: Callable[[Any], Value]) -> Value:
         """Return the value of a key, made by `make` if it is not cached."""
         value = self._values.pop(key) if key in self._values else make(key)
         if len(self._values) >= self.maxsize:

@@ -57,7 +57,6 @@ from muralist.generate.pipeline import (
     StepCallback,
     Truncation,
 )
-from muralist.generate.pipeline_class import PipelineInputs
 from muralist.generate.text_embeddings import (
     EncoderShapes,
     PromptEmbeddingCache,
@@ -69,6 +68,7 @@ from muralist.generate.text_embeddings import (
 )
 from muralist.kernels.fp8 import has_fp8
 from muralist.models.integrity import read_json
+from muralist.models.pipeline_class import PipelineInputs
 from muralist.models.weights import check_finite_file, first_non_finite
 from muralist.settings import GenerateSettings
 
@@ -527,7 +527,7 @@ def _add_adapters(pipe: Any, adapters: Sequence[LoraAdapter]) -> None:
         raise UserError(
             f"{type(pipe).__name__} takes LoRA only as a PEFT folder with an {PEFT_CONFIG}.",
             f"{unmerged[0].path} has none.",
-            "For LoRA trained here, give the folder lora/ of its export.",
+            "For LoRA trained here, `muralist export RUN FOLDER --lora_format peft` writes one.",
         )
     names = [f"lora_{index}" for index in range(len(unmerged))]
     for name, adapter in zip(names, unmerged, strict=True):

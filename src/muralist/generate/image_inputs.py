@@ -20,9 +20,9 @@ from muralist.core.formatting import format_list
 from muralist.data.image_inputs import IMAGE_COLUMNS, STRENGTH, ImageInputs, read_input_shape
 from muralist.data.prompts import PromptTable
 from muralist.generate.model_info import ModelInfo
-from muralist.generate.native_settings import user_value
-from muralist.generate.pipeline_class import IMAGE_TO_IMAGE, INPAINTING, PIPELINES, PipelineInputs
+from muralist.generate.presets import user_value
 from muralist.models.integrity import read_json
+from muralist.models.pipeline_class import IMAGE_TO_IMAGE, INPAINTING, PIPELINES, PipelineInputs
 from muralist.settings import GenerateSettings
 
 log = logging.getLogger("muralist")

@@ -198,6 +198,6 @@ def _sample_settings(settings: GenerateSettings) -> SampleSettings:
     if settings.cfg_truncation_step is None:
         return sampling
     # From the sampler's own grid: k / n may round to the next float above it.
-    end = min(high, time_grid(sampling.steps)[min(settings.cfg_truncation_step, sampling.steps)])
+    end = min(high, time_grid(sampling.step_count)[min(settings.cfg_truncation_step, sampling.step_count)])
     changes = {"interval": (low, end)} if end > low else {"guidance": 1.0}
     return sampling.model_copy(update=changes)

@@ -69,7 +69,8 @@ def _weights_file(path: Path) -> Path:
     chosen = [name for name in (_PEFT_FILE, _DIFFUSERS_FILE) if name in names] or names
     if not chosen:
         raise UserError(
-            f"The folder {path} holds no LoRA.", fix=f"Give a folder with {_DIFFUSERS_FILE} or {_PEFT_FILE}."
+            f"The folder {path} holds no LoRA.",
+            fix=f"Give a folder or a Hub id with {_DIFFUSERS_FILE} or {_PEFT_FILE}, or a .safetensors file.",
         )
     return path / chosen[0]
 

@@ -12,27 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError
-from muralist.core.run_dir import check_exists, exists
+from muralist.core.run_dir import exists
 from muralist.data.decode import format_size
-from muralist.generate.diffusers_source import diffusers_folder, find_class
 from muralist.generate.lora_check import PEFT_CONFIG, check_lora
-from muralist.generate.native_settings import (
-    ModelFiles,
-    describe_origins,
-    folder_value,
-    resolve_settings,
-    script_value,
-    user_value,
-)
-from muralist.generate.pipeline_class import PIPELINES, PipelineInputs, check_pipeline_class
+from muralist.generate.presets import describe_origins, folder_value, resolve_settings, script_value, user_value
 from muralist.models.configs import JIT_GUIDANCE, height_width
 from muralist.models.hub import find_model
-from muralist.models.integrity import check_base, check_integrity, fingerprint, read_json
+from muralist.models.integrity import check_base, fingerprint, read_json
+from muralist.models.native_settings import ModelFiles
+from muralist.models.pipeline_class import INDEX_FILE, PIPELINES, PipelineInputs, read_index
 from muralist.models.spec import ModelFamily, find_family_by_key
 from muralist.settings import GenerateSettings
 
 log = logging.getLogger("muralist")
-INDEX_FILE = "model_index.json"
 _JIT_STEPS = 50  # of the official sampler
 _JIT_FLAGS = ("weights", "guidance_interval", "official_last_step")
 _IDENTITY = (
@@ -72,7 +64,6 @@ _TEMPORAL_FACTORS = {
 }  # where a VAE's config does not say it
 SHARD_SETTINGS = ("shards", "images_per_prompt")
 """Settings that decide which samples a tar file of --shards holds."""
-_LIBRARIES = ("diffusers", "transformers")
 _WEIGHTS = (".pth", ".pt", ".safetensors")
 FP8_PIPELINES = ("WanPipeline", "HunyuanDiTPipeline")
 """Pipelines whose large matmuls run in FP8 in fast mode; U-Nets spend their time in convolutions."""
@@ -167,7 +158,7 @@ def _check_format(settings: GenerateSettings) -> None:
 
 
 def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
-    name, components = _read_index(folder)
+    name, components = read_index(folder)
     files = ModelFiles.read(folder, name, components)
     found, owners = resolve_settings(files, settings)
     distilled = files.network.get("guidance_embeds") is True and not name.startswith("Sana")
@@ -181,62 +172,21 @@ def _pipeline(folder: Path, settings: GenerateSettings) -> ModelInfo:
     return ModelInfo(resolved, identity, {}, folder, components, name, PIPELINES.get(name), owners)
 
 
-def _read_index(folder: Path) -> tuple[str, tuple[str, ...]]:
-    """The pipeline's class, and the names of its components."""
-    index = read_json(folder / INDEX_FILE)
-    name = index.get("_class_name")
-    if not isinstance(name, str):
-        raise UserError(f"{folder / INDEX_FILE} is damaged: it names no pipeline.", fix="Copy the model again.")
-    origins = {part: origin for part, origin in index.items() if isinstance(origin, list)}
-    components = {part: str(origin[-1]) for part, origin in origins.items() if origin[:1] not in ([], [None])}
-    for part in components:
-        _check_library(folder, part, index[part][0])
-    source = find_class(name, "pipelines")
-    check_pipeline_class(name, source)
-    if "scheduler" not in components:
-        raise UserError(
-            f"{name} is several pipelines in one.",
-            "generate supports pipelines with one scheduler.",
-            "Give another --model_path.",
-        )
-    missing = [part for part in components if not (folder / part).is_dir()]
-    if missing:
-        raise UserError(
-            f"The pipeline in {folder} is incomplete: {' and '.join(missing)} missing.",
-            f"{INDEX_FILE} names {', '.join(components)}.",
-            "Copy the model again.",
-        )
-    check_integrity(folder, components, chat_template=source is not None and source.needs_chat_template)
-    return name, tuple(components)
-
-
-def _check_library(folder: Path, part: str, library: Any) -> None:
-    """Refuse components of other libraries: to load one, diffusers imports whatever module is named there."""
-    own = isinstance(library, str) and library.isidentifier() and (diffusers_folder() / "pipelines" / library).is_dir()
-    if (library not in _LIBRARIES and not own) or Path(part).name != part:
-        raise UserError(
-            f"The pipeline in {folder} was not loaded, because its component {part!r:.60} asks to run {library!r:.60}.",
-            f"Components may come from {' and '.join(_LIBRARIES)}; anything else could run foreign code.",
-            "Give a model without code of its own.",
-        )
-
-
 def _fine_tuned(path: Path, family: ModelFamily, description: dict[str, Any], settings: GenerateSettings) -> ModelInfo:
     from muralist.models.weights import weights_file
 
     base = Path(description["folder"])
-    check_base(base, description.get("lora"))
-    _, components = _read_index(base)
+    check_base(base, description)
+    name, components = read_index(base)
     size = description["img_size"]
     own = (size, size) if isinstance(size, int) else tuple(size)
-    name = family.pipeline_class or ""
     found, owners = resolve_settings(ModelFiles.read(base, name, components), settings, (own[0], own[1]))
     _check_truncation(settings, family.name, guided=found["guidance_scale"] > 1)
     resolved = found | _resolved_frames(_requested_frames(settings))
     _check_loras(settings, base, components, name)
     fingerprints = {part: fingerprint(base / part) for part in components}
     fingerprints["trained"] = fingerprint(weights_file(path, settings.weights))
-    identity = _identity(f"{family.name} trained here", fingerprints, settings)
+    identity = _identity(f"{description['model']} trained here", fingerprints, settings)
     identity |= settings.model_dump(mode="json", include={"weights"}, exclude_defaults=True)
     return ModelInfo(resolved, identity, description, base, components, name, default_owners=owners)
 
@@ -278,23 +228,27 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
     if settings.num_frames > 1:
         raise UserError("JiT generates images, not clips.", fix="Leave --num_frames out.")
     asked_steps, asked_guidance = (
-        folder_value(settings, name) if (asked := user_value(settings, name)) is None else asked
+        folder_value(settings, name) if (given := user_value(settings, name)) is None else given
         for name in ("num_inference_steps", "guidance_scale")
     )
     asked_steps = asked_steps or script_value(settings, "num_inference_steps")
-    if not spec.label_names and user_value(settings, "guidance_scale") not in (None, 1.0):
-        raise UserError(
-            f"--guidance_scale {settings.guidance_scale:g} has no effect: this JiT model is unconditional.",
-            "Guidance needs a model that was trained with classes (--enable_condition).",
-            "Leave --guidance_scale out.",
-        )
-    guidance = JIT_GUIDANCE if asked_guidance is None else asked_guidance
-    _check_truncation(settings, "JiT", guided=bool(spec.label_names) and guidance != 1)
+    guided = bool(spec.label_names)
+    asked = {flag: user_value(settings, flag) for flag in ("guidance_scale", "guidance_interval")}
+    for flag, value in asked.items():
+        if not guided and value not in (None, 1.0):
+            number = f" {value:g}" if isinstance(value, float) else ""
+            raise UserError(
+                f"--{flag}{number} has no effect: this JiT model is unconditional.",
+                "Guidance needs a model that was trained with classes (--enable_condition).",
+                f"Leave --{flag} out.",
+            )
+    guidance = (JIT_GUIDANCE if guided else 1.0) if asked_guidance is None else asked_guidance
+    _check_truncation(settings, "JiT", guided=guided and guidance != 1)
     steps = asked_steps or _JIT_STEPS
     resolved = {"height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance}
     resolved |= _resolved_frames(_requested_frames(settings))
     own = [] if asked_steps else ["num_inference_steps"]
-    own += ["guidance_scale"] if asked_guidance is None else []
+    own += ["guidance_scale"] if guided and asked_guidance is None else []
     identity = _identity(f"{spec.name} at {format_size(spec.img_size)} px", {"weights": fingerprint(file)}, settings)
     # Defaults are left out, so that older ledgers keep their identity.
     identity |= settings.model_dump(mode="json", include=set(_JIT_FLAGS), exclude_defaults=True)
@@ -408,19 +362,18 @@ def parse_adapter(text: str) -> LoraAdapter:
 
 
 def check_adapters(texts: Sequence[str]) -> list[LoraAdapter]:
-    """Parse adapters, and refuse those that do not exist."""
-    adapters = [parse_adapter(text) for text in texts]
-    for adapter in adapters:
+    """Parse adapters and find those of the Hub, and refuse those that do not exist."""
+    parsed = [parse_adapter(text) for text in texts]
+    for adapter in parsed:
         if not math.isfinite(adapter.weight):
             raise UserError(
                 f"The weight of the LoRA at {adapter.path} is {adapter.weight}.", fix="Give a finite weight."
             )
-        check_exists(adapter.path, "LoRA", "Give a folder or a .safetensors file on this machine.")
-    if adapters:
+    if parsed:
         from muralist.models.lora import require_peft
 
         require_peft()
-    return adapters
+    return [adapter._replace(path=find_model(str(adapter.path), "--lora", "LoRA")) for adapter in parsed]
 
 
 def _check_loras(settings: GenerateSettings, folder: Path, components: Sequence[str], pipeline_class: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError, closest_match, first_line
-from muralist.generate.diffusers_source import ClassSource, Parameter, find_class
+from muralist.models.diffusers_source import ClassSource, Parameter, find_class
 from muralist.settings.generate import scheduler_name
 
 

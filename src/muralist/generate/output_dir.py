@@ -45,8 +45,8 @@ from muralist.data.ledger_reader import (
     read_tar_shards,
 )
 from muralist.data.tar_members import TAR
-from muralist.generate.native_settings import user_value
 from muralist.generate.plan import Plan, Sample
+from muralist.generate.presets import user_value
 from muralist.settings.generate import GenerateSettings, scheduler_name
 
 _FORMAT = {"format": "muralist ledger", "version": 1}

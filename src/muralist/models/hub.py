@@ -23,28 +23,29 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _INDEX = "model_index.json"
 _DESCRIPTIONS = (_INDEX, "*config.json")
 # Weights without a variant in their name: model.fp16.safetensors would be a second copy.
-_WEIGHTS = ("*model.safetensors", "*model-?????-of-?????.safetensors")
+_WEIGHTS = ("*model.safetensors", "*model-?????-of-?????.safetensors", "pytorch_lora_weights.safetensors")
 _FILES = ("*.json", "*.txt", "*.model", "*.jinja", *_WEIGHTS)
 _IN_FOLDERS = "*/*"
 
 
-def find_model(name: str, flag: str) -> Path:
-    """Return the path of a model; the id of a model on the Hub becomes its folder in the cache."""
-    fix = f"Give a folder or a file on this machine, or the id of a model on the Hugging Face Hub, as {flag}."
+def find_model(name: str, flag: str, kind: str = "model") -> Path:
+    """Return the path of a model, or of another `kind`; an id on the Hub becomes its folder in the cache."""
+    fix = f"Give a folder or a file on this machine, or the id of a {kind} on the Hugging Face Hub, as {flag}."
     try:
-        check_exists(Path(name), "model", fix)
+        check_exists(Path(name), kind, fix)
     except UserError as error:
         if not _HUB_ID.fullmatch(name):
             raise
-        return _find_snapshot(name, error.why)
+        return _find_snapshot(name, kind, error.why)
     return Path(name)
 
 
 @cache
-def _find_snapshot(name: str, not_local: str) -> Path:
+def _find_snapshot(name: str, kind: str, not_local: str) -> Path:
     """Return the folder of a Hub model; `not_local` says why the name is not a path on this machine."""
     from huggingface_hub import constants, errors, is_offline_mode
 
+    what = f"The {kind} {name} was not found, neither on this machine nor "
     place = f"the cache {constants.HF_HUB_CACHE}"
     ask = f"Check the name, or give a folder; `hf download {name}` shows the Hub's full answer."
     try:
@@ -56,22 +57,24 @@ def _find_snapshot(name: str, not_local: str) -> Path:
     except errors.GatedRepoError:
         why = "Its owner asks every user to accept its terms."
         fix = f"Accept them at {constants.ENDPOINT}/{name}, then set HF_TOKEN or run `hf auth login`."
-        raise UserError(f"The model {name} on the Hugging Face Hub is gated.", why, fix) from None
+        raise UserError(f"The {kind} {name} on the Hugging Face Hub is gated.", why, fix) from None
     except errors.RepositoryNotFoundError:
         why = f"{not_local} {constants.ENDPOINT} has no such model, or it is private."
-        fix = "Check the name; for a private model set HF_TOKEN or run `hf auth login`."
-        raise UserError(f"The model {name} was not found.", why, fix) from None
+        fix = "Check the path or the id; for a private model set HF_TOKEN or run `hf auth login`."
+        raise UserError(f"{what}on the Hugging Face Hub.", why, fix) from None
     except errors.LocalEntryNotFoundError as error:
         if is_offline_mode():
-            reason = f"HF_HUB_OFFLINE is set, and the model is not complete in {place}."
-            fix = f"Unset HF_HUB_OFFLINE, or copy a cache from where `hf download {name}` ran."
+            reason = f"HF_HUB_OFFLINE is set, and it is not complete in {place}."
+            way_out = "unset HF_HUB_OFFLINE, or "
         else:
             cause = first_line(error.__cause__ or error)
-            reason = f"{constants.ENDPOINT} cannot be reached ({cause}), and the model is not complete in {place}."
-            fix = f"Give a folder, or copy a cache from where `hf download {name}` ran."
-        raise UserError(f"The model {name} was not found.", f"{not_local} {reason}", fix) from None
+            reason = f"{constants.ENDPOINT} cannot be reached ({cause}), and it is not complete in {place}."
+            way_out = ""
+        fix = f"Check the path. If it is an id on the Hub, {way_out}copy a cache from where `hf download {name}` ran."
+        raise UserError(f"{what}in the cache of the Hugging Face Hub.", f"{not_local} {reason}", fix) from None
     except Exception as error:  # of the network, the disk or the server
-        raise UserError(f"The model {name} was not downloaded: {first_line(error)}.", not_local, ask) from None
+        what = f"The {kind} {name} is not on this machine, and was not downloaded: {first_line(error)}."
+        raise UserError(what, not_local, ask) from None
 
 
 def _snapshot(name: str, allowed: Sequence[str], ignored: Sequence[str]) -> Path:

@@ -20,7 +20,6 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DPMSolverMultistepScheduler, HunyuanDiT2DModel
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_from_grid
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, BertModel, T5EncoderModel
 from transformers.utils import logging as transformers_logging
@@ -30,23 +29,26 @@ from muralist.core.errors import UserError
 from muralist.core.formatting import loading_progress
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.core.run_dir import atomic_folder
-from muralist.data.loader import Batch, flip_mask, to_unit_range
-from muralist.data.packed import EncodedText, LatentSource
+from muralist.data.loader import Batch, select_posterior, to_unit_range
+from muralist.data.packed import LatentSource, TextTensors
 from muralist.diffusion import ddpm, flow
+from muralist.models import frozen_weights
+from muralist.models.blocks import checkpointed
 from muralist.models.integrity import check_base, fingerprint
 from muralist.models.lora import Lora, is_adapter, set_dropout_keys
+from muralist.models.lora_files import PEFT_FOLDER, read_lora, write_beside
 from muralist.models.spec import HUNYUAN_DIT, ModelSpec, resolve
 from muralist.models.weights import read_description
 from muralist.settings import SampleSettings, TrainSettings
+from muralist.settings.train import BasePrecision
 
-ENCODER_COMPONENTS = ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
 BERT_TOKENS, T5_TOKENS = 77, 256  # fixed in HunyuanDiTPipeline
 _PIXELS_PER_TOKEN = HUNYUAN_DIT.pixels_per_token
 _PIXELS_PER_LATENT = 8
+_BLOCK = "HunyuanDiTBlock"
 _ROPE_GRID = 32  # tokens along a side of 512 pixels, the size at which RoPE was trained
 _GUIDANCE = 5.0
-_ADAPTER_FOLDER = "lora"
-_NOT_EXPORTED = shutil.ignore_patterns("transformer", _ADAPTER_FOLDER, ".*")
+_NOT_EXPORTED = shutil.ignore_patterns("transformer", PEFT_FOLDER, ".*")
 
 transformers_logging.disable_progress_bar()
 
@@ -59,6 +61,15 @@ class HunyuanDiTInputs(NamedTuple):
     bert_mask: Tensor  # [B, 77]
     t5: Tensor  # [B, 256, D]
     t5_mask: Tensor  # [B, 256]
+
+
+class EncodedText(NamedTuple):
+    """The embeddings of captions by both text encoders, with their masks."""
+
+    bert: Tensor
+    bert_mask: Tensor
+    t5: Tensor
+    t5_mask: Tensor
 
 
 @dataclass
@@ -123,6 +134,18 @@ class FrozenEncoders:
         posterior = self.vae.encode(images.to(self.vae.dtype)).latent_dist
         return posterior.mean, posterior.std
 
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Return mean and standard deviation of the latents of images in [-1, 1], [B, 2, ...]."""
+        return torch.stack(self.vae_posterior(images), dim=1)
+
+    def encode_captions(self, captions: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the embeddings of each caption in the dtype of its text encoder, and masks of a byte per token."""
+        text = self.encode_text(captions)
+        dtypes = (self.bert.dtype, torch.uint8, self.t5.dtype, torch.uint8)
+        # encode_text() widens embeddings to float32: converting them back loses nothing.
+        stored = [tensor.to(dtype) for tensor, dtype in zip(text, dtypes, strict=True)]
+        return [dict(zip(EncodedText._fields, row, strict=True)) for row in zip(*stored, strict=True)]
+
     def sample_latents(self, mean: Tensor, std: Tensor, noise: Tensor) -> Tensor:
         """Sample scaled latents from the VAE's posterior with the given noise."""
         return (mean + std * noise).float() * self.vae.config.scaling_factor
@@ -148,6 +171,7 @@ class HunyuanDiTSpec(ModelSpec):
     random_flip: bool = False
     gradient_checkpointing: bool = False
     lora: Lora | None = None  # None: the full transformer is trained
+    base_precision: BasePrecision = "fp32"  # of frozen weights, with LoRA
     seed: int = 0
     label_names: list[str] = field(default_factory=list)  # captions, no classes
     latents: LatentSource | None = None  # the data set, if it was encoded ahead of training
@@ -166,7 +190,7 @@ class HunyuanDiTSpec(ModelSpec):
         """Build the spec of a training run; without `--model.path` that of the small model."""
         model, folder = settings.model, HUNYUAN_DIT.folder(settings)
         if latents is not None:
-            check_encoder_fingerprints(latents, folder, settings.data.random_flip)
+            HUNYUAN_DIT.check_latents(latents, folder, settings.data.random_flip)
         return cls.load(
             folder,
             model.size,
@@ -177,9 +201,17 @@ class HunyuanDiTSpec(ModelSpec):
             lora=Lora(model.lora_rank, tuple(model.lora_targets), model.lora_alpha, model.lora_dropout)
             if model.training_parts == "lora"
             else None,
+            base_precision=HUNYUAN_DIT.base_precision(settings),
             seed=settings.seed,
             latents=latents,
         )
+
+    @staticmethod
+    def load_encoders(folder: Path, size: tuple[int, int], device: torch.device, dtype: torch.dtype) -> FrozenEncoders:
+        """Load the frozen components; they encode images of every size."""
+        encoders = FrozenEncoders.load(folder)
+        encoders.to(device, dtype)
+        return encoders
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the frozen components; with encoded data, the text encoders only serve samples and stay on the CPU."""
@@ -188,28 +220,39 @@ class HunyuanDiTSpec(ModelSpec):
         self.__dict__["_alphas_cumprod"] = self._alphas_cumprod.to(device)  # the cached value; the class is frozen
 
     def network(self) -> nn.Module:
-        """Load the transformer in float32; fresh LoRA does not change its output."""
+        """Load the transformer, in float32 unless frozen weights are smaller; fresh LoRA does not change its output."""
         assert self.folder is not None
-        with loading_progress(f"transformer of {self.folder}", self.folder / "transformer"):
-            network = HunyuanDiT2DModel.from_pretrained(self.folder, subfolder="transformer", local_files_only=True)
-            network = network.float().train()
-        network = self._prepare(network)
+        folder = self.folder / "transformer"
+        with loading_progress(f"transformer of {self.folder}", folder):
+            if self.base_precision != "fp32":
+                network = self._empty_network()
+                device = next(self.encoders.vae.parameters()).device
+                frozen_weights.load(network, frozen_weights.stored_tensors(folder), device)
+            else:
+                network = HunyuanDiT2DModel.from_pretrained(folder, local_files_only=True).float()
+        network = self._prepare(network.train())
         if self.lora:
             self.lora.init_weights(network, self.seed)
         return network
 
     def meta_model(self) -> nn.Module:
         """Build the transformer on the meta device."""
+        return self._prepare(self._empty_network())
+
+    def _empty_network(self) -> nn.Module:
         with torch.device("meta"):
-            return self._prepare(HunyuanDiT2DModel.from_config(self.config))
+            network: nn.Module = HunyuanDiT2DModel.from_config(self.config)
+        if self.base_precision != "fp32":
+            frozen_weights.prepare(network, [_BLOCK], self.base_precision)
+        return network
 
     def _prepare(self, network: nn.Module) -> nn.Module:
-        network._no_split_modules = ("HunyuanDiTBlock",)  # type: ignore[assignment]
+        network._no_split_modules = (_BLOCK,)  # type: ignore[assignment]
         if self.lora:
             self.lora.insert(network)
         if self.gradient_checkpointing:  # diffusers has none for this network
             for block in network.blocks:  # type: ignore[union-attr]
-                block.forward = _checkpointed(block.forward)
+                block.forward = checkpointed(block.forward)
         return network
 
     def encode(self, batch: Batch, keys: SampleKeys) -> HunyuanDiTInputs:
@@ -218,7 +261,10 @@ class HunyuanDiTSpec(ModelSpec):
             images = to_unit_range(batch.images_u8, keys if self.random_flip else None)
             text, (mean, std) = self.encoders.encode_text(batch.captions), self.encoders.vae_posterior(images)
         else:
-            text, (mean, std) = _widen(batch.encoded.text), self._flip(batch.encoded.latents, keys)
+            text = _widen(batch.encoded.text)
+            mean, deviation = select_posterior(batch.encoded.latents, keys if self.random_flip else None)
+            assert deviation is not None, "HunyuanDiT's VAE is not deterministic"
+            std = deviation
         # The shape is the batch's own: with --multireso, batches differ in size.
         noise, empty = keys.normal(Purpose.LATENT, tuple(mean.shape[1:])), self._empty_caption
         probabilities = torch.tensor([self.uncond_p, self.uncond_p_t5], device=noise.device)
@@ -231,13 +277,6 @@ class HunyuanDiTSpec(ModelSpec):
             torch.where(drop_t5[..., None], empty.t5, text.t5),
             torch.where(drop_t5, empty.t5_mask, text.t5_mask),
         )
-
-    def _flip(self, latents: Tensor, keys: SampleKeys) -> tuple[Tensor, Tensor]:
-        """Select mean and std of each image or of its mirror image."""
-        selected = latents[:, 0]
-        if self.random_flip:
-            selected = torch.where(flip_mask(keys)[:, None, None, None, None], latents[:, 1], selected)
-        return selected[:, 0], selected[:, 1]
 
     @cached_property
     def _empty_caption(self) -> EncodedText:
@@ -293,7 +332,7 @@ class HunyuanDiTSpec(ModelSpec):
         device = next(network.parameters()).device
         scheduler_class = DDIMScheduler if settings.solver == "ddim" else DPMSolverMultistepScheduler
         scheduler = scheduler_class.from_config(self.scheduler_config)
-        scheduler.set_timesteps(settings.steps, device=device)
+        scheduler.set_timesteps(settings.step_count, device=device)
         shape = (4, self.size[0] // _PIXELS_PER_LATENT, self.size[1] // _PIXELS_PER_LATENT)
         # Drawn on the CPU: a seed gives the same noise on every device.
         noise = rng.normal(0, Purpose.SAMPLE_NOISE, torch.tensor(list(seeds), dtype=torch.int64), shape)
@@ -315,10 +354,11 @@ class HunyuanDiTSpec(ModelSpec):
     def init_from(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
         """Load the weights of a run that trains the same parameters."""
         own = {name: value.shape for name, value in network.state_dict().items() if self.is_saved(name)}
+        weights = read_lora(weights, list(own), HunyuanDiT2DModel.__name__) or weights
         if own == {name: value.shape for name, value in weights.items()}:
             if self.lora:  # weights that are not of a run have scale 1
                 adapter = read_description(Path(origin)).get("lora")
-                weights = self.lora.rescaled(weights, _lora(adapter).scale if adapter else 1.0)
+                weights = self.lora.rescaled(weights, Lora.from_description(adapter).scale if adapter else 1.0)
             network.load_state_dict(weights, strict=False)
             return
         full, given_full = self.lora is None, not any(map(is_adapter, weights))
@@ -359,10 +399,7 @@ class HunyuanDiTSpec(ModelSpec):
 
     def summary(self) -> str:
         """Folder, image size, objective, LoRA."""
-        lora = ""
-        if self.lora:
-            alpha = f" and alpha {self.lora.alpha:g}" if self.lora.alpha is not None else ""
-            lora = f", LoRA of rank {self.lora.rank}{alpha} on {' '.join(self.lora.targets)}"
+        lora = f", {self.lora.summary()}" if self.lora else ""
         encoded = "" if self.latents is None else ", encoded ahead of training"
         return f"HunyuanDiT of {self.folder} at {self.size[0]} x {self.size[1]} px, v-prediction{lora}{encoded}"
 
@@ -391,7 +428,7 @@ class HunyuanDiTSpec(ModelSpec):
     def _fingerprints(self) -> dict[str, str]:
         """Identify the frozen components and the transformer that LoRA does not store."""
         assert self.folder is not None
-        return encoder_fingerprints(self.folder) | {"transformer": fingerprint(self.folder / "transformer")}
+        return HUNYUAN_DIT.encoder_fingerprints(self.folder) | {"transformer": fingerprint(self.folder / "transformer")}
 
     @staticmethod
     def trained_components(
@@ -411,73 +448,28 @@ class HunyuanDiTSpec(ModelSpec):
         base, lora = Path(description["folder"]), description.get("lora")
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"{folder.absolute()} exists.", fix="Name a folder that does not exist yet.")
-        check_base(base, lora)
+        check_base(base, description)
         with atomic_folder(folder) as temporary:
             shutil.copytree(base, temporary, ignore=_NOT_EXPORTED, dirs_exist_ok=True)
-            adapter = temporary / _ADAPTER_FOLDER
-            if lora:
-                adapter.mkdir()
-            _trained_transformer(weights, base, lora, adapter).save_pretrained(temporary / "transformer")
-        alone = f"; the LoRA alone, for PEFT, in {_ADAPTER_FOLDER}/" if lora else ""
+            _trained_transformer(weights, base, lora).save_pretrained(temporary / "transformer")
+            alone = f"; the LoRA alone, {write_beside(weights, description, temporary)}" if lora else ""
         return f"for {HUNYUAN_DIT.pipeline_class}.from_pretrained{alone}"
 
 
-def _lora(description: Mapping[str, Any]) -> Lora:
-    return Lora(
-        description["rank"], tuple(description["targets"]), description.get("alpha"), description.get("dropout", 0.0)
-    )
-
-
-def _trained_transformer(
-    weights: Mapping[str, Tensor], base: Path, lora: Mapping[str, Any] | None, adapter: Path | None = None
-) -> Any:
-    """Build the transformer with trained weights in float32; LoRA is merged, and also written to `adapter`."""
+def _trained_transformer(weights: Mapping[str, Tensor], base: Path, lora: Mapping[str, Any] | None) -> Any:
+    """Build the transformer with trained weights in float32; LoRA is merged."""
     if lora:
         network = HunyuanDiT2DModel.from_pretrained(base, subfolder="transformer", local_files_only=True).float()
-        return _lora(lora).merge(network, weights, adapter)
+        return Lora.from_description(lora).merge(network, weights)
     network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
     network.load_state_dict(weights)
     return network
 
 
-def encoder_fingerprints(folder: Path) -> dict[str, str]:
-    """Return a fingerprint of each frozen component of a model folder."""
-    return {name: fingerprint(folder / name) for name in ENCODER_COMPONENTS}
-
-
-def check_encoder_fingerprints(source: LatentSource, folder: Path, random_flip: bool) -> None:
-    """Refuse encoded data that another model made, or without the mirror images that the settings need."""
-    manifest = source.manifest
-    if random_flip and not manifest.mirrored:
-        raise UserError(
-            f"{source.folder} was encoded without mirror images, which random flips need.",
-            fix="Train with --no_random_flip, or encode the data set again without it.",
-        )
-    if not folder.is_dir():
-        return  # the small model, which is built and checked when the run starts
-    differing = [name for name, mark in encoder_fingerprints(folder).items() if manifest.frozen_parts.get(name) != mark]
-    if differing:
-        raise UserError(
-            f"{source.folder} was encoded by another model than {folder}: by {manifest.model}.",
-            f"They differ in {', '.join(differing)}.",
-            f"Train with --model.path of the model that encoded it, or encode the data again with --encode {folder}.",
-        )
-
-
-def _widen(stored: EncodedText) -> EncodedText:
+def _widen(stored: TextTensors) -> EncodedText:
     """Convert stored embeddings to the dtypes of encode_text()."""
-    return EncodedText(stored.bert.float(), stored.bert_mask.long(), stored.t5.float(), stored.t5_mask.long())
-
-
-def _checkpointed(forward: Any) -> Any:
-    """Wrap a forward in activation checkpointing."""
-
-    def run(*inputs: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*inputs, **named)
-        return checkpoint(forward, *inputs, use_reentrant=False, **named)
-
-    return run
+    tensors: Any = (stored[name] for name in EncodedText._fields)
+    return EncodedText(*(tensor.float() if tensor.is_floating_point() else tensor.long() for tensor in tensors))
 
 
 def _use_official_rope(network: Any) -> Any:

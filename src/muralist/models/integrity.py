@@ -36,6 +36,8 @@ _VOCABULARIES = (  # of a tokenizer: each is enough
     ("tokenizer.model",),
     ("sentencepiece.bpe.model",),
 )
+_WITHOUT_VOCABULARY = ("ByT5",)  # its tokens are bytes
+_WITHOUT_CHAT = ("ByT5", "CLIP", "T5", "Bert")  # beside a chat model, of pipelines with several text encoders
 _CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _MAX_PROMPT = 1 << 20  # tokens; transformers' default for a tokenizer without a limit is 10**30
 _SMALL_FILE = 1 << 20  # bytes of JSON that are parsed at every start; of larger files the last byte is checked
@@ -101,11 +103,12 @@ def _missing_of_tokenizer(folder: Path, kind: str, chat_template: bool) -> list[
     missing = _absent(folder, _TOKENIZER_CONFIG)
     settings = read_json(folder / _TOKENIZER_CONFIG)
     lacking = [_absent(folder, *files) for files in _VOCABULARIES]
-    if all(lacking):
+    if all(lacking) and not kind.startswith(_WITHOUT_VOCABULARY):
         begun = [files for files, all_files in zip(lacking, _VOCABULARIES, strict=True) if len(files) < len(all_files)]
         missing += begun[0] if begun else [f"its vocabulary ({_TOKENIZER_JSON}, or vocab.json and merges.txt, ...)"]
     if (
         chat_template
+        and not kind.startswith(_WITHOUT_CHAT)
         and "chat_template" not in settings
         and not any((folder / file).is_file() for file in _CHAT_TEMPLATES)
     ):
@@ -239,17 +242,18 @@ def read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def check_base(base: Path, lora: Mapping[str, Any] | None) -> None:
-    """Refuse to go on without the model that a run fine-tuned; `lora` is the checkpoint's description."""
-    if not (base / "transformer" / "config.json").is_file():
+def check_base(base: Path, description: Mapping[str, Any]) -> None:
+    """Refuse to go on without the model that a run fine-tuned; `description` is that of its checkpoint."""
+    network, lora = description.get("network", "transformer"), description.get("lora")
+    if not (base / network / "config.json").is_file():
         raise UserError(
             f"The model that this run fine-tuned is no longer at {base}.",
             "Its VAE, text encoders and tokenizers are needed.",
             "Put it back.",
         )
-    if lora and fingerprint(base / "transformer") != lora["base"]:
+    if lora and fingerprint(base / network) != lora["base"]:
         raise UserError(
-            f"The transformer in {base} is not the one that LoRA was trained on.",
+            f"The {network} in {base} is not the one that LoRA was trained on.",
             "Merged, they would generate other images than in training.",
             "Put back the original model.",
         )

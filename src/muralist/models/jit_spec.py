@@ -31,6 +31,7 @@ from muralist.models.configs import Size
 from muralist.models.spec import ModelSpec
 from muralist.models.weights import MAX_PIXELS, WEIGHTS_FILE, damaged_file, read_weights
 from muralist.settings import ObjectiveSettings, Precision, SampleSettings, TrainSettings
+from muralist.settings.train import PIPELINE_OBJECTIVE
 
 _LABEL_EMBEDDING = "y_embedder."
 UNCONDITIONAL = "unconditional"
@@ -220,7 +221,7 @@ class JiTSpec(ModelSpec):
         labels = copy_to_device(torch.tensor([self.label_of(prompt) for prompt in prompts]), device)
         solver = samplers.SamplerSettings(
             solver="heun" if settings.solver == "auto" else settings.solver,  # type: ignore[arg-type]
-            steps=settings.steps,
+            steps=settings.step_count,
             guidance=guidance if self.label_names else 1.0,
             interval=settings.interval,
             t_eps=self.objective.t_eps,
@@ -276,7 +277,7 @@ class JiTSpec(ModelSpec):
             "model": self.name,
             "img_size": self.img_size if isinstance(self.img_size, int) else list(self.img_size),
             "label_names": self.label_names,
-            "objective": self.objective.model_dump(),
+            "objective": self.objective.model_dump(exclude=set(PIPELINE_OBJECTIVE)),
         }
 
     @staticmethod

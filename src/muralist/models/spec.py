@@ -17,8 +17,9 @@ from muralist.core.errors import UserError
 from muralist.core.run_dir import check_exists
 from muralist.models import configs
 from muralist.models.hub import find_model
-from muralist.models.integrity import check_integrity, stored_parameters
-from muralist.settings import ModelSettings, SampleSettings, TrainSettings
+from muralist.models.integrity import check_integrity, fingerprint, read_json, stored_parameters
+from muralist.settings import ModelSettings, ObjectiveSettings, SampleSettings, TrainSettings
+from muralist.settings.train import PIPELINE_OBJECTIVE, BasePrecision
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
     from muralist.core.rng import SampleKeys
     from muralist.data.loader import Batch
     from muralist.data.packed import LatentSource
+    from muralist.models.native_settings import Native
 
 
+NETWORKS = ("transformer", "transformer_2", "unet")
+"""Components of a pipeline that may be trained."""
 _FLAG = "--model.path"
 
 
@@ -49,9 +53,15 @@ class ModelFamily:
     supports_latents: bool = False
     """Can be trained on the latents of `muralist pack --encode`."""
     supports_lora: bool = False
+    supports_swap: bool = False
+    """Frozen blocks can be kept in host memory."""
     supports_fp8: bool = False
     single_size: bool = False
     """One image size per run: no `--multireso`."""
+    solvers: tuple[str, ...] = ()
+    """The values of `--sample_solver` besides auto; empty: any."""
+    objective_settings: tuple[str, ...] = ()
+    """The settings of the objective that have an effect."""
     pixels_per_token: int = 1
     """Divides both sides of every image."""
     has_formulas: bool = False
@@ -83,6 +93,10 @@ class ModelFamily:
     def prepare(self, settings: TrainSettings) -> None:
         """Build, once for all processes, whatever the spec reads from disk."""
 
+    def base_precision(self, settings: TrainSettings) -> BasePrecision:
+        """Return the precision in which frozen weights of a LoRA run are stored."""
+        return "fp32" if settings.model.base_precision == "auto" else settings.model.base_precision
+
     def parameter_count(self, model: ModelSettings, num_classes: int) -> int:
         """Count the network's parameters without building it; 0 if unknown."""
         return stored_parameters(find_model(model.path, _FLAG) / "transformer") if model.path else 0
@@ -99,6 +113,45 @@ class ModelFamily:
     def warning(self, model: ModelSettings) -> str:
         """Return what a user must know before training this model, for the run summary; empty for most models."""
         return ""
+
+    def encoder_components(self, folder: Path) -> Sequence[str]:
+        """Name the frozen components whose output `muralist pack --encode` stores."""
+        return ()
+
+    def encoder_fingerprints(self, folder: Path) -> dict[str, str]:
+        """Return a fingerprint of each frozen component of a model folder."""
+        return {name: fingerprint(folder / name) for name in self.encoder_components(folder)}
+
+    def load_encoders(
+        self, folder: Path, size: tuple[int, int], device: torch.device, dtype: torch.dtype
+    ) -> LatentEncoders:
+        """Load the frozen components for images of this height and width."""
+        encoders: LatentEncoders = self.spec_class().load_encoders(folder, size, device, dtype)
+        return encoders
+
+    def check_latents(self, source: LatentSource, folder: Path, random_flip: bool) -> None:
+        """Refuse encoded data that another model made, or without the mirror images that the settings need."""
+        manifest = source.manifest
+        if random_flip and not manifest.mirrored:
+            raise UserError(
+                f"{source.folder} was encoded without mirror images, which random flips need.",
+                fix="Train with --no_random_flip, or encode the data set again without it.",
+            )
+        if manifest.family != self.key:
+            other = next((family.name for family in FAMILIES if family.key == manifest.family), manifest.family)
+            raise UserError(
+                f"{source.folder} was encoded for --model {other}, and this run trains --model {self.name}.",
+                fix=f"Give --model {other}, or encode the data set again.",
+            )
+        if not folder.is_dir():
+            return  # the small HunyuanDiT, which is built and checked when the run starts
+        marks = self.encoder_fingerprints(folder)
+        if differing := [name for name, mark in marks.items() if manifest.frozen_parts.get(name) != mark]:
+            raise UserError(
+                f"{source.folder} was encoded by another model than {folder}: by {manifest.model}.",
+                f"They differ in {', '.join(differing)}.",
+                f"Train with {_FLAG} of the model that encoded it, or encode the data again with --encode {folder}.",
+            )
 
     def check_description(self, description: Mapping[str, Any]) -> None:
         """Raise ValueError if a checkpoint's description lacks what other commands rely on."""
@@ -170,6 +223,10 @@ class HunyuanDiTFamily(ModelFamily):
             raise UserError(f"{folder} has another noise schedule than HunyuanDiT: {kind[1]} with {kind[0]}.")
         return transformer, scheduler
 
+    def encoder_components(self, folder: Path) -> Sequence[str]:
+        """Name the VAE, both text encoders and their tokenizers."""
+        return ("vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+
     def folder(self, settings: TrainSettings) -> Path:
         """Return `--model.path`, or where the small model is built."""
         path = settings.model.path
@@ -194,6 +251,112 @@ class HunyuanDiTFamily(ModelFamily):
         return resolve("muralist.demo.small_hunyuan_dit:build_small_hunyuan_dit")(folder)
 
 
+class DiffusersFamily(ModelFamily):
+    """Any text-to-image or text-to-video pipeline in diffusers layout."""
+
+    def check(self, model: ModelSettings) -> None:
+        """Refuse a folder that is not a complete pipeline, and a pipeline without network, VAE or text to train on."""
+        from muralist.models.pipeline_class import PIPELINES
+
+        if model.path is None:
+            raise UserError(
+                "--model diffusers needs a pipeline.", fix="Give --model.path FOLDER, in diffusers layout, or a Hub id."
+            )
+        folder = find_model(model.path, _FLAG)
+        name, components = self._index(folder)
+        if name in PIPELINES:
+            raise UserError(
+                f"{name} cannot be trained yet: it takes an image beside the prompt.", fix=f"Give another {_FLAG}."
+            )
+        if "vae" not in components or not {"transformer", "unet"} & set(components):
+            raise UserError(
+                f"{name} cannot be trained yet: it has no VAE with one transformer or U-Net.",
+                f"Its components are {', '.join(components)}.",
+                f"Give another {_FLAG}.",
+            )
+        if "img_size" not in model.model_fields_set:
+            native = self._native(folder).settings
+            own = f"{native['height']} {native['width']}" if {"height", "width"} <= native.keys() else "HEIGHT WIDTH"
+            raise UserError(
+                "The image size is missing.",
+                "The default size is that of a small JiT.",
+                f"Give --img_size {own}, for which {name} was made, or a smaller size.",
+            )
+        self.check_size(model.size)
+        self.network_name(model)
+
+    def _index(self, folder: Path) -> tuple[str, tuple[str, ...]]:
+        from muralist.models.pipeline_class import read_index  # imports NumPy
+
+        return read_index(folder, _FLAG)
+
+    def _native(self, folder: Path) -> Native:
+        from muralist.models.native_settings import ModelFiles, native_settings
+
+        return native_settings(ModelFiles.read(folder, *self._index(folder)))
+
+    def _distillation_warning(self, folder: Path) -> str:
+        from muralist.models.native_settings import ModelFiles, distillation_warning
+
+        return distillation_warning(ModelFiles.read(folder, *self._index(folder)))
+
+    def network_name(self, model: ModelSettings) -> str:
+        """Return the component that is trained."""
+        folder = find_model(model.path or "", _FLAG)
+        components = self._index(folder)[1]
+        if model.network is not None and model.network not in components:
+            raise UserError(
+                f"The pipeline in {folder} has no {model.network}.",
+                f"Its components are {', '.join(components)}.",
+                "Leave --model.network out.",
+            )
+        return model.network or ("transformer" if "transformer" in components else "unet")
+
+    def encoder_components(self, folder: Path) -> Sequence[str]:
+        """Name every component but the networks and the scheduler."""
+        return [name for name in self._index(folder)[1] if name not in (*NETWORKS, "scheduler")]
+
+    def noise_range(self, folder: Path, network: str) -> tuple[float, float]:
+        """Return the noise levels, from 0 (data) to 1, that a network of the pipeline is for."""
+        boundary = read_json(folder / "model_index.json").get("boundary_ratio")
+        if not isinstance(boundary, float) or not (folder / "transformer_2").is_dir():
+            return 0.0, 1.0
+        return (0.0, boundary) if network == "transformer_2" else (boundary, 1.0)
+
+    def base_precision(self, settings: TrainSettings) -> BasePrecision:
+        """Store as autocast computes, unless that is fp16."""
+        if settings.model.base_precision == "auto" and settings.mixed and settings.precision != "fp16":
+            return "bf16"
+        return super().base_precision(settings)
+
+    def caption_dropout(self, model: ModelSettings) -> float:
+        """Return the probability of dropping a caption: guidance that is distilled into the network needs none."""
+        return 0.0 if self._distilled_guidance(model) else model.uncond_p
+
+    def _distilled_guidance(self, model: ModelSettings) -> bool:
+        config = read_json(find_model(model.path or "", _FLAG) / self.network_name(model) / "config.json")
+        return config.get("guidance_embeds") is True
+
+    def parameter_count(self, model: ModelSettings, num_classes: int) -> int:
+        """Count the parameters in the files of the network."""
+        return stored_parameters(find_model(model.path, _FLAG) / self.network_name(model)) if model.path else 0
+
+    def warning(self, model: ModelSettings) -> str:
+        """Say what training changes in a distilled model."""
+        if model.path is None:
+            return ""
+        folder = find_model(model.path, _FLAG)
+        if said := self._distillation_warning(folder):
+            return said
+        if (folder / "transformer_2").is_dir():
+            low, high = self.noise_range(folder, self.network_name(model))
+            return (
+                f"this pipeline has two networks: {self.network_name(model)}, for noise levels {low:g} to {high:g}, is "
+                "trained, the other is not (--model.network)"
+            )
+        return ""
+
+
 JIT = JiTFamily(
     key="jit",
     name="JiT",
@@ -202,6 +365,8 @@ JIT = JiTFamily(
     supports_fp8=True,
     single_size=True,
     has_formulas=True,
+    solvers=("heun", "euler"),
+    objective_settings=tuple(name for name in ObjectiveSettings.model_fields if name not in PIPELINE_OBJECTIVE),
 )
 HUNYUAN_DIT = HunyuanDiTFamily(
     key="hunyuandit",
@@ -211,10 +376,25 @@ HUNYUAN_DIT = HunyuanDiTFamily(
     uses_captions=True,
     supports_latents=True,
     supports_lora=True,
+    solvers=("dpm++", "ddim"),
     pixels_per_token=16,  # the VAE's factor of 8 and patches of 2
     pipeline_class="HunyuanDiTPipeline",
 )
-FAMILIES: tuple[ModelFamily, ...] = (JIT, HUNYUAN_DIT)
+DIFFUSERS = DiffusersFamily(
+    key="diffusers",
+    name="diffusers",
+    name_pattern="diffusers, with --model.path FOLDER",
+    spec="muralist.models.diffusers_model:DiffusersSpec",
+    uses_captions=True,
+    supports_latents=True,
+    supports_lora=True,
+    solvers=("auto",),  # the pipeline's own scheduler
+    supports_swap=True,
+    objective_settings=PIPELINE_OBJECTIVE,
+    pixels_per_token=16,  # a VAE's factor of 8 and patches of 2; a pipeline that needs more says so itself
+    pipeline_class="DiffusionPipeline",
+)
+FAMILIES: tuple[ModelFamily, ...] = (JIT, HUNYUAN_DIT, DIFFUSERS)
 
 
 def find_family(name: str) -> ModelFamily:
@@ -233,6 +413,22 @@ def find_family_by_key(key: str) -> ModelFamily:
     raise ValueError(f"unknown model family {key!r:.40}")
 
 
+def find_family_of_pipeline(folder: Path, flag: str) -> ModelFamily:
+    """Return the family that is made for the pipeline in a folder, or else the one for all pipelines."""
+    from muralist.models.pipeline_class import read_index  # imports NumPy
+
+    name, _ = read_index(folder, flag)
+    return next((family for family in FAMILIES if family.pipeline_class == name), DIFFUSERS)
+
+
+_BASE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nf4": 0.5625}  # nf4: 4 bits, and a float32 scale for every 64
+
+
+def frozen_bytes(settings: TrainSettings) -> float:
+    """Return the bytes of a frozen parameter of a LoRA run: of the blocks', which are nearly all."""
+    return _BASE_BYTES[find_family(settings.model.name).base_precision(settings)]
+
+
 def families_with(feature: str) -> str:
     """Name the families that have a feature, for messages such as "Supported by HunyuanDiT."."""
     return ", ".join(family.name for family in FAMILIES if getattr(family, feature))
@@ -248,11 +444,29 @@ Encoded: TypeAlias = "tuple[Tensor, ...]"
 """The network's training inputs after the frozen components: a named tuple of the family's own."""
 
 
+class LatentEncoders(Protocol):
+    """The frozen components of a model, as `muralist pack --encode` runs them."""
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Return mean and deviation, or the latents alone, of images in [-1, 1]: [B, 2 or 1, ...]."""
+
+    def encode_captions(self, captions: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the text tensors of each caption by name."""
+
+
 class ModelSpec(Protocol):
     """A model: how it is built, trained, sampled, saved and exported; a subclass inherits the methods with a body."""
 
     label_names: list[str]
     """Class names by label; empty without classes."""
+    compiles_blocks: bool = False
+    """Whether torch.compile sees one block at a time instead of the entire loss."""
+    compiles_by_default: bool = True
+    """Whether `--compile auto` compiles on a GPU."""
+    static_shapes: bool = True
+    """Whether the network sees the same few shapes in every batch, for each of which torch.compile builds a graph."""
+    has_unused_weights: bool = False
+    """Whether some trained weights may have no gradient."""
 
     def network(self) -> nn.Module:
         """Build the trainable network on the CPU; its initial weights depend on the seed alone."""
@@ -269,6 +483,14 @@ class ModelSpec(Protocol):
 
     def loss(self, network: nn.Module, encoded: Any, keys: SampleKeys) -> Tensor:
         """Compute the loss of each sample, [B]; pure and compilable."""
+
+    def prepare_prompts(self, prompts: Sequence[str], settings: SampleSettings) -> None:
+        """Encode the prompts of samples while the device still has room for text encoders: the network is not there yet."""
+        return
+
+    def prepare_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Refuse image sizes (height, width) of buckets that the model cannot have."""
+        return
 
     def default_prompts(self) -> list[str]:
         """Return the prompts of samples when none are given."""

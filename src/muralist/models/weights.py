@@ -27,9 +27,13 @@ from torch import Tensor
 from muralist.core.errors import UserError, first_line
 from muralist.core.formatting import Advance, loading_progress
 from muralist.core.hardware import available_cpus
+from muralist.core.run_dir import atomic_folder, check_exists
+from muralist.models.integrity import check_base, read_header
 from muralist.models.lora import ADAPTER_FILE, convert_adapter
+from muralist.models.lora_files import LORA_FILE, stored_scale, write_lora
 from muralist.models.spec import find_family_by_key
 from muralist.settings import ExportSettings
+from muralist.settings.tools import LoraFormat
 
 WeightSet = Literal["model", "ema1", "ema2"]
 
@@ -45,10 +49,28 @@ _SCAN_THREADS = 4  # 12 GB then take less than a second, also where eight proces
 def export(settings: ExportSettings) -> str:
     """Write weights as a folder in diffusers layout, and describe it."""
     source = Path(settings.source)
+    fix = "Give a run, a checkpoint or a weights file on this machine; a model of the Hugging Face Hub needs no export."
+    check_exists(source, "model", fix)
     weights, description = read_weights(source, settings.weights), read_description(source)
-    spec = find_family_by_key(description.get("family", "jit")).spec_class()
-    written = spec.export(weights, description, Path(settings.destination))
+    destination = Path(settings.destination)
+    if settings.lora_format is None:
+        spec = find_family_by_key(description.get("family", "jit")).spec_class()
+        written = spec.export(weights, description, destination)
+    else:
+        written = "the LoRA alone, " + _export_lora(weights, description, settings.lora_format, destination)
     return f"{settings.destination}: {settings.weights} weights of {source}, {written}"
+
+
+def _export_lora(weights: Mapping[str, Tensor], description: Mapping[str, Any], kind: LoraFormat, folder: Path) -> str:
+    if not description.get("lora"):
+        raise UserError(
+            f"--lora_format {kind} needs a LoRA, and these weights are a full network.", fix="Leave --lora_format out."
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder.absolute()} exists.", fix="Name a folder that does not exist yet.")
+    check_base(Path(description["folder"]), description)
+    with atomic_folder(folder) as temporary:
+        return write_lora(weights, description, kind, temporary, folder.name)
 
 
 def read_weights(path: str | Path, which: WeightSet = "ema1", shapes_only: bool = False) -> dict[str, Tensor]:
@@ -68,6 +90,8 @@ def read_weights(path: str | Path, which: WeightSet = "ema1", shapes_only: bool 
         )
     content = read_file(file, shapes_only)
     weights: dict[str, Tensor] = content if file.suffix == ".safetensors" else _select_official(file, content, which)
+    if file.suffix == ".safetensors" and (scale := stored_scale(read_header(file)[1])) != 1:
+        weights = {name: value * scale if ".lora_B." in name else value for name, value in weights.items()}
     # Data is copied, because the file is mapped: copies outlive it, and other sets and the optimizer take no memory.
     device, copy = ("meta", False) if shapes_only else ("cpu", file.suffix != ".safetensors")
     return {name: value.to(device, copy=copy) for name, value in weights.items()}
@@ -79,7 +103,7 @@ def weights_file(path: Path, which: WeightSet) -> Path:
         return path
     if (checkpoint := latest_checkpoint(path)) != path:
         return checkpoint / f"{which}.safetensors"
-    names = (f"{which}.safetensors", WEIGHTS_FILE, OFFICIAL_FILE, ADAPTER_FILE)
+    names = (f"{which}.safetensors", WEIGHTS_FILE, OFFICIAL_FILE, ADAPTER_FILE, LORA_FILE, f"{path.name}.safetensors")
     found = [path / name for name in names if (path / name).is_file()]
     if not found:
         raise UserError(

@@ -107,7 +107,7 @@ class GenerateSettings(Section):
     distilled: Literal["lcm", "lightning", "hyper", "turbo", "tcd", "dmd2"] | None = None
     """The model or the LoRA is distilled to few steps: take steps, guidance and scheduler from its authors."""
     lora: Annotated[list[str], LocalPath] = []
-    """LoRA weights to load: PATH or PATH:WEIGHT, one or several."""
+    """LoRA weights to load: PATH or PATH:WEIGHT, one or several; PATH may be the id of a LoRA on the Hugging Face Hub."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile the network and the decoder, which takes about a minute at the start; auto: on GPUs."""
     cpu_offload: bool | Literal["auto"] = "auto"

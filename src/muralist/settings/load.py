@@ -52,6 +52,15 @@ _MAX_BITS = 1000  # of an integer; larger ones do not convert to float
 _TRUE_WORDS = {"true", "yes", "on", "1"}
 _BOOL_WORDS = {*_TRUE_WORDS, "false", "no", "off", "0", "auto"}
 _HELP_WIDTH = 120  # at most, and without a terminal
+_BLANK = "\ue000"  # becomes a blank after rich has wrapped the lines; rich breaks them at non-breaking spaces too
+_IN_RUN_CONFIGS = ("data.pin_memory", "optim.non_finite", "samples.official_last_step", "log.wandb_name", "use_amp")
+"""Settings that every version writes into a run's config.yaml, and that no one writes all of by hand."""
+_OVERRIDING = {
+    "optim.blr": "blr is multiplied by total batch / 256 to give the learning rate; learning_rate, lr_rule and "
+    "lr_base_batch have no effect beside it.",
+    "precision": "precision says whether matmuls run in 16 bits or fewer, and use_amp says the opposite.",
+}
+"""Settings beside which others have no effect, and why."""
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "none"}
 
 
@@ -61,6 +70,8 @@ class SettingValue:
 
     value: Any
     origin: str
+    word: str | None = None
+    """What was written for a name with values of its own, such as --report_to, which stands for this value."""
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -76,6 +87,7 @@ class FlagTable:
     """Resolves flat and dotted names to the dotted paths of one settings class."""
 
     def __init__(self, model: type[Section], flat_names: FlatNames) -> None:
+        self.model = model
         self.fields = dict(leaves(model))
         renamed = {name: path for name, path in flat_names.items() if isinstance(path, str)}
         self.values = {name: values for name, values in flat_names.items() if not isinstance(values, str)}
@@ -99,7 +111,7 @@ class FlagTable:
             word = switch if switch in values else "no" if switch == "false" else word
         if word not in values:
             raise UserError(f"{origin} is {_shown(value)}: expected {_join([*values])}.")
-        return {path: SettingValue(item, f"{origin} {word}") for path, item in values[word].items()}
+        return {path: SettingValue(item, origin, word) for path, item in values[word].items()}
 
     def resolve(self, written: str, origin: str) -> str:
         """Return the dotted path of a written name; raise with the closest valid name if there is none."""
@@ -125,11 +137,7 @@ def load_values(model: type[S], values: Mapping[str, Any], flat_names: FlatNames
     names = FlagTable(model, flat_names)
     given: dict[str, SettingValue] = {}
     for name, value in values.items():
-        for path, item in names.assign(name, _without_paths(value), name).items():
-            if path in given:
-                both = f"{given[path].origin} and {item.origin}"
-                raise UserError(f"{both} are the same setting.", fix="Leave one of them out.")
-            given[path] = item
+        _add(names, given, names.assign(name, _without_paths(value), name))
     return _combine(model, names, given, config)
 
 
@@ -143,25 +151,32 @@ def _without_paths(value: Any) -> Any:
 def _combine(model: type[S], names: FlagTable, given: dict[str, SettingValue], config: str | None) -> S:
     """Validate settings, of which those of the file `config` have the lower priority."""
     from_file = {} if config is None else _read_yaml(names, find_config(refuse_url(config)))
-    _refuse_two_learning_rates(names, given, from_file)
+    _refuse_overridden(names, given, from_file)
     return _validate(model, names, from_file | given)
 
 
-def _refuse_two_learning_rates(
-    names: FlagTable, flags: dict[str, SettingValue], from_file: dict[str, SettingValue]
-) -> None:
-    rate, base = "optim.learning_rate", (from_file | flags).get("optim.blr")
-    # A run's own config.yaml holds every setting: its learning_rate was not chosen.
-    is_run_config = all(path in from_file for path in names.fields if path.startswith("optim."))
-    # A --blr flag overrides the learning_rate of a file, as flags do.
-    both_in_file = "optim.blr" not in flags and not is_run_config
-    given = flags.get(rate) or (from_file.get(rate) if both_in_file else None)
-    if given and base and _from_text(names.fields["optim.blr"], base.value) is not None:
-        raise UserError(
-            f"{given.origin} and {base.origin} cannot both be given.",
-            "learning_rate is the learning rate after warm-up; blr is multiplied by total batch / 256 to give it.",
-            "Leave one of them out; a run that was started with both resumes with --config RUN/config.yaml --run_name RUN.",
-        )
+def _refuse_overridden(names: FlagTable, flags: dict[str, SettingValue], from_file: dict[str, SettingValue]) -> None:
+    """Refuse settings that have no effect beside another one: of the learning rate, and of the precision."""
+    is_run_config = all(path in from_file for path in _IN_RUN_CONFIGS)
+    for chosen, why in _OVERRIDING.items():
+        base = (from_file | flags).get(chosen)
+        if base is None or (value := _parse(names, chosen, base)) in (None, "auto"):
+            continue
+        if chosen == "precision":
+            agreeing: dict[str, tuple[Any, ...]] = {"use_amp": (value != "fp32",)}
+        else:  # a rule of none asks for nothing
+            agreeing = {"optim.learning_rate": (), "optim.lr_rule": ("linear", "none"), "optim.lr_base_batch": (256,)}
+        for path, values in agreeing.items():
+            # A flag overrides what a file says, and a run's own config.yaml holds every setting, chosen or not.
+            both_in_file = chosen not in flags and not is_run_config
+            given = flags.get(path) or (from_file.get(path) if both_in_file else None)
+            if given and _parse(names, path, given) not in values:
+                raise UserError(
+                    f"{given.origin} and {base.origin} cannot both be given.",
+                    why,
+                    "Leave one of them out; a run that was started with both resumes with --config RUN/config.yaml "
+                    "--run_name RUN.",
+                )
 
 
 def find_config(config: str) -> Path:
@@ -185,11 +200,42 @@ def config_path(arguments: Sequence[str]) -> str | None:
     return found
 
 
+def _add(names: FlagTable, given: dict[str, SettingValue], items: Mapping[str, SettingValue]) -> None:
+    """Add settings to those given under other names; two names of one setting may agree, else they are refused."""
+    for path, item in items.items():
+        before = given.setdefault(path, item)
+        if before is not item and _parse(names, path, before) != _parse(names, path, item):
+            raise UserError(
+                f"{_quote(names, path, before)}, and {_quote(names, path, item)}.",
+                "" if before.word or item.word else f"Both are names of the setting {path}.",
+                "Leave one of them out.",
+            )
+
+
+def _parse(names: FlagTable, path: str, item: SettingValue) -> Any:
+    """Return a value as its section reads it: `yes` is true, and to resume from `latest` is auto."""
+    *sections, last = path.split(".")
+    section: Any = names.model
+    for name in sections:
+        section = section.model_fields[name].annotation
+    try:
+        return getattr(section.model_validate({last: _plain(names.fields[path], item)}), last)
+    except ValidationError:
+        raise _refused(item, names.fields[path]) from None
+
+
+def _quote(names: FlagTable, path: str, item: SettingValue) -> str:
+    """Say what was written and, for a name with values of its own, what it means."""
+    if item.word is None:
+        return f"{item.origin} is {_shown_value(item)}"
+    flag = f"{'--' if item.origin.startswith('--') else ''}{names.flags[path]}"
+    return f"{item.origin} is {item.word!r}, which means {flag} {str(item.value).lower()}"
+
+
 def _read_flags(
     names: FlagTable, arguments: Sequence[str], positional: Sequence[str]
 ) -> tuple[dict[str, SettingValue], str | None]:
-    given: dict[str, SettingValue] = {}
-    implied: dict[str, SettingValue] = {}  # by names with values of their own
+    written: dict[str, dict[str, SettingValue]] = {}  # by name: of a flag that is given twice, the last one counts
     config: str | None = None
     waiting, queue = list(positional), list(arguments)
     while queue:
@@ -199,43 +245,39 @@ def _read_flags(
                 raise UserError(f"Unexpected argument {token!r}.", "Every setting is given as --name value.")
             name = waiting[0]
             if _is_list(names.fields[name]):  # the last positional argument takes all remaining values
-                before = given[name].value if name in given else []
-                given[name] = SettingValue([*before, token], name.upper())
+                before = written[name][name].value if name in written else []
+                written[name] = {name: SettingValue([*before, token], name.upper())}
             else:
-                given[waiting.pop(0)] = SettingValue(token, name.upper())
+                written[waiting.pop(0)] = {name: SettingValue(token, name.upper())}
             continue
-        written, equals, inline = token[2:].partition("=")
-        if written == "config":
+        spelled, equals, inline = token[2:].partition("=")
+        if spelled == "config":
             config = inline if equals else _take(queue, token)
             continue
-        negated = written.replace("-", "_").removeprefix("no_")
-        if written.replace("-", "_") not in names.paths and _is_bool(names.fields.get(names.paths.get(negated, ""))):
+        name = spelled.replace("-", "_")
+        negated = name.removeprefix("no_")
+        if name not in names.paths and _is_bool(names.fields.get(names.paths.get(negated, ""))):
             if equals:
-                raise UserError(f"{token} has a value, which --{written} does not take.", f"Did you mean --{negated}?")
-            given[names.paths[negated]] = SettingValue(False, token)
+                raise UserError(f"{token} has a value, which --{spelled} does not take.", f"Did you mean --{negated}?")
+            written[negated] = {names.paths[negated]: SettingValue(False, token)}
             continue
-        if (flat := written.replace("-", "_")) in names.values:
-            is_switch = "true" in names.values[flat] and not (queue and queue[0].lower() in _BOOL_WORDS)
+        if name in names.values:
+            is_switch = "true" in names.values[name] and not (queue and queue[0].lower() in _BOOL_WORDS)
             word = inline if equals else "true" if is_switch else _take(queue, token)
-            implied |= names.assign(written, word, f"--{written}")
+            written[name] = names.assign(spelled, word, f"--{spelled}")
             continue
-        path = names.resolve(written, f"--{written}")
+        path = names.resolve(spelled, f"--{spelled}")
         value = inline if equals else _take_values(names.fields[path], queue, token)
         if Repeatable in names.fields[path].metadata:
-            before = given[path].value if path in given else []
+            before = written[name][path].value if name in written else []
             value = [*before, *(value if isinstance(value, list) else [value])]
-        given[path] = SettingValue(value, f"--{written}")
-    if waiting and waiting[0] not in given:
+        written[name] = {path: SettingValue(value, f"--{spelled}")}
+    if waiting and waiting[0] not in written:
         raise UserError(f"Missing argument {waiting[0].upper()}.", "`--help` shows how the command is used.")
-    for path in implied.keys() & given.keys():
-        first, second = implied[path], given[path]
-        if str(first.value).lower() != str(second.value).lower():
-            raise UserError(
-                f"{first.origin} means --{names.flags[path]} {str(first.value).lower()}, and {second.origin} is "
-                f"{_shown(second.value)}.",
-                fix="Leave one of them out.",
-            )
-    return implied | given, config
+    given: dict[str, SettingValue] = {}
+    for items in written.values():
+        _add(names, given, items)
+    return given, config
 
 
 def _take_values(field: FieldInfo, queue: list[str], token: str) -> Any:
@@ -287,10 +329,7 @@ def _read_yaml(names: FlagTable, path: Path) -> dict[str, SettingValue]:
             if is_section and (value is None or isinstance(value, dict)):
                 walk(value or {}, f"{written}.")  # None: all lines of the section are commented out
                 continue
-            for setting, item in names.assign(written, value, f"`{written}` in {path}").items():
-                if setting in given:
-                    raise UserError(f"{item.origin} is given twice: {given[setting].origin} is the same setting.")
-                given[setting] = item
+            _add(names, given, names.assign(written, value, f"`{written}` in {path}"))
 
     walk(tree, "")
     return given
@@ -303,11 +342,7 @@ def _validate(model: type[S], names: FlagTable, given: Mapping[str, SettingValue
         *parents, last = path.split(".")
         for parent in parents:
             branch = branch.setdefault(parent, {})
-        if isinstance(item.value, bool) and not _is_bool(names.fields[path]):
-            raise _refused(item, names.fields[path])  # pydantic would accept true as 1
-        if isinstance(item.value, int) and item.value.bit_length() > _MAX_BITS:
-            raise _refused(item, names.fields[path])
-        branch[last] = _from_text(names.fields[path], item.value)
+        branch[last] = _plain(names.fields[path], item)
     try:
         return model.model_validate(tree)
     except ValidationError as error:
@@ -319,13 +354,30 @@ def _validate(model: type[S], names: FlagTable, given: Mapping[str, SettingValue
         raise _refused(given[path], names.fields[path]) from None
 
 
+def _plain(field: FieldInfo, item: SettingValue) -> Any:
+    """Return a value for pydantic, without those that it would misread."""
+    if isinstance(item.value, bool) and not _is_bool(field):
+        raise _refused(item, field)  # pydantic would accept true as 1
+    if isinstance(item.value, int) and item.value.bit_length() > _MAX_BITS:
+        raise _refused(item, field)
+    return _from_text(field, item.value)
+
+
 def _refused(item: SettingValue, field: FieldInfo) -> UserError:
-    written = item.value if isinstance(item.value, list) and item.origin.startswith("--") else []
-    joined = any(isinstance(word, str) and "," in word for word in written)
+    joined = any("," in word for word in _words(item) if isinstance(word, str))
     return UserError(
-        f"{item.origin} is {_shown(' '.join(map(str, written)) if written else item.value)}: expected {describe(field)}.",
+        f"{item.origin} is {_shown_value(item)}: expected {describe(field)}.",
         fix="Put blanks between values, not commas." if joined else "",
     )
+
+
+def _words(item: SettingValue) -> list[Any]:
+    """Return the values that follow the flag of a list."""
+    return item.value if isinstance(item.value, list) and item.origin.startswith("--") else []
+
+
+def _shown_value(item: SettingValue) -> str:
+    return _shown(" ".join(map(str, words)) if (words := _words(item)) else item.value)
 
 
 def _shown(value: Any) -> str:
@@ -427,7 +479,10 @@ def run_name(settings: TrainSettings, config: str | None) -> str:
     condition = "-cond" if settings.model.enable_condition else ""
     height, width = settings.model.size
     size = height if height == width else f"{height}x{width}"
-    model = f"{settings.model.name.replace('/', '-')}-{size}{condition}"
+    name = settings.model.name
+    if settings.model.path and name == "diffusers":
+        name = sanitize_name(Path(settings.model.path).name)
+    model = f"{name.replace('/', '-')}-{size}{condition}"
     return f"{sanitize_name(Path(config).stem) if config else model}-{identity_digest(settings)}"
 
 
@@ -508,7 +563,7 @@ def settings_help(command: str, settings_name: str, positional: tuple[str, ...])
             for row in rows:
                 table.add_row(*row)
             console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    return "\n".join(line.rstrip() for line in capture.get().replace(_BLANK, " ").rstrip().splitlines())
 
 
 def _help_text(field: FieldInfo) -> Text:
@@ -516,7 +571,7 @@ def _help_text(field: FieldInfo) -> Text:
     text = Text(" ".join((field.description or "").split()))
     choices, default = _choices(field.annotation), _format_default(field.default)
     facts = ["|".join(choices)] if len(choices) > 1 else []
-    facts += [f"default {default}"] if default not in ("", "default") else []
+    facts += [f"default{_BLANK}{default}"] if default not in ("", "default") else []
     return text.append(f" ({', '.join(facts)})", style="dim") if facts else text
 
 

@@ -11,7 +11,7 @@ from muralist.settings.section import LocalPath, Section
 
 class PackSettings(Section):
     """muralist pack SOURCE DESTINATION: decode and crop every image once, ahead of training; with --encode also run
-    the VAE and the text encoders of a HunyuanDiT."""
+    the VAE and the text encoders of a pipeline."""
 
     source: Annotated[str, LocalPath]
     """Any data set that train reads."""
@@ -26,16 +26,19 @@ class PackSettings(Section):
     num_workers: PositiveInt | None = None
     """Decoding processes; default: one per CPU core."""
     encode: Annotated[str | None, LocalPath] = None
-    """Store latents and text embeddings of this HunyuanDiT (a folder in diffusers layout, a Hub id, or small: the one that
-    train builds) instead of pixels; training from them runs no VAE or text encoder and has the same losses."""
+    """Store latents and text embeddings of this pipeline (a folder in diffusers layout, a Hub id, or small: the HunyuanDiT
+    that train builds) instead of pixels; training from them runs no VAE or text encoder and has the same losses."""
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """With --encode: precision of the model and of the stored values; train --use_amp computes in bf16."""
     random_flip: bool = True
     """With --encode: also store the latents of each flipped image, for training with --random_flip."""
 
 
+LoraFormat = Literal["diffusers", "comfy", "peft"]
+
+
 class ExportSettings(Section):
-    """muralist export SOURCE DESTINATION: write weights as a folder in diffusers layout."""
+    """muralist export SOURCE DESTINATION: write weights as a folder in diffusers layout, or a LoRA alone."""
 
     source: Annotated[str, LocalPath]
     """A run, a checkpoint folder, an official .pth file, or a .safetensors file."""
@@ -43,6 +46,9 @@ class ExportSettings(Section):
     """Folder to write."""
     weights: Literal["model", "ema1", "ema2"] = "ema1"
     """Which weights: as trained, or one of the two EMAs."""
+    lora_format: LoraFormat | None = None
+    """Write the LoRA alone: diffusers (for `pipe.load_lora_weights`), comfy (for ComfyUI) or peft; default: merge it into
+    the model, with the LoRA alone beside it."""
 
 
 class LaunchSettings(Section):
@@ -105,15 +111,23 @@ DOCTOR_FLAT_NAMES = {"json": "as_json"}
 
 
 class EstimateSettings(Section):
-    """muralist estimate: time, cost, scaling and memory of a training, from a measured speed."""
+    """muralist estimate: time, cost, scaling and memory of a training, from a measured speed.
+
+    muralist estimate --model.path FOLDER --img_size N: memory of fine-tuning a pipeline, full and LoRA, from its files.
+    """
 
     source: Annotated[str, LocalPath] = "probe"
     """A run's folder, a file of bench/results, or probe: real training steps on this machine for --seconds."""
     model: str | None = None
     """JiT-B/4 and so on; default: the measured model, which may be any model of a run. Another JiT is assumed to reach the
     same MFU."""
-    img_size: PositiveInt | None = None
-    """Side of the images; default: as measured."""
+    model_path: Annotated[str | None, LocalPath] = None
+    """A pipeline in diffusers layout, or a Hub id: estimate its fine-tuning without a measurement; with --img_size, --gpus
+    and --memory."""
+    lora_rank: PositiveInt | None = None
+    """With --model.path: rank of the LoRA; default: that of train."""
+    img_size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = None
+    """Side of the images, or height and width; default: as measured."""
     batch_size: PositiveInt | None = None
     """Images per GPU and step; default: as measured."""
     gpus: PositiveInt = 8
@@ -141,7 +155,7 @@ class EstimateSettings(Section):
     """Write the scaling curve as a page (FILE.html) or an image (FILE.svg)."""
 
 
-ESTIMATE_FLAT_NAMES = {"from": "source"}
+ESTIMATE_FLAT_NAMES = {"from": "source", "model.path": "model_path"}
 """`from` is a word of Python's."""
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from muralist.settings.section import Fraction, FractionBelowOne, LocalPath, NonIdentity, Section
 
@@ -14,6 +14,7 @@ Strategy = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 DistBackend = Literal["auto", "nccl", "gloo"]
 Optimizer = Literal["adamw", "muon", "adamw8bit", "prodigy"]
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
+BasePrecision = Literal["auto", "fp32", "bf16", "fp8", "nf4"]
 
 
 class DataSettings(Section):
@@ -45,7 +46,7 @@ class DataSettings(Section):
     max_samples: PositiveInt | None = None
     """Use only the first N images of the source."""
     multireso: bool = False
-    """HunyuanDiT: aspect-ratio buckets; each image is trained at the bucket size nearest its own shape, with about
+    """All models but JiT: aspect-ratio buckets; each image is trained at the bucket size nearest its own shape, with about
     the area of img_size."""
     reso_step: PositiveInt | None = None
     """With multireso: difference in pixels between neighboring bucket sizes; default: img_size / 16, rounded to a
@@ -82,10 +83,13 @@ class ModelSettings(Section):
     """The network."""
 
     name: str = "JiT-B/4"
-    """JiT-{B,L,H,G,S,T}/{patch}, for any patch size that divides both sides of img_size; or HunyuanDiT."""
+    """JiT-{B,L,H,G,S,T}/{patch}, for any patch size that divides both sides of img_size; HunyuanDiT; or diffusers, which
+    --model.path implies: the pipeline at --model.path, of any class."""
     path: Annotated[str | None, LocalPath] = None
-    """HunyuanDiT: the folder in diffusers layout to fine-tune, or its id on the Hugging Face Hub; none: build and train
-    a small model."""
+    """Pipeline to fine-tune: a folder in diffusers layout, or an id on the Hugging Face Hub; HunyuanDiT without it builds
+    and trains a small model."""
+    network: Literal["transformer", "transformer_2"] | None = None
+    """Wan 2.2, which has two networks: transformer (high noise; default) or transformer_2 (low noise)."""
     img_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 64
     """Side of the square images in pixels, or height and width."""
     enable_condition: bool = False
@@ -97,11 +101,12 @@ class ModelSettings(Section):
     """Dropout on attention output and MLP hidden units, in the middle half of the blocks (0.2 for H and G in the
     paper)."""
     uncond_p: Fraction = 0.1
-    """HunyuanDiT: probability of dropping a caption for the first text encoder (needed for guidance)."""
+    """Probability of dropping a caption, which guidance needs; HunyuanDiT: for the first text encoder. Models with distilled
+    guidance keep all captions."""
     uncond_p_t5: Fraction = 0.1
     """HunyuanDiT: the same for the second text encoder, drawn independently."""
     training_parts: Literal["all", "lora"] = "all"
-    """HunyuanDiT: all trains the full network; lora trains LoRA layers and freezes the rest."""
+    """Pipelines: all trains the full network; lora trains LoRA layers and freezes the rest."""
     lora_rank: PositiveInt = 64
     """LoRA rank."""
     lora_alpha: PositiveFloat | None = None
@@ -110,10 +115,23 @@ class ModelSettings(Section):
     """Dropout of the input of LoRA layers, seeded per sample."""
     lora_targets: list[str] = ["to_q", "to_k", "to_v", "to_out.0"]
     """Layers of the blocks that get LoRA, by the end of their name: to_q (all attention), attn2.to_q, ff.net.0.proj,
-    ..."""
+    ...; pipelines: by default all linear layers of attention, whatever their names."""
+    base_precision: BasePrecision = "auto"
+    """LoRA: precision in which the frozen weights of the blocks are stored; fp8: a byte each; nf4: 4 bits, by bitsandbytes
+    (both ddp); auto: bf16 for pipelines that train in bf16, which gives the same result as fp32, else fp32."""
+    swap_blocks: Annotated[Annotated[int, Field(ge=0)], NonIdentity] = 0
+    """LoRA of pipelines (ddp): keep the frozen weights of N blocks in host memory and copy each block to the GPU when it
+    computes, one ahead; same result. --blocks_to_swap is an alias."""
     gradient_checkpointing: Annotated[bool, NonIdentity] = False
     """Recompute the activations of each block in the backward pass: far less memory, about a third more compute, same
     result. --activation_checkpointing is an alias."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _implied_name(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("path") and not values.get("name"):
+            return {**values, "name": "diffusers"}
+        return values
 
     @field_validator("img_size")
     @classmethod
@@ -137,7 +155,7 @@ class ObjectiveSettings(Section):
     loss: Prediction = "v"
     """The space in which the squared error is computed."""
     p_mean: float = -0.8
-    """Mean of the logit-normal distribution of t (t = 1 is data)."""
+    """JiT: mean of the logit-normal distribution of t (t = 1 is data)."""
     p_std: PositiveFloat = 0.8
     """Standard deviation of that distribution, before the sigmoid."""
     noise_scale: PositiveFloat | Literal["auto"] = "auto"
@@ -146,6 +164,15 @@ class ObjectiveSettings(Section):
     """Lower bound of 1 - t in the conversion to velocity."""
     label_drop_prob: Fraction = 0.1
     """Probability of dropping a label (needed for guidance)."""
+    timestep_sampling: Literal["auto", "logit_normal", "uniform"] = "auto"
+    """Pipelines: distribution of the noise levels; auto: logit_normal for flow matching, shifted as the scheduler's are, and
+    uniform for DDPM."""
+    min_snr_gamma: PositiveFloat | None = None
+    """DDPM pipelines: weight the loss by Min-SNR with this gamma (5 in the paper); default: no weight."""
+
+
+PIPELINE_OBJECTIVE = ("timestep_sampling", "min_snr_gamma")
+"""Settings of the objective of pipelines, whose scheduler says the rest."""
 
 
 class OptimSettings(Section):
@@ -212,9 +239,9 @@ class CheckpointSettings(Section):
     with another --run_name, batch and learning rate may differ; none: start at step 0, refused if the run has a
     checkpoint."""
     init_from: Annotated[str, LocalPath] = "default"
-    """Initial weights: a run, a checkpoint, an export or its id on the Hugging Face Hub, an official .pth file, a PEFT
-    LoRA folder, auto (of the unconditional runs of this model and size, the one with most images seen) or none;
-    default: auto with --enable_condition, else none."""
+    """Initial weights: a run, a checkpoint, an export or its id on the Hugging Face Hub, an official .pth file, a LoRA file
+    of diffusers or ComfyUI, a PEFT folder, auto (of the unconditional runs of this model and size, the one with most
+    images seen) or none; default: auto with --enable_condition, else none."""
 
     @field_validator("resume")
     @classmethod
@@ -231,10 +258,11 @@ class SampleSettings(Section):
     per_gpu: Annotated[Annotated[int, Field(ge=0)] | Literal["auto"], NonIdentity] = "auto"
     """Images per GPU and checkpoint, or more if there are more --sample_prompts; 0: none; auto: one per GPU, and 4 to 8 on
     a single GPU."""
-    steps: Annotated[PositiveInt, NonIdentity] = 10
-    """Sampler steps."""
+    steps: Annotated[PositiveInt | Literal["auto"], NonIdentity] = "auto"
+    """Sampler steps; auto: 10 for JiT and HunyuanDiT, the pipeline's own number for others."""
     guidance: Annotated[Annotated[float, Field(ge=0)] | Literal["auto"], NonIdentity] = "auto"
-    """Classifier-free guidance scale (conditional models only); auto: 2.9 for JiT, 5 for HunyuanDiT."""
+    """Classifier-free guidance scale (conditional models only); auto: 2.9 for JiT, 5 for HunyuanDiT, the
+    pipeline's own for others."""
     interval: Annotated[tuple[Fraction, Fraction], NonIdentity] = (0.1, 1.0)
     """Interval of t in which guidance is on (JiT)."""
     solver: Annotated[Literal["auto", "heun", "euler", "dpm++", "ddim"], NonIdentity] = "auto"
@@ -243,6 +271,11 @@ class SampleSettings(Section):
     """Reproduce the official sampler, whose clamp of 1 - t leaves noise after the last step."""
     seed: Annotated[int, Field(ge=0, lt=2**62), NonIdentity] = 0
     """Seed of the first sample; sample i has seed + i, the same at every checkpoint."""
+
+    @property
+    def step_count(self) -> int:
+        """The number of steps of models that do not come with one of their own."""
+        return 10 if self.steps == "auto" else self.steps
 
 
 class LogSettings(Section):
@@ -300,7 +333,7 @@ class TrainSettings(Section):
     """fp32; bf16 or fp16: mixed precision, fp16 with loss scaling; fp8: run the large matmuls of JiT in FP8 on GPUs
     that support it (Ada, Hopper and later), the rest in bf16; auto: as use_amp says."""
     compile: Annotated[bool | Literal["auto"], NonIdentity] = "auto"
-    """torch.compile the training step; auto: on GPUs."""
+    """torch.compile the training step; auto: on GPUs, except LoRA of pipelines."""
     results_dir: Annotated[str, NonIdentity, LocalPath] = "results"
     """Folder that holds the runs."""
     run_name: Annotated[str | None, NonIdentity, LocalPath] = None
@@ -338,6 +371,7 @@ DIFFUSERS_NAMES: FlatNames = {
     "dataloader_num_workers": "data.num_workers",
     "tracker_project_name": "log.wandb_project",
     "rank": "model.lora_rank",
+    "snr_gamma": "objective.min_snr_gamma",
     "mixed_precision": {
         "no": {"precision": "fp32"},
         "fp16": {"precision": "fp16"},
@@ -380,6 +414,10 @@ TRAIN_FLAT_NAMES: FlatNames = {
     "samples_per_gpu": "samples.per_gpu",
     "gradient_checkpointing": "model.gradient_checkpointing",
     "activation_checkpointing": "model.gradient_checkpointing",
+    "lora_targets": "model.lora_targets",
+    "lora_target": "model.lora_targets",
+    "swap_blocks": "model.swap_blocks",
+    "blocks_to_swap": "model.swap_blocks",
     "ema1_half_life": "optim.ema1_half_life",
     "ema_half_life": "optim.ema1_half_life",
     **DIFFUSERS_NAMES,
@@ -388,6 +426,9 @@ TRAIN_FLAT_NAMES: FlatNames = {
 
 _PROCESSES = "`muralist launch --nproc N train ...` starts several processes; torchrun, accelerate and srun work too."
 _AUTOMATIC = "It is chosen automatically: leave it out."
+_ONE_CYCLE = "--lr_schedule is constant, or one half cosine to --min_lr: leave it out."
+_CAPTIONS = "--caption is the source of the captions: a column, or a template with {column} fields."
+_UPLOADS = "Nothing is uploaded: `muralist export` writes a folder, and `hf upload` publishes one."
 TRAIN_MEANINGS = {
     "output_dir": "--results_dir is the folder of all runs, and --run_name the folder of this run in it.",
     "logging_dir": "Logs are written into the run's folder: --results_dir and --run_name.",
@@ -405,6 +446,8 @@ TRAIN_MEANINGS = {
     "network_dim": "--lora_rank N is the rank of LoRA.",
     "network_alpha": "--lora_alpha X is the alpha of LoRA.",
     "lora": "--training_parts lora trains LoRA layers.",
+    "fp8_base": "--base_precision fp8 stores the frozen weights of LoRA training in FP8.",
+    "load_in_4bit": "--base_precision nf4 stores the frozen weights of LoRA training in 4 bits.",
     "use_lora": "--training_parts lora trains LoRA layers.",
     "height": "--img_size HEIGHT WIDTH sets both sides.",
     "width": "--img_size HEIGHT WIDTH sets both sides.",
@@ -445,6 +488,22 @@ TRAIN_MEANINGS = {
     "workers": "--num_workers N is the number of data loader processes.",
     "allow_tf32": _AUTOMATIC,
     "enable_xformers_memory_efficient_attention": _AUTOMATIC,
+    "local_rank": "torchrun, accelerate and srun set the rank in the environment: leave it out.",
+    "adam_epsilon": "The epsilon of AdamW is 1e-8: leave it out.",
+    "lr_num_cycles": _ONE_CYCLE,
+    "lr_power": _ONE_CYCLE,
+    "noise_offset": "The noise has no offset: leave it out.",
+    "train_text_encoder": "Text encoders stay frozen: leave it out.",
+    "instance_data_dir": "--data_path is the data set.",
+    "instance_prompt": _CAPTIONS,
+    "dataset_config_name": "--data_path FOLDER_OR_FILE is the data set; data sets are not downloaded.",
+    "image_column": "The column of images is found by its usual names (image, path, file_name, ...): leave it out.",
+    "variant": "Weights are read from files without a variant in their name; --precision is the precision of training.",
+    "revision": "`hf download` fetches any revision into a folder; --model.path takes the folder.",
+    "cache_dir": "The variable HF_HOME is the cache of models.",
+    "push_to_hub": _UPLOADS,
+    "hub_model_id": _UPLOADS,
+    "hub_token": "The variable HF_TOKEN, or `hf auth login`, opens private and gated models.",
 }
 """Answers to names of other programs that are not settings here: a name can be spelled like an unrelated setting."""
 

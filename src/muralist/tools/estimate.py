@@ -335,6 +335,10 @@ class TrainingEstimate:
 
 def run(settings: EstimateSettings) -> int:
     """Print the estimate, and write the plot if one is requested."""
+    if settings.model_path:
+        from muralist.tools import estimate_pipeline  # imports torch
+
+        return estimate_pipeline.run(settings)
     plot = Path(settings.plot).expanduser() if settings.plot else None
     if plot and plot.suffix not in (".html", ".svg"):
         fix = "Give a name that ends in .html or .svg."
@@ -362,6 +366,8 @@ def _measure(settings: EstimateSettings) -> MeasuredSpeed:
     model, side = settings.model or "JiT-B/4", settings.img_size or 64
     if not find_family(model).has_formulas:
         raise _no_formula(model, model)
+    if isinstance(side, tuple):
+        raise UserError("The probe trains on squares.", fix="Give one number as --img_size.")
     configs.check_image_size(configs.parse_jit_name(model)[1], side)
     from muralist.tools.probe import probe  # imports torch
 

@@ -66,8 +66,13 @@ class Chunk(NamedTuple):
 class PackFormat:
     """Writes the parts of a data set, the training images and the held-out ones, as pixels, labels and captions."""
 
-    def __init__(self, row_bytes: int) -> None:
-        self.row_bytes = row_bytes  # of one image, at least
+    def __init__(self, image_bytes: int) -> None:
+        self.image_bytes = image_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one image, at least."""
+        return self.image_bytes
 
     def matches(self, manifest: Manifest) -> bool:
         """Return whether a finished pack has the same content."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,7 +135,8 @@ def open_data(settings: TrainSettings) -> TrainingData:
 def _refuse_labels_among_captions(parts: dict[str, Source]) -> None:
     """Refuse a data set with labels and no captions beside one with captions: its images would have empty prompts."""
     captioned = {
-        path: _some_caption(part, np.arange(min(len(part), _CAPTIONS_CHECKED))) for path, part in parts.items()
+        path: any(caption.strip() for caption in _captions(part, np.arange(min(len(part), _CAPTIONS_CHECKED))))
+        for path, part in parts.items()
     }
     labeled = [path for path, part in parts.items() if part.label_names and not captioned[path]]
     if any(captioned.values()) and labeled:
@@ -167,21 +170,27 @@ def describe_source(source: Source, settings: TrainSettings) -> str:
 
 def has_captions(data: TrainingData) -> bool:
     """Whether any of some evenly chosen training images has a caption; reading all may take hours."""
+    return bool(some_captions(data, 1))
+
+
+def some_captions(data: TrainingData, count: int = 8) -> list[str]:
+    """Return up to `count` different captions of some evenly chosen training images."""
     size = data.split.training_size
     chosen = data.split.training_index(np.unique(np.linspace(0, size - 1, _CAPTIONS_CHECKED).astype(np.int64)))
-    if data.latents:
-        return any(caption.strip() for caption in data.latents.read_latents(chosen)[2])
-    return _some_caption(data.source, chosen)
+    found = iter(data.latents.read_latents(chosen)[2]) if data.latents else _captions(data.source, chosen)
+    captions: dict[str, None] = {}
+    for caption in found:
+        if caption.strip():
+            captions[caption] = None
+        if len(captions) == count:
+            break
+    return list(captions)
 
 
-def _some_caption(source: Source, indices: np.ndarray) -> bool:
+def _captions(source: Source, indices: np.ndarray) -> Iterator[str]:
     for index in indices:
-        try:
-            if source.read(int(index)).caption.strip():
-                return True
-        except UserError:
-            continue  # a broken image is reported when training reads it
-    return False
+        with suppress(UserError):  # a broken image is reported when training reads it
+            yield source.read(int(index)).caption
 
 
 def _open_own_held_out(settings: TrainSettings) -> Source | None:
@@ -254,6 +263,4 @@ def _check_latents(source: LatentSource, settings: TrainSettings) -> None:
         raise UserError(
             f"--cache device is for images, and {source.folder} holds latents.", fix="Leave --cache device out."
         )
-    from muralist.models.hunyuan_dit import check_encoder_fingerprints
-
-    check_encoder_fingerprints(source, folder, settings.data.random_flip)
+    family.check_latents(source, folder, settings.data.random_flip)

@@ -23,6 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from muralist.core.rng import SampleKeys
+from muralist.models.blocks import compile_block
 from muralist.models.spec import Encoded, ModelSpec
 from muralist.train import checkpoint
 from muralist.train.distributed import World, full_tensor
@@ -30,6 +31,9 @@ from muralist.train.optim import MOMENTS, load_optimizer, optimizer_tensors
 
 if TYPE_CHECKING:
     from muralist.train.step import EMA, TrainState
+
+
+_BLOCK_SHAPES = 8  # of a U-Net, whose stages differ in channels and size
 
 
 class LossWrapper(nn.Module):
@@ -82,14 +86,24 @@ class DataParallel:
 
     def wrap(self, module: LossWrapper, optimizer: Optimizer, compiled: bool, cuda_graphs: bool) -> nn.Module:
         """Prepare the module whose forward is the loss."""
-        if compiled:
+        if compiled and module.spec.compiles_blocks:
+            if module.spec.static_shapes:
+                compile_each_size(_BLOCK_SHAPES)
+            for block in blocks(module.network):  # type: ignore[arg-type]
+                compile_block(block)
+        elif compiled:
             module.compile(mode="reduce-overhead" if cuda_graphs else None)
         self.module = module
         if self.world.size > 1:
             # Not by Accelerate, which takes the local rank for a GPU's index, although processes may share a GPU.
             gpus = [self.world.device] if self.world.device.type == "cuda" else None
             # Gradients live in the buckets that are reduced, without a copy.
-            self.module = ddp = DistributedDataParallel(module, device_ids=gpus, gradient_as_bucket_view=True)
+            self.module = ddp = DistributedDataParallel(
+                module,
+                device_ids=gpus,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=module.spec.has_unused_weights,
+            )
             if module.autocast is torch.bfloat16:
                 # Most gradients come from bf16 GEMMs; half the bytes overlap with the backward pass sooner.
                 ddp.register_comm_hook(None, lambda _, bucket: _all_reduce_bf16(bucket))
@@ -180,7 +194,7 @@ class FullySharded(DataParallel):
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         for module in blocks(network):
             if compiled:
-                module.compile()  # block by block: the all-gathers between them cannot be compiled
+                compile_block(module)  # block by block: the all-gathers between them cannot be compiled
             fully_shard(module, mesh=self.mesh)
         fully_shard(network, mesh=self.mesh)
 
@@ -336,8 +350,9 @@ class DeepSpeedZero(DataParallel):
                     padded = nn.functional.pad(value, (0, size * self.world.size - len(value)))
                     shard = padded[self.world.rank * size :][:size].to(self.world.device)
                     safe_set_local_optimizer_state(parameter, shard, key)
+        steps = torch.stack([tensors[f"{name}.step"] for name in trained]).max()  # 0 for weights without gradients
         for flat in self._flat_weights():
-            state.optimizer.state[flat]["step"].copy_(tensors[f"{next(iter(trained))}.step"])
+            state.optimizer.state[flat]["step"].copy_(steps)
 
     def snapshot(self, state: TrainState) -> Snapshot | None:
         """Assemble everything, one tensor at a time, in the main process's host memory."""

@@ -8,8 +8,18 @@ from typing import TYPE_CHECKING
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes, format_count, format_duration
-from muralist.models.spec import families_with, find_family
-from muralist.settings import ModelSettings, Optimizer, OptimSettings, Strategy, TrainSettings, accelerate_strategy
+from muralist.models.spec import families_with, find_family, frozen_bytes
+from muralist.settings import (
+    TRAIN_FLAT_NAMES,
+    ModelSettings,
+    Optimizer,
+    OptimSettings,
+    Strategy,
+    TrainSettings,
+    accelerate_strategy,
+)
+from muralist.settings.load import FlagTable, flatten
+from muralist.settings.train import PIPELINE_OBJECTIVE
 from muralist.train.schedule import TrainingClock, rates_by_gpus
 
 if TYPE_CHECKING:
@@ -59,12 +69,28 @@ def check_settings(settings: TrainSettings) -> None:
             "Leave one of them out.",
         )
     check_strategy(settings, settings.distributed.strategy)
+    _check_objective(settings)
     _check_samples(settings)
 
 
+def _check_objective(settings: TrainSettings) -> None:
+    """Refuse settings of the objective that have no effect on the model."""
+    family, defaults = find_family(settings.model.name), type(settings.objective)()
+    for name in type(settings.objective).model_fields:
+        given = getattr(settings.objective, name)
+        if given != getattr(defaults, name) and name not in family.objective_settings:
+            kind = "pipelines of diffusers" if name in PIPELINE_OBJECTIVE else "JiT"
+            raise UserError(f"--{name} {given} has no effect on {family.name}: it is for {kind}.", fix="Leave it out.")
+
+
 def _check_samples(settings: TrainSettings) -> None:
-    samples, model = settings.samples, settings.model
-    if not find_family(model.name).uses_captions and not model.enable_condition:
+    samples, model, family = settings.samples, settings.model, find_family(settings.model.name)
+    if family.solvers and samples.solver not in ("auto", *family.solvers):
+        raise UserError(
+            f"--sample_solver {samples.solver} does not sample from {model.name}.",
+            fix=f"Use {' or '.join(family.solvers)}, or leave it out.",
+        )
+    if not family.uses_captions and not model.enable_condition:
         words = f"{model.name} is unconditional without --enable_condition: it is trained without classes."
         if samples.prompts not in ([], ["unconditional"]):
             raise UserError(
@@ -89,6 +115,7 @@ def check_model_settings(model: ModelSettings) -> None:
                 f"--{name} {value:g} has no effect without --training_parts lora.",
                 fix=f"Give both, or leave --{name} out.",
             )
+    _check_frozen_weights(model)
     if model.training_parts == "lora":
         if not family.supports_lora:
             supported = f"LoRA supports {families_with('supports_lora')}."
@@ -99,6 +126,24 @@ def check_model_settings(model: ModelSettings) -> None:
 
         require_peft()
     family.check(model)
+
+
+def _check_frozen_weights(model: ModelSettings) -> None:
+    if model.training_parts != "lora" and (model.swap_blocks or model.base_precision != "auto"):
+        flag = f"--swap_blocks {model.swap_blocks}" if model.swap_blocks else f"--base_precision {model.base_precision}"
+        raise UserError(
+            f"{flag} is for LoRA: only frozen weights can be smaller, or in host memory.",
+            fix=f"Give --training_parts lora, or leave {flag} out.",
+        )
+    if model.swap_blocks and not find_family(model.name).supports_swap:
+        raise UserError(
+            f"{model.name} does not support --swap_blocks.", fix="Leave it out, or give --model diffusers --model.path."
+        )
+    if model.base_precision == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            "--base_precision nf4 needs bitsandbytes, which is not installed.",
+            fix="Install it with `pip install 'muralist[optimizers]'`, or use --base_precision fp8.",
+        )
 
 
 def check_optimizer(optim: OptimSettings, strategy: Strategy) -> None:
@@ -133,6 +178,7 @@ def check_optimizer(optim: OptimSettings, strategy: Strategy) -> None:
 def check_strategy(settings: TrainSettings, strategy: Strategy, device: torch.device | None = None) -> None:
     """Refuse what a strategy or, once it is known, the device does not support; `auto` is known only in a process."""
     check_optimizer(settings.optim, strategy)
+    _check_frozen_strategy(settings, strategy)
     zero = strategy in ("zero2", "zero3")
     if settings.optim.non_finite == "skip" and zero:
         raise UserError(
@@ -150,7 +196,7 @@ def check_strategy(settings: TrainSettings, strategy: Strategy, device: torch.de
         raise UserError(
             f"{settings.model.name} cannot be trained with --precision fp8.",
             f"FP8 training supports {families_with('supports_fp8')}.",
-            "Use --use_amp, which is bf16.",
+            "Use --precision bf16.",
         )
     if fp8 and zero:
         raise UserError(
@@ -167,13 +213,25 @@ def check_strategy(settings: TrainSettings, strategy: Strategy, device: torch.de
         raise UserError(
             "--precision fp8 needs a GPU with FP8 matmuls: compute capability 8.9 or later (Ada, Hopper, Blackwell).",
             kernels.why_no_fp8(device),
-            "Use --use_amp, which is bf16, or leave both out.",
+            "Use --precision bf16, or leave it out.",
         )
     if strategy not in ("auto", "ddp") and str(autocast_dtype(settings, device)) == "torch.float16":
         raise UserError(
             f"--use_amp with --strategy {strategy} needs GPUs that support bf16.",
             "These GPUs do not, and loss scaling for fp16 is implemented for ddp only.",
             "Use --strategy ddp, or leave --use_amp out.",
+        )
+
+
+def _check_frozen_strategy(settings: TrainSettings, strategy: Strategy) -> None:
+    model = settings.model
+    swapped = f"--swap_blocks {model.swap_blocks}" if model.swap_blocks else ""
+    stored = f"--base_precision {model.base_precision}" if model.base_precision in ("fp8", "nf4") else ""
+    if strategy not in ("auto", "ddp") and (flag := swapped or stored):
+        raise UserError(
+            f"{flag} is not supported with --strategy {strategy}.",
+            "Sharded weights are in the precision of training, and on the GPU.",
+            f"Use --strategy ddp, or leave {flag} out.",
         )
 
 
@@ -208,16 +266,23 @@ def check_length(clock: TrainingClock) -> None:
         )
 
 
-def state_bytes(strategy: Strategy, trained: float, frozen: float, ranks: int, optimizer: Optimizer = "adamw") -> float:
+def state_bytes(
+    strategy: Strategy,
+    trained: float,
+    frozen: float,
+    ranks: int,
+    optimizer: Optimizer = "adamw",
+    bytes_per_frozen: float = 4.0,
+) -> float:
     """Bytes per process: float32 weights and, of trained ones, gradients, optimizer state (two moments) and two EMAs.
 
     ZeRO keeps another copy of the weights. Stage 2 shards everything but weights and EMAs.
     """
     if strategy == "zero2":
-        return 12 * trained + 4 * frozen + 16 * trained / ranks
+        return 12 * trained + bytes_per_frozen * frozen + 16 * trained / ranks
     if strategy == "zero3":
-        return (28 * trained + 4 * frozen) / ranks
-    full = (16.0 + _OPTIMIZER_BYTES[optimizer]) * trained + 4.0 * frozen
+        return (28 * trained + bytes_per_frozen * frozen) / ranks
+    full = (16.0 + _OPTIMIZER_BYTES[optimizer]) * trained + bytes_per_frozen * frozen
     return full / ranks if strategy == "fsdp2" else full
 
 
@@ -252,9 +317,31 @@ def estimate_memory(settings: TrainSettings, ranks: int, compiled: bool) -> Memo
     strategy: Strategy = settings.distributed.strategy
     strategy = "ddp" if ranks == 1 else accelerate_strategy() if strategy == "auto" else strategy
     lora = model.training_parts == "lora"
-    state = state_bytes(strategy, 0 if lora else count, count if lora else 0, ranks, settings.optim.optimizer)
+    trained, frozen = (0, count) if lora else (count, 0)
+    state = state_bytes(strategy, trained, frozen, ranks, settings.optim.optimizer, frozen_bytes(settings))
     per_image = family.activation_bytes(model, settings.mixed, compiled)
     return MemoryEstimate(0 if lora else count, state, per_image)
+
+
+def settings_without_effect(settings: TrainSettings) -> list[str]:
+    """Name the settings that were changed and have no effect beside the others, with the reason."""
+    model, optim, family = settings.model, settings.optim, find_family(settings.model.name)
+    no_captions = f"{model.name} is trained without captions"
+    rules = {
+        "the learning rate is constant": ("optim.min_lr",) if optim.lr_schedule == "constant" else (),
+        "there is no --lr_rule": ("optim.lr_base_batch",) if optim.lr_rule == "none" and optim.blr is None else (),
+        f"{model.name} is built from its name": () if family.pipeline_class else ("model.path",),
+        no_captions: () if family.uses_captions else ("data.caption", "model.uncond_p", "model.uncond_p_t5"),
+        "there is no --enable_condition": ("objective.label_drop_prob", "samples.interval")
+        if not family.uses_captions and not model.enable_condition
+        else (),
+    }
+    flags = FlagTable(TrainSettings, TRAIN_FLAT_NAMES).flags
+    values, defaults = flatten(settings), flatten(TrainSettings())
+    found = {
+        why: [f"--{flags[path]}" for path in paths if values[path] != defaults[path]] for why, paths in rules.items()
+    }
+    return [f"{', '.join(names)} ({why})" for why, names in found.items() if names]
 
 
 def run_summary(
@@ -262,8 +349,9 @@ def run_summary(
 ) -> list[str]:
     """Lines for a person to check: `gpu_bytes` of a GPU-resident dataset, or 0, and the least `seconds` of the run."""
     optim, plan, rate = settings.optim, state.plan, state.rate
-    trained, frozen = state.num_trained, state.num_unsaved
-    memory = state_bytes(state.world.strategy, trained, frozen, state.world.size, optim.optimizer)
+    trained, frozen = state.num_trained, state.num_frozen
+    each = state.frozen_bytes / max(1, frozen)
+    memory = state_bytes(state.world.strategy, trained, frozen, state.world.size, optim.optimizer, each)
     on_disk = (BYTES_ON_DISK - _OPTIMIZER_BYTES["adamw"] + _OPTIMIZER_BYTES[optim.optimizer]) * trained
     stop = min(clock.last_step, settings.max_steps or clock.last_step)
     precision = "fp32" if state.autocast is None else f"mixed precision ({str(state.autocast).removeprefix('torch.')})"
@@ -290,6 +378,7 @@ def run_summary(
     ]
     if warning := find_family(settings.model.name).warning(settings.model):
         lines.insert(1, f"warning    {warning}")
+    lines += [f"warning    without effect: {unused}" for unused in settings_without_effect(settings)]
     rule = "linear" if optim.blr is not None else optim.lr_rule
     if rule != "none":
         lines.append(f"rule       {rule} with the total batch: {rates_by_gpus(rate, rule, plan)} GPUs")

@@ -16,7 +16,7 @@ import math
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,11 @@ def samples_of_rank(prompts: Sequence[str], settings: SampleSettings, rank: int,
     return list(range(rank, count, ranks))
 
 
-def read_prompts(given: Sequence[str], spec: ModelSpec) -> list[str]:
-    """Prompts from the settings: the lines of a text file, the texts themselves, or the model's defaults."""
+def read_prompts(given: Sequence[str], spec: ModelSpec, captions: Callable[[], list[str]] = list) -> list[str]:
+    """Prompts from the settings: the lines of a text file, the texts themselves, or the model's defaults.
+
+    A model without defaults takes `captions` of its training data.
+    """
     prompts = [prompt.strip() for prompt in given]
     if len(prompts) == 1 and len(prompts[0].encode()) < _MAX_FILE_NAME:
         file = Path(prompts[0])
@@ -65,7 +68,7 @@ def read_prompts(given: Sequence[str], spec: ModelSpec) -> list[str]:
             prompts = _read_lines(file)
         elif file.suffix == ".txt" and " " not in prompts[0]:
             check_exists(file, "file of --sample_prompts", "Give a text file with one prompt per line, or the prompts.")
-    prompts = prompts or spec.default_prompts()
+    prompts = prompts or spec.default_prompts() or captions() or [""]
     spec.check_prompts(prompts)
     return prompts
 

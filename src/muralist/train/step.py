@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from muralist.core.errors import UserError
 from muralist.core.rng import SampleKeys
 from muralist.data.loader import AllBroken, Batch, BrokenImage, held_out_batches
+from muralist.models.frozen_weights import count_frozen
 from muralist.models.spec import ModelSpec
 from muralist.models.weights import WeightSet
 from muralist.settings import TrainSettings
@@ -99,10 +100,11 @@ class TrainState:
         self.max_grad_norm, self.skip_non_finite = optim.max_grad_norm, optim.non_finite == "skip"
         self.micro_batch = plan.batch_size if micro_batch == "auto" else micro_batch
         self.cuda_graphs = cuda_graphs and plan.accumulation_steps == 1 and self.micro_batch >= plan.batch_size
+        self.cuda_graphs &= not spec.compiles_blocks
         self.images = 0
         # Counted before weights are sharded: ZeRO-3 leaves empty parameters behind.
         self.num_trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
-        self.num_unsaved = sum(p.numel() for name, p in network.named_parameters() if not spec.is_saved(name))
+        self.num_frozen, self.frozen_bytes = count_frozen(network, spec.is_saved)
 
         strategy.to_device(network, compiled)
         self.optimizer_name, self.optimizer = optim.optimizer, build_optimizer(network, optim)
@@ -212,7 +214,8 @@ class TrainState:
             if self.micro_batch == 1:
                 raise UserError(
                     "CUDA out of memory with a single image.",
-                    fix="Use a smaller model or image size, --use_amp, --cache none, or a GPU without other programs.",
+                    fix="Use --gradient_checkpointing, --use_amp, --cache none, a smaller model or image size, or a GPU "
+                    "without other programs; with LoRA, also --base_precision fp8 or --swap_blocks N.",
                 )
             batch_size = self.plan.batch_size
             self.micro_batch = next(size for size in range(self.micro_batch // 2, 0, -1) if batch_size % size == 0)

@@ -30,7 +30,7 @@ from muralist.models.spec import build_spec, find_family
 from muralist.settings import TrainSettings
 from muralist.train import resume, samples
 from muralist.train.checkpoint import CheckpointWriter, read_saved_weights, remove_leftovers
-from muralist.train.dataset import NO_CAPTIONS, TrainingData, has_captions, open_data, with_buckets
+from muralist.train.dataset import NO_CAPTIONS, TrainingData, has_captions, open_data, some_captions, with_buckets
 from muralist.train.distributed import World, is_lost_peer
 from muralist.train.loggers import ProgressLogger, open_loggers, start_log
 from muralist.train.metrics import Forecast, MetricsRecorder, StepProfiler, matmul_rate
@@ -72,7 +72,7 @@ class Trainer:
             data = with_buckets(data, settings, world, run.shapes)
         watchdog.report("loading the model")
         self.data, self.spec = data, build_spec(settings, data.source.label_names, data.latents)
-        self.prompts = samples.read_prompts(settings.samples.prompts, self.spec)
+        self.prompts = samples.read_prompts(settings.samples.prompts, self.spec, lambda: some_captions(data))
 
         self.checkpoint = resume.find_checkpoint(run, settings.checkpoint, self.spec.describe(), data.facts)
         manifest = self.checkpoint.manifest if self.checkpoint else {}
@@ -248,6 +248,11 @@ class Trainer:
         settings, spec, device = self.settings, self.spec, self.world.device
         autocast = autocast_dtype(settings, device)
         spec.to_device(device, autocast or torch.float32)
+        if self.data.buckets:
+            spec.prepare_sizes(self.data.buckets.sizes)
+        chosen = samples.samples_of_rank(self.prompts, settings.samples, self.world.rank, self.world.size)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):  # as samples are made
+            spec.prepare_prompts([self.prompts[i % len(self.prompts)] for i in chosen], settings.samples)
         network = spec.network()
         if self.checkpoint:
             weights = read_saved_weights(self.checkpoint.path, "model", network, spec)
@@ -255,7 +260,9 @@ class Trainer:
         elif initial := resume.find_initial_weights(settings):
             spec.init_from(network, *initial)
             log.info("starting from the weights of %s", initial[1])
-        compiled = device.type == "cuda" and can_compile() if settings.compile == "auto" else settings.compile
+        compiled = settings.compile
+        if compiled == "auto":
+            compiled = device.type == "cuda" and can_compile() and spec.compiles_by_default
         self.compile_cache = compile_cache.use_compile_cache() if compiled else None
         if compiled and self.data.buckets:
             compile_each_size(len(self.data.buckets.sizes))
@@ -279,6 +286,12 @@ class Trainer:
             log.info(line)
         if world.is_main and find_family(self.settings.model.name).uses_captions and not has_captions(self.data):
             log.warning(NO_CAPTIONS)
+        if self.checkpoint and self.steps.start == 0:
+            log.warning(
+                "%d images seen are fewer than a batch of %d: this run keeps weights and optimizer, and starts at step 0, "
+                "where the EMAs are set to the weights.",
+                self.images_before, self.plan.total,
+            )  # fmt: skip
 
     def _changed_batch(self) -> str:
         """What another total batch means for a fork, for the run summary."""

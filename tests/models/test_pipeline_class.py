@@ -11,9 +11,9 @@ import diffusers
 import pytest
 
 from muralist.core.errors import UserError
-from muralist.generate.diffusers_source import find_class
 from muralist.generate.model_info import inspect_model
-from muralist.generate.pipeline_class import check_pipeline_class
+from muralist.models.diffusers_source import find_class
+from muralist.models.pipeline_class import check_pipeline_class
 from muralist.settings import GenerateSettings
 from tests.support.generating import generate_arguments, write_table
 from tests.support.runs import finish, fork

@@ -1,15 +1,19 @@
-"""Which diffusers pipeline classes a table can run, and which image inputs they take."""
+"""A pipeline's folder and class: whether it can be loaded, whether a table of prompts can run it, its image inputs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError
 from muralist.data.image_inputs import STRENGTH, ImageInputs
-from muralist.generate.diffusers_source import ClassSource
+from muralist.models.diffusers_source import ClassSource, diffusers_folder, find_class
+from muralist.models.integrity import check_integrity, read_json
 
+INDEX_FILE = "model_index.json"
+_LIBRARIES = ("diffusers", "transformers")
 _IMAGE_INPUT = re.compile(
     r"(?!num_|.*(embed|attention|latent))(.*_)?(images?|mask)(_.*)?"
 )  # arguments that hold images
@@ -74,22 +78,65 @@ def text_class(name: str) -> str:
     return re.sub("Img2Img|Inpaint|ControlNet|InstructPix2Pix", "", name)
 
 
-def check_pipeline_class(name: str, source: ClassSource | None) -> None:
+def read_index(folder: Path, flag: str = "--model_path") -> tuple[str, tuple[str, ...]]:
+    """Return the class of the pipeline in a folder and the names of its components; refuse what cannot be loaded.
+
+    `flag` named the folder.
+    """
+    index = read_json(folder / INDEX_FILE)
+    name = index.get("_class_name")
+    if not isinstance(name, str):
+        raise UserError(f"{folder / INDEX_FILE} is damaged: it names no pipeline.", fix="Copy the model again.")
+    origins = {part: origin for part, origin in index.items() if isinstance(origin, list)}
+    components = {part: str(origin[-1]) for part, origin in origins.items() if origin[:1] not in ([], [None])}
+    for part in components:
+        _check_library(folder, part, index[part][0])
+    source = find_class(name, "pipelines")
+    check_pipeline_class(name, source, flag)
+    if "scheduler" not in components:
+        raise UserError(
+            f"{name} is several pipelines in one.",
+            "Pipelines with one scheduler are supported.",
+            f"Give another {flag}.",
+        )
+    missing = [part for part in components if not (folder / part).is_dir()]
+    if missing:
+        raise UserError(
+            f"The pipeline in {folder} is incomplete: {' and '.join(missing)} missing.",
+            f"{INDEX_FILE} names {', '.join(components)}.",
+            "Copy the model again.",
+        )
+    check_integrity(folder, components, chat_template=source is not None and source.needs_chat_template)
+    return name, tuple(components)
+
+
+def _check_library(folder: Path, part: str, library: Any) -> None:
+    """Refuse components of other libraries: to load one, diffusers imports whatever module is named there."""
+    own = isinstance(library, str) and library.isidentifier() and (diffusers_folder() / "pipelines" / library).is_dir()
+    if (library not in _LIBRARIES and not own) or Path(part).name != part:
+        raise UserError(
+            f"The pipeline in {folder} was not loaded, because its component {part!r:.60} asks to run {library!r:.60}.",
+            f"Components may come from {' and '.join(_LIBRARIES)}; anything else could run foreign code.",
+            "Give a model without code of its own.",
+        )
+
+
+def check_pipeline_class(name: str, source: ClassSource | None, flag: str = "--model_path") -> None:
     """Refuse a class that no table can run, by its name and the parameters of its `__call__`, if these are known."""
     found = source.parameters("__call__") if source else {}
     parameters = {each: parameter.required for each, parameter in found.items()}
     if parameters:
-        _check_parameters(name, parameters)
+        _check_parameters(name, parameters, flag)
     needed = [each for each, required in parameters.items() if required and _IMAGE_INPUT.fullmatch(each)]
     if name not in PIPELINES and (needed or _NEEDS_IMAGES.search(name)):
         raise UserError(
             f"{name} needs image inputs that generate does not support.",
             "docs/generating.md lists the pipelines that it supports.",
-            "Give another --model_path.",
+            f"Give another {flag}.",
         )
 
 
-def _check_parameters(name: str, parameters: dict[str, bool]) -> None:
+def _check_parameters(name: str, parameters: dict[str, bool], flag: str) -> None:
     images = [each for each in parameters if _IMAGE_INPUT.fullmatch(each)]
     needed = [each for each, required in parameters.items() if required and each not in ("prompt", *images)]
     first = next(iter(parameters), "")
@@ -102,4 +149,4 @@ def _check_parameters(name: str, parameters: dict[str, bool]) -> None:
         makes_audio = any("audio" in each for each in parameters)
         why = "It generates audio." if makes_audio else "It takes neither an image nor a height and width."
     if why:
-        raise UserError(f"{name} does not generate images from a table of prompts.", why, "Give another --model_path.")
+        raise UserError(f"{name} does not generate images from a table of prompts.", why, f"Give another {flag}.")

@@ -1,0 +1,587 @@
+"""Any text-to-image or text-to-video pipeline in diffusers layout, trained on images: one spec for all classes.
+
+The pipeline itself says how its network is called (pipeline_probe.py), and its scheduler says what the network predicts
+and at which noise levels. Text is encoded one caption at a time, so that embeddings do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from accelerate import init_empty_weights
+from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.utils import logging as transformers_logging
+
+from muralist.core.errors import UserError, first_line
+from muralist.core.formatting import loading_progress
+from muralist.core.rng import Purpose, SampleKeys
+from muralist.core.run_dir import atomic_folder
+from muralist.data.loader import Batch, select_posterior, to_unit_range
+from muralist.data.packed import LatentBatch, LatentSource
+from muralist.data.source import LruCache
+from muralist.diffusion import noise_levels
+from muralist.diffusion.noise_levels import NoiseLevels
+from muralist.models import frozen_weights
+from muralist.models.blocks import block_classes, checkpoint_blocks
+from muralist.models.frozen_encoders import PipelineEncoders, PromptEmbeddings, check_stored, stored_texts
+from muralist.models.integrity import check_base, fingerprint, read_json
+from muralist.models.lora import Lora, is_adapter, set_dropout_keys
+from muralist.models.lora_files import LORA_FILE, PEFT_FOLDER, read_lora, write_beside
+from muralist.models.native_settings import ModelFiles, native_settings
+from muralist.models.pipeline_class import read_index
+from muralist.models.pipeline_probe import CALL_SETTINGS, CallEnded, NetworkCall, PipelineProbe
+from muralist.models.spec import DIFFUSERS, NETWORKS, ModelSpec
+from muralist.models.weights import read_description
+from muralist.settings import ModelSettings, SampleSettings, TrainSettings
+from muralist.settings.train import BasePrecision
+
+_FLAG = "--model.path"
+_CACHED_CAPTIONS, _CACHED_BYTES = 4096, 1 << 30  # on the device
+_NEGATIVE = " "  # of pipelines that guide by `true_cfg_scale`, as their authors call them
+
+for library in (diffusers_logging, transformers_logging):
+    library.set_verbosity_error()  # long captions are cut as the pipeline does: a line for each tells nothing
+    library.disable_progress_bar()
+
+
+class DiffusersInputs(tuple[Any, ...]):
+    """Latents [B, ...], and the text arguments of the network: rows [B, ...], or lists with an entry per image."""
+
+    def __new__(cls, *values: Any) -> DiffusersInputs:
+        """Take any number of values, which the trainer slices one by one, or one list of them, as DeepSpeed rebuilds it."""
+        return super().__new__(cls, values[0] if len(values) == 1 and isinstance(values[0], list) else values)
+
+
+class DiffusersSpec(ModelSpec):
+    """The network of a diffusers pipeline: how it is trained, sampled and exported."""
+
+    compiles_blocks = True  # one block at a time: a graph of all blocks takes minutes to compile
+    has_unused_weights = True  # Qwen-Image's last block computes text that nothing reads
+
+    def __init__(
+        self,
+        folder: Path,
+        size: tuple[int, int],
+        *,
+        network_name: str,
+        levels: NoiseLevels,
+        uncond_p: float = 0.0,
+        random_flip: bool = False,
+        gradient_checkpointing: bool = False,
+        lora: Lora | None = None,
+        base_precision: BasePrecision = "fp32",
+        swapped_blocks: int = 0,
+        seed: int = 0,
+        latents: LatentSource | None = None,
+    ) -> None:
+        """Load the frozen components on the CPU; the network itself stays on the meta device."""
+        self.label_names: list[str] = []
+        # A compiled FLUX.1-dev with LoRA ended in an illegal memory access (torch 2.11, H200); full training is compiled.
+        self.compiles_by_default = lora is None
+        self.folder, self.size, self.network_name, self.levels = folder, size, network_name, levels
+        self.uncond_p, self.random_flip, self.seed = uncond_p, random_flip, seed
+        self.gradient_checkpointing, self.latents = gradient_checkpointing, latents
+        self.base_precision, self.swapped_blocks = base_precision, swapped_blocks
+        self.class_name, self.components = read_index(folder, _FLAG)
+        self.network_class: Any = getattr(diffusers, read_json(folder / network_name / "config.json")["_class_name"])
+        self.network_config = self.network_class.load_config(folder, subfolder=network_name)
+        self.device = torch.device("cpu")
+        with torch.device("meta"):
+            self._stand_in: Any = self.network_class.from_config(self.network_config).eval()
+        self.lora = lora and lora.for_network(self._stand_in)
+        self.pipe = self._load_pipeline()
+        self.probe = PipelineProbe(self.pipe, self._stand_in, levels.probe_times)
+        encoders = [
+            part
+            for name, part in self.pipe.components.items()
+            if isinstance(part, nn.Module) and name not in (*NETWORKS, "vae")
+        ]
+        self.prompts = PromptEmbeddings(self.pipe, encoders, self._run_on)
+        self._calls: dict[tuple[int, int], NetworkCall] = {}
+        self._call: NetworkCall | None = None  # of the batch that was encoded last
+        self._call_size = size
+        self._text_cache: LruCache[list[Any]] | None = None
+        self._vae_batch = 2  # 1: the VAE encodes one image at a time
+
+    @classmethod
+    def from_settings(
+        cls, settings: TrainSettings, label_names: list[str], latents: LatentSource | None = None
+    ) -> DiffusersSpec:
+        """Build the spec of a training run."""
+        model, folder = settings.model, DIFFUSERS.folder(settings)
+        assert folder is not None, "checked before"
+        if latents is not None:
+            DIFFUSERS.check_latents(latents, folder, settings.data.random_flip)
+        network_name = DIFFUSERS.network_name(model)
+        config = read_json(folder / "scheduler" / "scheduler_config.json")
+        scheduler = getattr(diffusers, config["_class_name"]).from_config(config)
+        levels = noise_levels.from_scheduler(
+            config,
+            getattr(scheduler, "alphas_cumprod", None),
+            settings.objective.timestep_sampling,
+            settings.objective.min_snr_gamma,
+            DIFFUSERS.noise_range(folder, network_name),
+        )
+        lora = None
+        if model.training_parts == "lora":
+            lora = Lora(model.lora_rank, tuple(model.lora_targets), model.lora_alpha, model.lora_dropout)
+        return cls(
+            folder,
+            model.size,
+            network_name=network_name,
+            levels=levels,
+            uncond_p=DIFFUSERS.caption_dropout(model),
+            random_flip=settings.data.random_flip,
+            gradient_checkpointing=model.gradient_checkpointing,
+            lora=lora,
+            base_precision=DIFFUSERS.base_precision(settings) if lora else "fp32",
+            swapped_blocks=model.swap_blocks,
+            seed=settings.seed,
+            latents=latents,
+        )
+
+    def _load_pipeline(self) -> Any:
+        """Load the pipeline with a stand-in for its network, on which no weights are spent."""
+        try:
+            with loading_progress(f"the encoders of {self.folder}", self.folder), self._without_weights():
+                pipe: Any = DiffusionPipeline.from_pretrained(
+                    self.folder, local_files_only=True, trust_remote_code=False
+                )
+        except Exception as error:  # whatever a class needs to be built
+            raise UserError(
+                f"The {self.class_name} in {self.folder} cannot be loaded: {first_line(error)}.",
+                "A package that it needs is not installed, or its files do not fit each other.",
+                f"Try `{self.class_name}.from_pretrained` of diffusers alone, or give another {_FLAG}.",
+            ) from error
+        for part in pipe.components.values():
+            if isinstance(part, nn.Module):
+                part.eval().requires_grad_(False)
+        pipe.set_progress_bar_config(disable=True)
+        # The stand-in is on the meta device, which the pipeline would take for its own.
+        place = property(lambda _: self.device)
+        pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"_execution_device": place, "device": place})
+        return pipe
+
+    @contextmanager
+    def _without_weights(self) -> Iterator[None]:
+        """Let diffusers take the stand-in instead of loading the network; it ignores components that are optional."""
+        load, stand_in, name = self.network_class.from_pretrained, self._stand_in, self.network_name
+
+        def from_pretrained(path: Any, *args: Any, **kwargs: Any) -> Any:
+            return stand_in if Path(path).name == name else load(path, *args, **kwargs)
+
+        self.network_class.from_pretrained = from_pretrained
+        try:
+            yield
+        finally:
+            del self.network_class.from_pretrained
+
+    def _run_on(self, device: torch.device) -> None:
+        self.device = device
+
+    @classmethod
+    def load_encoders(
+        cls, folder: Path, size: tuple[int, int], device: torch.device, dtype: torch.dtype
+    ) -> PipelineEncoders:
+        """Load the frozen components for images of this height and width."""
+        spec = cls.from_settings(TrainSettings(model=ModelSettings(path=str(folder), img_size=size)), [])
+        spec.to_device(device, dtype)
+        return PipelineEncoders(spec.probe, spec._prepare_size(size), size, spec.vae_posterior)
+
+    def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move the frozen components, and find out how the network is called at the run's image size.
+
+        With encoded data, only the VAE's decoder stays there.
+        """
+        self.device = self.prompts.device = device
+        self.prompts.move_encoders(device, dtype)
+        nn.Module.to(self.pipe.vae, device)  # in float32: the probe sends indices through its normalization
+        self.levels = self.levels.to(device)
+        call = self._prepare_size(self.size)
+        self.static_shapes = not call.has_lists  # texts of varying length have many shapes
+        overflows = dtype is torch.float16 and self.pipe.vae.config.get("force_upcast")
+        nn.Module.to(self.pipe.vae, torch.float32 if overflows else dtype)
+        if self.latents is None:
+            self._check_encoder(call.latents.vae_shape)
+        else:
+            check_stored(self.latents, call)
+            self._text_examples = self.probe.text_arguments(call, "", self.size)
+            self.prompts.move_encoders(torch.device("cpu"))
+            self.pipe.vae.encoder = nn.Identity()
+
+    def prepare_prompts(self, prompts: Sequence[str], settings: SampleSettings) -> None:
+        """With encoded data, encode the prompts of samples now: the network needs the memory of the text encoders."""
+        if self.latents is None:
+            return
+        self.prompts.move_encoders(self.device)
+        for prompt in dict.fromkeys(prompts):
+            with suppress(CallEnded):
+                self._call_pipeline(_end_call, [prompt], [0], settings)
+        self.prompts.move_encoders(torch.device("cpu"))
+
+    def prepare_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """Find out how the network is called at each size; a size that the pipeline does not make is refused."""
+        base = self._prepare_size(self.size).latents.vae_shape
+        fix = "Give --img_size and --reso_step in multiples of what it needs, or leave --multireso out."
+        with self.prompts.remembered():
+            for size in sizes:
+                try:
+                    found = self._prepare_size(size).latents.vae_shape
+                except UserError as error:
+                    raise UserError(error.what, error.why, fix) from None
+                if any(found[i] * self.size[i] != base[i] * size[i] for i in (-2, -1)):
+                    what = f"{self.class_name} makes images of another size than {size[0]} x {size[1]} pixels."
+                    raise UserError(what, "It rounds the size that it is given.", fix)
+
+    def _check_encoder(self, expected: tuple[int, ...]) -> None:
+        """Refuse a VAE that encodes an image to something else than what the pipeline decodes."""
+        why = ""
+        for self._vae_batch in (2, 1):  # that of HunyuanVideo 1.5 takes one image at a time
+            try:
+                images = torch.zeros(self._vae_batch, 3, *self.size, device=self.device)
+                found = tuple(self.vae_posterior(images, len(expected))[0].shape[1:])
+            except Exception as error:  # and Allegro's whole clips only
+                why = first_line(error)
+                continue
+            if found == expected:
+                return
+            why = f"latents of {found} instead of {expected}"
+        raise UserError(
+            f"{self.class_name} cannot be trained on single images of {self.size[0]} x {self.size[1]} pixels: its VAE does "
+            f"not encode one to what the pipeline decodes ({why}).",
+            fix=f"Give another --img_size or another {_FLAG}.",
+        )
+
+    def _prepare_size(self, size: tuple[int, int]) -> NetworkCall:
+        if size not in self._calls:
+            vae, dtype = self.pipe.vae, self.pipe.vae.dtype
+            nn.Module.to(vae, torch.float32)
+            call = self.probe.network_call(size).to(self.device)
+            nn.Module.to(vae, dtype)
+            self._calls[size] = call
+        return self._calls[size]
+
+    def network(self) -> nn.Module:
+        """Load the network, in float32 unless frozen weights are stored otherwise; fresh LoRA does not change its output."""
+        folder = self.folder / self.network_name
+        with loading_progress(f"{self.network_name} of {self.folder}", folder):
+            if self._has_frozen_layers:
+                network = self._empty_network()
+                frozen_weights.load(network, frozen_weights.stored_tensors(folder), self.device)
+                frozen_weights.swap_blocks(network, block_classes(network), self.swapped_blocks)
+            else:
+                network = self.network_class.from_pretrained(folder, local_files_only=True).float()
+        network = self._prepare(network.train())
+        if self.lora:
+            self.lora.init_weights(network, self.seed)
+        return network
+
+    def meta_model(self) -> nn.Module:
+        """Build the network on the meta device, with its constant buffers on the CPU."""
+        return self._prepare(self._empty_network())
+
+    @property
+    def _has_frozen_layers(self) -> bool:
+        return self.base_precision != "fp32" or self.swapped_blocks > 0
+
+    def _empty_network(self) -> Any:
+        with init_empty_weights(include_buffers=False):
+            network = self.network_class.from_config(self.network_config)
+        if self._has_frozen_layers:
+            frozen_weights.prepare(network, block_classes(network), self.base_precision)
+        return network
+
+    def _prepare(self, network: Any) -> nn.Module:
+        network._no_split_modules = block_classes(network)
+        if self.lora:
+            self.lora.insert(network)
+        if self.gradient_checkpointing:
+            # Of transformers, diffusers 0.42 recomputes Chroma's blocks without their attention mask.
+            if self.network_name == "unet" and network._supports_gradient_checkpointing:
+                network.enable_gradient_checkpointing(lambda f, *args: checkpoint(f, *args, use_reentrant=False))
+            else:
+                checkpoint_blocks(network)
+        return network
+
+    def encode(self, batch: Batch, keys: SampleKeys) -> DiffusersInputs:
+        """Encode images and captions, unless they are encoded; captions are dropped to the empty one."""
+        flips, stored = keys if self.random_flip else None, batch.encoded
+        self._call_size = (batch.images_u8.shape[1], batch.images_u8.shape[2]) if stored is None else self.size
+        self._call = call = self._prepare_size(self._call_size)
+        if stored is None:
+            mean, std = self.vae_posterior(to_unit_range(batch.images_u8, flips), len(call.latents.vae_shape))
+            texts, empty = [self._text(caption) for caption in batch.captions], self._text("")
+        else:
+            mean, std = select_posterior(stored.latents, flips)
+            texts, empty = stored_texts(call, stored.text, self._text_examples), self._stored_empty
+        z = mean if std is None else mean + std * keys.normal(Purpose.LATENT, tuple(mean.shape[1:]))
+        drop = keys.uniform(Purpose.CAPTION_DROP) < self.uncond_p
+        return DiffusersInputs(call.latents.normalize(z), *self._collate(texts, empty, drop))
+
+    @cached_property
+    def _stored_empty(self) -> list[Any]:
+        assert self.latents is not None
+        text = LatentBatch(torch.empty(0), self.latents.read_empty_caption()).map(lambda value: value.to(self.device))
+        return stored_texts(self._prepare_size(self.size), text.text, self._text_examples)[0]
+
+    @torch.no_grad()
+    def vae_posterior(self, images: Tensor, dimensions: int) -> tuple[Tensor, Tensor | None]:
+        """Mean and standard deviation of the VAE's latents, of `dimensions` each; None for a deterministic VAE."""
+        vae = self.pipe.vae
+        images = images.unsqueeze(2) if dimensions == 4 else images
+        parts = images.to(vae.dtype).split(1 if self._vae_batch == 1 else len(images))
+        encoded = [vae.encode(part) for part in parts]
+        if not hasattr(encoded[0], "latent_dist"):
+            return torch.cat([each.latent for each in encoded]).float(), None
+        mean, std = (torch.cat([getattr(each.latent_dist, name) for each in encoded]) for name in ("mean", "std"))
+        return mean.float(), std.float()
+
+    def _text(self, caption: str) -> list[Any]:
+        assert self._call is not None, "encode() comes first"
+        call, size = self._call, self._call_size
+        if self._text_cache is None:
+            values = self.probe.text_arguments(call, caption, size)
+            held = sum(tensor.nbytes for tensor in tree_leaves(values) if isinstance(tensor, Tensor))
+            self._text_cache = LruCache(max(2, min(_CACHED_CAPTIONS, _CACHED_BYTES // max(1, held))))
+        return self._text_cache.get((caption, size), lambda _: self.probe.text_arguments(call, caption, size))
+
+    def _collate(self, texts: list[list[Any]], empty: list[Any], drop: Tensor) -> list[Any]:
+        """Batch the text arguments of single captions; those of dropped captions are the empty caption's."""
+        assert self._call is not None
+        columns: list[Any] = []
+        dropped = drop.tolist() if self._call.has_lists and self.uncond_p else None
+        for index, argument in enumerate(self._call.text):
+            values = [text[index] for text in texts]
+            if self._call.ragged or argument.is_list:
+                values = [empty[index] if dropped and dropped[row] else value for row, value in enumerate(values)]
+                columns.append([value[0] for value in values] if argument.is_list else values)
+            else:
+                rows = torch.cat(values)
+                mask = drop.view(-1, *[1] * (rows.ndim - 1))
+                columns.append(torch.where(mask, empty[index], rows) if self.uncond_p else rows)
+        return columns
+
+    def loss(self, network: nn.Module, encoded: Any, keys: SampleKeys) -> Tensor:
+        """Compute the mean squared error of what the network predicts, weighted by noise level, for each sample."""
+        assert self._call is not None, "encode() comes first"
+        x, *texts = encoded
+        level = self.levels.sample(keys, self._call.mu)
+        e = keys.normal(Purpose.NOISE, tuple(x.shape[1:]))
+        if self.lora and self.lora.dropout:
+            set_dropout_keys(network, keys)
+        output = self._call.predict(network, level.add_noise(x, e), level.timestep, texts)
+        error = (output.float() - level.target(x, e)).square().flatten(1).mean(dim=1)
+        return error if level.weight is None else error * level.weight
+
+    def default_prompts(self) -> list[str]:
+        """Return none: captions of the training data are used."""
+        return []
+
+    @torch.no_grad()
+    def sample(
+        self, network: nn.Module, prompts: Sequence[str], seeds: Sequence[int], settings: SampleSettings
+    ) -> Tensor:
+        """Call the pipeline with its own scheduler, steps and guidance, unless the settings say otherwise."""
+        try:
+            for other in self._other_networks:
+                nn.Module.to(other, self.device)
+            # Prompts of different lengths would be padded to the longest, which changes some images.
+            alone = self._prepare_size(self.size).ragged or self._vae_batch == 1
+            count = 1 if alone else len(prompts)
+            groups = [slice(start, start + count) for start in range(0, len(prompts), count)]
+            images = torch.cat([self._call_pipeline(network.forward, prompts[g], seeds[g], settings) for g in groups])
+        finally:
+            for other in self._other_networks:
+                nn.Module.to(other, "cpu")
+        images = images[:, 0] if images.ndim == 5 else images  # the only frame of a clip
+        return images.float() * 2.0 - 1.0
+
+    def _call_pipeline(
+        self, forward: Any, prompts: Sequence[str], seeds: Sequence[int], settings: SampleSettings
+    ) -> Tensor:
+        native = native_settings(self._files)
+        parameters = inspect.signature(type(self.pipe).__call__).parameters
+        steps = native.settings.get("num_inference_steps", 50) if settings.steps == "auto" else settings.steps
+        guidance = native.settings.get("guidance_scale", 1.0) if settings.guidance == "auto" else settings.guidance
+        given = {
+            "prompt": list(prompts),
+            "height": self.size[0],
+            "width": self.size[1],
+            "num_inference_steps": steps,
+            "guidance_scale": guidance,
+            **CALL_SETTINGS,
+            "generator": [torch.Generator().manual_seed(seed) for seed in seeds],
+        }
+        if "true_cfg_scale" in parameters and self._files.network.get("guidance_embeds") is not True:
+            given |= {"true_cfg_scale": guidance, "negative_prompt": [_NEGATIVE] * len(prompts)}
+            given.pop("guidance_scale")
+        self._stand_in.forward = forward
+        try:
+            with self.prompts.remembered():
+                images: Tensor = self.pipe(**{name: value for name, value in given.items() if name in parameters})[0]
+        finally:
+            del self._stand_in.forward
+        return images
+
+    @property
+    def _other_networks(self) -> list[nn.Module]:
+        """Networks of the pipeline that are not trained."""
+        parts = [getattr(self.pipe, name, None) for name in NETWORKS if name != self.network_name]
+        return [part for part in parts if isinstance(part, nn.Module)]
+
+    @cached_property
+    def _files(self) -> ModelFiles:
+        return ModelFiles.read(self.folder, self.class_name, self.components)
+
+    @torch.no_grad()
+    def init_from(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
+        """Load the weights of a run that trains the same parameters."""
+        own = {name: value.shape for name, value in network.state_dict().items() if self.is_saved(name)}
+        weights = read_lora(weights, list(own), self.network_class.__name__) or weights
+        if own != {name: value.shape for name, value in weights.items()}:
+            raise UserError(
+                f"The weights of {origin} do not fit the {self.network_name} of {self.folder}.",
+                "They have other names or shapes: of another model, or LoRA weights for a full network or the reverse.",
+                "Give LoRA of the same network, --lora_rank and --lora_targets."
+                if self.lora
+                else f"Give weights of the same network; `muralist export {origin} FOLDER` merges LoRA weights.",
+            )
+        if self.lora:
+            adapter = read_description(Path(origin)).get("lora")
+            weights = self.lora.rescaled(weights, Lora.from_description(adapter).scale if adapter else 1.0)
+        network.load_state_dict(weights, strict=False)
+
+    def is_saved(self, name: str) -> bool:
+        """Save everything; with LoRA, only the adapter: the rest is in the model's folder."""
+        return self.lora is None or is_adapter(name)
+
+    def flops_per_image(self) -> int:
+        """Forward FLOPs and twice as many backward (LoRA: as many); VAE and text encoders are not counted."""
+        return (2 if self.lora else 3) * self._forward_flops
+
+    @cached_property
+    def _forward_flops(self) -> int:
+        call = self._prepare_size(self.size).to(torch.device("meta"))
+        empty = self._stored_empty if self.latents else self.probe.text_arguments(call, "", self.size)
+        texts: list[Any] = [
+            [_to_meta(value)] if call.ragged else [_to_meta(value[0])] if argument.is_list else _to_meta(value)
+            for argument, value in zip(call.text, empty, strict=True)
+        ]
+        latents = torch.zeros(1, *call.latents.shape, device="meta")
+        try:
+            with FlopCounterMode(display=False) as counter:
+                call.predict(self._stand_in, latents, torch.zeros(1, device="meta"), texts)
+            return int(counter.get_total_flops())
+        except Exception:  # a network that reads values on the way cannot run on the meta device
+            count = sum(parameter.numel() for parameter in self._stand_in.parameters())
+            return 2 * count * self.tokens_per_image()
+
+    def tokens_per_image(self) -> int:
+        """Patches of latents per image."""
+        return self._tokens(self._prepare_size(self.size))
+
+    def _tokens(self, call: NetworkCall) -> int:
+        shape = call.latents.shape
+        if len(shape) == 2:
+            return shape[0]
+        patch = self.network_config.get("patch_size", 1)
+        patch = patch[-1] if isinstance(patch, list | tuple) else patch
+        return math.prod(shape[-2:]) // (patch if isinstance(patch, int) else 1) ** 2
+
+    def summary(self) -> str:
+        """Pipeline, folder, image size, objective, LoRA."""
+        lora = ""
+        if self.lora:
+            lora = f", {self.lora.summary()}"
+            lora += f", frozen weights in {self.base_precision}" if self.base_precision != "fp32" else ""
+            lora += f", {self.swapped_blocks} blocks in host memory" if self.swapped_blocks else ""
+        size = f"{self.size[0]} x {self.size[1]} px"
+        encoded = "" if self.latents is None else ", encoded ahead of training"
+        what = f"{self.network_name} of {self.class_name} in {self.folder} at {size}"
+        return f"{what}, {self.levels.summary()}{lora}{encoded}"
+
+    def describe(self) -> dict[str, Any]:
+        """Name the folder, and everything that shapes the training."""
+        lora = None
+        if self.lora:
+            base = fingerprint(self.folder / self.network_name)
+            lora = {"rank": self.lora.rank, "targets": list(self.lora.targets), "base": base}
+            lora |= {"alpha": self.lora.alpha} if self.lora.alpha is not None else {}
+            lora |= {"dropout": self.lora.dropout} if self.lora.dropout else {}
+        encoders = [part for part in self.components if part not in (self.network_name, "scheduler")]
+        return {
+            "family": DIFFUSERS.key,
+            "model": self.class_name,
+            "img_size": self.size[0] if self.size[0] == self.size[1] else list(self.size),
+            "label_names": [],
+            "folder": str(self.folder),
+            "network": self.network_name,
+            "frozen_parts": " ".join(fingerprint(self.folder / name) for name in encoders),
+            "objective": self.levels.describe(),
+            "uncond_p": self.uncond_p,
+            "lora": lora,
+        }
+
+    @staticmethod
+    def trained_components(
+        weights: Mapping[str, Tensor], description: Mapping[str, Any], dtype: torch.dtype
+    ) -> dict[str, nn.Module]:
+        """Load the components that replace those of the base pipeline in `muralist generate`."""
+        network = _trained_network(weights, description)
+        nn.Module.to(network, dtype)  # diffusers' own `to` logs a warning
+        return {description["network"]: network}
+
+    @staticmethod
+    def export(weights: Mapping[str, Tensor], description: Mapping[str, Any], folder: Path) -> str:
+        """Write the trained network with the other components of the pipeline that it was trained from.
+
+        LoRA is merged into the network, and also written alone as the pipeline loads it.
+        """
+        base, lora, name = Path(description["folder"]), description.get("lora"), description["network"]
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder.absolute()} exists.", fix="Name a folder that does not exist yet.")
+        check_base(base, description)
+        class_name = read_index(base, "the run")[0]
+        with atomic_folder(folder) as temporary:
+            shutil.copytree(
+                base, temporary, ignore=shutil.ignore_patterns(name, LORA_FILE, PEFT_FOLDER, ".*"), dirs_exist_ok=True
+            )
+            _trained_network(weights, description).save_pretrained(temporary / name)
+            alone = f"; the LoRA alone, {write_beside(weights, description, temporary)}" if lora else ""
+        return f"for {class_name}.from_pretrained{alone}"
+
+
+def _trained_network(weights: Mapping[str, Tensor], description: Mapping[str, Any]) -> Any:
+    """Build the network with trained weights in float32; LoRA is merged."""
+    base, name, lora = Path(description["folder"]), description["network"], description.get("lora")
+    network_class: Any = getattr(diffusers, read_json(base / name / "config.json")["_class_name"])
+    if lora:
+        network = network_class.from_pretrained(base, subfolder=name, local_files_only=True).float()
+        return Lora.from_description(lora).merge(network, weights)
+    network = network_class.from_config(network_class.load_config(base, subfolder=name))
+    network.load_state_dict(weights)
+    return network
+
+
+def _end_call(*inputs: Any, **named: Any) -> None:
+    raise CallEnded
+
+
+def _to_meta(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return (value.float() if value.is_floating_point() else value).to("meta")  # as the weights, without autocast
