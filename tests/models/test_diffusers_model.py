@@ -163,7 +163,7 @@ def test_every_trained_weight_has_a_gradient(case: Case) -> None:
 
 def test_lora_starts_without_effect_and_trains_all_its_weights(case: Case) -> None:
     spec = case.spec
-    spec.lora = Lora(2, DEFAULT_TARGETS)
+    spec.lora = Lora(2, DEFAULT_TARGETS).for_network(case.network)
     try:
         network = spec.network()
         fresh = losses(spec, network, 0, 1, 2, 3)
