@@ -373,7 +373,7 @@ class Trainer:
         stack.callback(self.profiler.close)
 
     def _how_to_continue(self) -> str:
-        if self.state.rate.cosine and self.settings.optim.lr_decay_steps is None and not self.decays_with_epochs:
+        if self.state.rate.decay_steps and self.settings.optim.lr_decay_steps is None and not self.decays_with_epochs:
             return f"Its learning rate has ended: continue in a new run, --resume {self.run.root} --run_name NEW."
         return "Raise --epochs or --max_steps to continue."
 
