@@ -192,8 +192,8 @@ class TrainState:
         forward = self.module if self.strategy.is_sharded else self.loss.forward
         return forward(encoded, seed, batch.sample_indices)
 
-    def warm_up(self, batch: Batch) -> None:
-        """Run one backward pass and discard its gradients.
+    def warm_up(self, batch: Batch, held_out: bool = True) -> None:
+        """Run one backward pass and discard its gradients; without images `held_out`, their loss is not compiled.
 
         It finds a micro-batch that fits into memory, and makes DDP build its final buckets, whose order of sums would
         otherwise differ between a fresh start and a resumed one.
@@ -205,7 +205,7 @@ class TrainState:
             try:
                 # Without all-reduce: a rank that runs out of memory must not leave the others waiting in it.
                 self._backward(batches, sync=False)
-                if self.cuda_graphs:  # whose memory pool is not shared: the held-out loss must fit beside it
+                if self.cuda_graphs and held_out:  # the graph shares no memory: this must fit beside it
                     self.losses(batch.to(self.world.device), self.seed)
                 fits = 1
             except torch.cuda.OutOfMemoryError:

@@ -335,7 +335,7 @@ class Trainer:
         if cache := self.compile_cache:
             cached = f"seconds if {cache.folder} has the code, else about a minute"
             log.info("Compiling the training step: %s.", cached if cache.is_warm else "about a minute, once")
-        self.state.warm_up(self._warm_up_batch())
+        self.state.warm_up(self._warm_up_batch(), held_out=self.data.held_out is not None)
         if self.compile_cache and (report := self.compile_cache.summary()):
             log.info("%s", report)
 
