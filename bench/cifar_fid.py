@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -47,9 +48,11 @@ class CommandRunner:
 
     folder: Path
 
-    def start(self, name: str, *words: object, threads: int | None = None) -> subprocess.Popen[bytes]:
-        """Start a muralist command."""
-        environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    def start(
+        self, name: str, *words: object, threads: int | None = None, variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a muralist command, with further environment variables."""
+        environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {}) | dict(variables or {})
         with (self.folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "muralist", *map(str, words)], stdout=log, stderr=log, env=environment

@@ -46,7 +46,7 @@ def measure(name: str, size: int, folder: Path) -> dict[str, Any]:
     network = family.network()
     strategy.to_device(network, compiled=False)
     optimizer = build_optimizer(network, OptimSettings())
-    emas = [EMA(strategy.trained_weights(network), 1.0) for _ in range(2)]
+    emas = [EMA(dict(network.named_parameters()), 1.0) for _ in range(2)]
     result: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in network.parameters())}
     state: Any = SimpleNamespace(spec=family, network=network, optimizer=optimizer, emas=emas)
     drawing = strategy.inference_network(state)

@@ -52,7 +52,7 @@ class Run:
             if self.fused is None:
                 self.optimizer.step()
                 for ema in self.emas:
-                    ema.update(dict(self.network.named_parameters()), images, TOTAL)
+                    ema.update(list(self.network.parameters()), images, TOTAL)
                 continue
             if self.kernel is None:
                 optimizer_tensors(self.network, self.optimizer)

@@ -391,7 +391,7 @@ def test_empty_files_and_sections(yaml_file: Any) -> None:
         (["--use_amp", "maybe"], ["'maybe'"]),
         (["-x"], ["'-x'"]),
         (["--"], ["--"]),
-        (["--lr_schedule", "cosin"], ["--lr_schedule", "'cosin'", "constant or cosine"]),
+        (["--lr_schedule", "cosin"], ["--lr_schedule", "'cosin'", "constant, cosine or wsd"]),
         (["--prediction", "y"], ["--prediction", "x, v or eps"]),
         (["--learning_rate", "inf"], ["--learning_rate", "'inf'"]),
         (["--p_mean", "nan"], ["--p_mean", "'nan'", "a number"]),
@@ -558,11 +558,12 @@ def test_identity_is_what_shapes_the_result(path: str) -> None:
     assert (run_name(changed(path), None) == run_name(settings(), None)) == (path in APART - {"run_name"})
 
 
-def test_the_length_shapes_a_cosine() -> None:
-    assert identity(changed("epochs", "--lr_schedule", "cosine")) != identity(settings("--lr_schedule", "cosine"))
-    assert identity(changed("max_steps", "--lr_schedule", "cosine")) != identity(settings("--lr_schedule", "cosine"))
-    fixed = ["--lr_schedule", "cosine", "--lr_decay_steps", "500"]  # then the length only says when to stop
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_the_length_shapes_a_schedule_that_ends(schedule: str) -> None:
+    chosen = ["--lr_schedule", schedule]
+    fixed = [*chosen, "--lr_decay_steps", "500"]  # then the length only says when to stop
     for length in ("epochs", "max_steps"):
+        assert identity(changed(length, *chosen)) != identity(settings(*chosen))
         assert identity(changed(length, *fixed)) == identity(settings(*fixed))
 
 

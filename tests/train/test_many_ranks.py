@@ -18,20 +18,23 @@ from tests.conftest import REPOSITORY
 from tests.support.runs import TINY, finish, losses, metrics, only_run, start
 
 STEPS, DECAY, WARM_UP = 50, 170, 10
+WSD = ("--lr_schedule", "wsd", "--lr_decay_steps", STEPS, "--lr_decay_fraction", "0.4")
 
 
-def expected_rate(step: int) -> float:
-    """Warm-up and half cosine, counted in optimizer steps: a scheduler that is stepped once per rank runs ahead of this."""
+def expected_rate(step: int, wsd: bool) -> float:
+    """The schedule counted in optimizer steps: a scheduler that is stepped once per rank runs ahead of this."""
     if step < WARM_UP:
         return 1e-3 * (step + 1) / (WARM_UP + 1)
+    if wsd:
+        return 1e-3 * min(1.0, (STEPS - step) / (0.4 * STEPS))
     return 1e-3 * 0.5 * (1 + math.cos(math.pi * (step - WARM_UP) / (DECAY - WARM_UP)))
 
 
-def run(ranks: int, data: Path, results: Path, steps: int = STEPS) -> Path:
+def run(ranks: int, data: Path, results: Path, steps: int = STEPS, schedule: tuple[object, ...] = ()) -> Path:
     launcher = ["python"] if ranks == 1 else ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
     words = ["train.py", *TINY, "--data_path", data, "--enable_condition", "--results_dir", results, "--batch_size", "8",
              "--global_batch_size", "8", "--max_steps", steps, "--samples_per_gpu", "0",
-             "--lr_schedule", "cosine", "--lr_decay_steps", DECAY, "--warmup_steps", WARM_UP]  # fmt: skip
+             *(schedule or ("--lr_schedule", "cosine", "--lr_decay_steps", DECAY)), "--warmup_steps", WARM_UP]  # fmt: skip
     finish(start(*launcher, *words))
     return only_run(results)
 
@@ -42,15 +45,17 @@ def alone(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, ()), (4, ()), (2, WSD), (4, WSD)])
 def test_the_curve_does_not_depend_on_the_number_of_ranks(
-    alone: Path, photo_folder: Path, tmp_path: Path, ranks: int
+    alone: Path, photo_folder: Path, tmp_path: Path, ranks: int, schedule: tuple[object, ...]
 ) -> None:
-    together = run(ranks, photo_folder, tmp_path)
+    together = run(ranks, photo_folder, tmp_path / "together", schedule=schedule)
+    if schedule:
+        alone = run(1, photo_folder, tmp_path / "alone", schedule=schedule)
     assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
     for step, (mine, theirs) in enumerate(zip(metrics(together), metrics(alone), strict=True)):
         assert mine["train/learning_rate"] == theirs["train/learning_rate"]
-        assert mine["train/learning_rate"] == pytest.approx(expected_rate(step), rel=1e-12)
+        assert mine["train/learning_rate"] == pytest.approx(expected_rate(step, wsd=bool(schedule)), rel=1e-12)
         assert mine["epoch"] == theirs["epoch"]
     assert metrics(together)[-1]["val/loss"] == pytest.approx(metrics(alone)[-1]["val/loss"], rel=1e-5)
 

@@ -116,6 +116,20 @@ def test_groups_are_written_in_order(now: list[float]) -> None:
     assert memory.steps == list(range(1, 20))
 
 
+def test_short_steps_are_written_while_the_gpu_has_others_in_its_queue(now: list[float]) -> None:
+    recorder, memory = build(4, every=1000)
+    found = []
+    for step in range(1, 101):
+        now[0] += 0.03
+        take(recorder, step)
+        found.append(len(memory.lines))
+    assert found == [0] * 37 + [34] * 34 + [68] * 29  # a second after the last, and four steps
+    for step in range(101, 104):
+        now[0] += 2
+        take(recorder, step)
+    assert memory.steps == list(range(1, 104))
+
+
 def test_non_finite_loss_ends_the_run_before_anything_is_saved(now: list[float]) -> None:
     recorder, memory = build(4)
     with pytest.raises(UserError, match="The loss became nan at step 9"):

@@ -16,7 +16,7 @@ from muralist.settings.load import load, run_name
 from muralist.train import checkpoint
 from muralist.train.loggers import start_log
 from muralist.train.resume import find_initial_weights
-from tests.support.runs import TINY, assert_same_state, last_checkpoint, metrics, only_run, train
+from tests.support.runs import TINY, assert_same_state, last_checkpoint, losses, metrics, only_run, train
 
 
 def write_run(results: Path, name: str, value: float, steps: tuple[int, ...] = (1,), **model: object) -> list[Path]:
@@ -174,6 +174,28 @@ def test_cosine_ends_where_training_ends(
     assert rates == pytest.approx([1e-5 + 9.9e-4 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(4)])
     train(*common[:-4], "--run_name", "constant", "--lr_decay_steps", "8", expect=1)
     assert "--lr_decay_steps 8 has no effect under a constant learning rate" in capsys.readouterr().err
+
+
+def test_wsd_resumes_to_the_bit_and_decays_a_constant_run(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [*cosine(photo_folder, tmp_path)[:-2], "--lr_decay_fraction", "0.5", "--min_lr", "1e-4"]
+    decayed = [*common, "--lr_schedule", "wsd", "--lr_decay_steps", "8"]
+    train(*decayed, "--run_name", "through", "--max_steps", "8")
+    assert "then wsd (decay from step 4) to 0.0001 at step 8; 0.000325 in the last step" in capsys.readouterr().out
+    for stop in (3, 6, 8):
+        train(*decayed, "--run_name", "resumed", "--max_steps", stop)
+    rates = [line["train/learning_rate"] for line in metrics(tmp_path / "through")]
+    assert rates == pytest.approx([1e-3] * 5 + [7.75e-4, 5.5e-4, 3.25e-4])
+    assert losses(tmp_path / "resumed") == losses(tmp_path / "through")
+    assert_same_state(last_checkpoint(tmp_path / "resumed"), last_checkpoint(tmp_path / "through"))
+    train(*common, "--run_name", "constant", "--max_steps", "4")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "without effect: --lr_decay_fraction (--lr_schedule is not wsd)" in said
+    train(*decayed, "--run_name", "fork", "--resume", tmp_path / "constant", "--max_steps", "8")
+    assert_same_state(last_checkpoint(tmp_path / "fork"), last_checkpoint(tmp_path / "through"))
+    train(*decayed, "--lr_decay_fraction", "0.25", "--run_name", "resumed", "--max_steps", "9", expect=1)
+    assert "lr_decay_fraction: 0.5 there, 0.25 here" in capsys.readouterr().err
 
 
 def test_cosine_of_version_0_1_goes_on_to_the_end_of_its_epochs(

@@ -124,8 +124,8 @@ def test_rules_and_base_rates() -> None:
     assert rate(4, learning_rate=1e-3).reason == "as given, no scaling"
 
 
-@given(batches, st.integers(0, 50), st.sampled_from(["constant", "cosine"]), st.integers(1, 100))
-def test_warm_up_rises_and_cosine_falls(batch: int, warmup: int, schedule: str, epochs: int) -> None:
+@given(batches, st.integers(0, 50), st.sampled_from(["constant", "cosine", "wsd"]), st.integers(1, 100))
+def test_warm_up_rises_and_the_schedule_falls(batch: int, warmup: int, schedule: str, epochs: int) -> None:
     clock = TrainingClock(3000, batch, epochs)
     assume(clock.last_step > warmup + 2)
     optim = OptimSettings(learning_rate=1e-3, min_lr=1e-5, warmup_steps=warmup, lr_schedule=schedule)  # type: ignore[arg-type]
@@ -142,16 +142,33 @@ def test_warm_up_rises_and_cosine_falls(batch: int, warmup: int, schedule: str, 
             assert set(rest) == {1e-3}
         else:
             assert all(before >= after for before, after in itertools.pairwise(rest))
-    if schedule == "cosine":
+    if schedule != "constant":
         assert curve.at(clock.last_step * batch) == pytest.approx(1e-5)
+        assert curve.at(10 * clock.last_step * batch) == pytest.approx(1e-5)
+    if schedule == "cosine":
         middle = (warmup * batch + clock.last_step * batch) // 2
         assert curve.at(middle) == pytest.approx((1e-3 + 1e-5) / 2, rel=1e-2, abs=1e-5)
-        assert curve.at(10 * clock.last_step * batch) == pytest.approx(1e-5)
 
 
-@given(st.integers(0, 64_000))
-def test_learning_rate_depends_on_images_not_on_the_batch(images: int) -> None:
-    common = {"learning_rate": 1e-3, "lr_schedule": "cosine", "min_lr": 1e-6, "samples": 6400, "epochs": 10}
+def test_wsd_is_constant_until_its_last_part_falls_linearly() -> None:
+    common = {"learning_rate": 1e-3, "min_lr": 1e-4, "lr_schedule": "wsd", "samples": 800, "epochs": 1}  # 100 steps
+    curve = rate(8, warmup_steps=10, lr_decay_fraction=0.4, **common)  # type: ignore[arg-type]
+    rates = [curve.at(8 * step) for step in range(101)]
+    assert all(before < after for before, after in itertools.pairwise(rates[:11]))
+    assert set(rates[10:61]) == {1e-3}
+    assert rates[60:] == pytest.approx(np.linspace(1e-3, 1e-4, 41))
+    late = rate(8, warmup_steps=50, lr_decay_fraction=1.0, **common)  # type: ignore[arg-type]
+    assert [late.at(8 * step) for step in (50, 75, 100)] == pytest.approx([1e-3, 5.5e-4, 1e-4]), (
+        "not before warm-up ends"
+    )
+    elsewhere = rate(8, warmup_steps=10, lr_decay_fraction=0.5, lr_decay_steps=40, **common)  # type: ignore[arg-type]
+    assert [elsewhere.at(8 * step) for step in (20, 30, 40, 99)] == pytest.approx([1e-3, 5.5e-4, 1e-4, 1e-4])
+    assert (curve.decay_steps, elsewhere.decay_steps, rate(8).decay_steps) == (100, 40, None)
+
+
+@given(st.integers(0, 64_000), st.sampled_from(["cosine", "wsd"]))
+def test_learning_rate_depends_on_images_not_on_the_batch(images: int, schedule: str) -> None:
+    common = {"learning_rate": 1e-3, "lr_schedule": schedule, "min_lr": 1e-6, "samples": 6400, "epochs": 10}
     curves = [rate(batch, warmup_steps=3200 // batch, **common) for batch in (8, 32, 64)]  # type: ignore[arg-type]
     values = [curve.at(images) for curve in curves]
     if images >= 3200:
@@ -165,6 +182,8 @@ def test_min_lr_above_the_learning_rate_is_refused() -> None:
         rate(64, min_lr=1e-3, lr_schedule="cosine")
     with pytest.raises(UserError, match=r"above the learning rate of 5e-06"):
         rate(4, learning_rate=3.2e-4, lr_rule="linear", min_lr=1e-5, lr_schedule="cosine")
+    with pytest.raises(UserError, match="The schedule wsd falls from the learning rate to min_lr"):
+        rate(64, min_lr=1e-3, lr_schedule="wsd")
     assert rate(1024, blr=1e-3, min_lr=1e-3, lr_schedule="cosine").minimum == 1e-3  # below 4e-3
     assert rate(64, min_lr=1e-3).peak == 2e-4  # nothing falls to it
 

@@ -68,3 +68,21 @@ def test_gpu_too_small_for_one_image_is_an_error(photo_folder: Path, monkeypatch
     (batch,) = held_out_batches(open_source(str(photo_folder), 16), np.arange(8), np.arange(8), 8)
     with pytest.raises(UserError, match="with a single image"):
         make_state().warm_up(batch)
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_forward_pass_without_gradients_is_compiled_only_for_held_out_images(
+    photo_folder: Path, monkeypatch: pytest.MonkeyPatch, held_out: bool
+) -> None:
+    (batch,) = held_out_batches(open_source(str(photo_folder), 16), np.arange(8), np.arange(8), 8)
+    forward, with_gradients = LossWrapper.forward, list[bool]()
+
+    def recorded(*inputs: object) -> torch.Tensor:
+        with_gradients.append(torch.is_grad_enabled())
+        return forward(*inputs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LossWrapper, "forward", recorded)
+    state = make_state()
+    state.cuda_graphs = True
+    state.warm_up(batch, held_out=held_out)
+    assert with_gradients == [True, False][: 1 + held_out]

@@ -29,6 +29,7 @@ from muralist.settings.train import (
     DistributedSettings,
     FlatNames,
     LogSettings,
+    LrSchedule,
     ModelSettings,
     ObjectiveSettings,
     Optimizer,

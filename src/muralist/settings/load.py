@@ -463,7 +463,7 @@ def identity(settings: TrainSettings) -> dict[str, Any]:
     values, defaults = flatten(settings), flatten(type(settings)())
     shaping = [path for path, field in leaves(type(settings)) if NonIdentity not in field.metadata]
     found = {path: values[path] for path in shaping if values[path] != defaults[path]}
-    if settings.optim.lr_schedule == "cosine" and settings.optim.lr_decay_steps is None:
+    if settings.optim.lr_schedule != "constant" and settings.optim.lr_decay_steps is None:
         found["epochs"] = settings.epochs
         if settings.max_steps is not None:
             found["max_steps"] = settings.max_steps

@@ -13,6 +13,7 @@ from muralist.settings.section import Fraction, FractionBelowOne, LocalPath, Non
 Strategy = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 DistBackend = Literal["auto", "nccl", "gloo"]
 Optimizer = Literal["adamw", "muon", "adamw8bit", "prodigy"]
+LrSchedule = Literal["constant", "cosine", "wsd"]
 Precision = Literal["auto", "fp32", "bf16", "fp16", "fp8"]
 BasePrecision = Literal["auto", "fp32", "bf16", "fp8", "nf4"]
 
@@ -190,13 +191,16 @@ class OptimSettings(Section):
     """Scaling of learning_rate with the total batch: none, linear (x total batch / lr_base_batch) or sqrt."""
     lr_base_batch: PositiveInt = 256
     """The total batch that learning_rate was chosen for."""
-    lr_schedule: Literal["constant", "cosine"] = "constant"
-    """Constant after warm-up, or a half cosine to min_lr at the end of training (epochs or max_steps)."""
+    lr_schedule: LrSchedule = "constant"
+    """After warm-up: constant; cosine: a half cosine to min_lr at the end of training (epochs or max_steps); wsd
+    (warm-up, stable, decay): constant, then linear to min_lr there."""
     lr_decay_steps: PositiveInt | None = None
-    """Optimizer step at which the cosine schedule reaches min_lr; default: the last one, and epochs and max_steps are then
-    part of the run's identity."""
+    """Optimizer step at which cosine and wsd reach min_lr; default: the last one, and epochs and max_steps are then part of
+    the run's identity."""
+    lr_decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Last part of the steps in which wsd decays; it begins after warm-up at the earliest."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
-    """Final learning rate of the cosine schedule."""
+    """Final learning rate of cosine and wsd."""
     warmup_steps: Annotated[int, Field(ge=0)] = 500
     """Optimizer steps of linear warm-up."""
     gradient_accumulation_steps: PositiveInt = 1
@@ -323,8 +327,8 @@ class TrainSettings(Section):
     epochs: Annotated[PositiveInt, NonIdentity] = 100
     """Passes over the data, which is where training ends."""
     max_steps: Annotated[PositiveInt | None, NonIdentity] = None
-    """Stop after this optimizer step, even if epochs are left. A constant learning rate allows to raise it later; the
-    cosine schedule ends there, unless lr_decay_steps is given."""
+    """Stop after this optimizer step, even if epochs are left. A constant learning rate allows to raise it later; cosine and
+    wsd end there, unless lr_decay_steps is given."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the sample order, the noise and the initial weights."""
     use_amp: bool = False
@@ -426,7 +430,7 @@ TRAIN_FLAT_NAMES: FlatNames = {
 
 _PROCESSES = "`muralist launch --nproc N train ...` starts several processes; torchrun, accelerate and srun work too."
 _AUTOMATIC = "It is chosen automatically: leave it out."
-_ONE_CYCLE = "--lr_schedule is constant, or one half cosine to --min_lr: leave it out."
+_ONE_CYCLE = "--lr_schedule is constant, or falls once to --min_lr, as a half cosine or linearly (wsd): leave it out."
 _CAPTIONS = "--caption is the source of the captions: a column, or a template with {column} fields."
 _UPLOADS = "Nothing is uploaded: `muralist export` writes a folder, and `hf upload` publishes one."
 TRAIN_MEANINGS = {

@@ -40,6 +40,7 @@ _PROFILE_WAIT = 3  # steps before the first profiled one, in which memory is all
 _MAX_SKIPPED_IN_A_ROW = 10
 _MAX_SILENCE = 1.0  # seconds between updates of the progress bar, however slow a step is
 _WRITE_DELAY = 4  # steps that a GPU has in its queue while results are written
+_SHORT = 5  # a step is short where the longest silence holds this many times the delay
 
 
 class _Elapsed(NamedTuple):
@@ -213,7 +214,9 @@ class MetricsRecorder:
         if self._readback and (due or step >= self._readback.due):
             self._write()
         if due:
-            self._read(step + (0 if slow else min(self.flush_every, self._write_delay)))
+            # Slow steps are shown at once. Where many steps are short, waiting for the last one would idle the GPU.
+            at_once = slow and len(self._results) < _SHORT * self._write_delay
+            self._read(step + (0 if at_once else min(self.flush_every, self._write_delay)))
             if self._readback and step >= self._readback.due:
                 self._write()
 

@@ -125,9 +125,9 @@ class DataParallel:
         """
         optimizer, scaler = state.optimizer, state.scaler
         scaler.unscale_(optimizer)
-        parameters = [parameter for parameter in state.network.parameters() if parameter.grad is not None]
-        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], foreach=True)
-        norm = full_tensor(norm)
+        parameters = state.trained.values()
+        gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+        norm = full_tensor(get_total_norm(gradients, foreach=True))
         # isfinite waits for the device, so it is asked only where steps may be skipped.
         if state.skip_non_finite and not scaler.is_enabled() and not torch.isfinite(norm):
             optimizer.zero_grad(set_to_none=True)
@@ -142,9 +142,9 @@ class DataParallel:
         optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def trained_weights(self, network: nn.Module) -> dict[str, Tensor]:
+    def trained_weights(self, trained: Mapping[str, nn.Parameter]) -> Mapping[str, Tensor]:
         """The trained weights, or this process's shards of them."""
-        return {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+        return trained
 
     def load_ema(self, ema: EMA, weights: dict[str, Tensor]) -> None:
         """Load full EMA weights."""
@@ -315,9 +315,9 @@ class DeepSpeedZero(DataParallel):
         self.deepspeed.step()
         return torch.as_tensor(self.deepspeed.get_global_grad_norm(), device=self.world.device)
 
-    def trained_weights(self, network: nn.Module) -> dict[str, Tensor]:
+    def trained_weights(self, trained: Mapping[str, nn.Parameter]) -> Mapping[str, Tensor]:
         """The trained weights: full under stage 2; DeepSpeed's flat shards under stage 3."""
-        return {name: self._local(p) for name, p in network.named_parameters() if p.requires_grad}
+        return {name: self._local(p) for name, p in trained.items()}
 
     def _local(self, parameter: Any) -> Tensor:
         if self.stage == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -329,6 +330,7 @@ def settings_without_effect(settings: TrainSettings) -> list[str]:
     no_captions = f"{model.name} is trained without captions"
     rules = {
         "the learning rate is constant": ("optim.min_lr",) if optim.lr_schedule == "constant" else (),
+        "--lr_schedule is not wsd": ("optim.lr_decay_fraction",) if optim.lr_schedule != "wsd" else (),
         "there is no --lr_rule": ("optim.lr_base_batch",) if optim.lr_rule == "none" and optim.blr is None else (),
         f"{model.name} is built from its name": () if family.pipeline_class else ("model.path",),
         no_captions: () if family.uses_captions else ("data.caption", "model.uncond_p", "model.uncond_p_t5"),
@@ -370,6 +372,7 @@ def run_summary(
         f"{clock.last_step:,} steps" + (f", stopping after {stop:,}" if stop < clock.last_step else ""),
         f"optimizer  {optim.optimizer}, {precision}; EMA half-lives {half_lives} images, at most 5% of the images seen",
         f"rate       {rate.peak:.3g} ({rate.reason}), warm-up {optim.warmup_steps} steps, then {optim.lr_schedule}"
+        + (f" (decay from step {math.ceil(rate.decay_start / plan.total):,})" if rate.schedule == "wsd" else "")
         + (f" to {rate.minimum:.3g} at step {rate.decay_steps:,}" if rate.decay_steps else "")
         + f"; {rate.at((stop - 1) * plan.total):.3g} in the last step",
         f"memory     {memory / 1e9:.2f} GB per GPU for weights, gradients, optimizer and EMA "

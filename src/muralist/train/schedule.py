@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from muralist.core.errors import UserError
-from muralist.settings import CheckpointSettings, DataSettings, OptimSettings
+from muralist.settings import CheckpointSettings, DataSettings, LrSchedule, OptimSettings
 
 MAX_EMA_FRACTION = 0.05
 """Longest half-life of the EMA, as a fraction of the images seen so far."""
@@ -98,30 +98,37 @@ def checkpoint_steps(settings: CheckpointSettings, clock: TrainingClock, last_st
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Linear warm-up, then constant or cosine: a function of images seen before the step."""
+    """Linear warm-up, then constant, cosine, or constant with a linear decay: a function of images seen before the step."""
 
     peak: float
     minimum: float
     warmup_images: int
     total_images: int
     step_images: int
-    cosine: bool
+    schedule: LrSchedule
+    decay_fraction: float  # of wsd
     reason: str
 
     @property
     def decay_steps(self) -> int | None:
-        """The step at which the cosine reaches its minimum; None for a constant rate."""
-        return self.total_images // self.step_images if self.cosine else None
+        """The step at which the rate reaches its minimum; None for a constant rate."""
+        return None if self.schedule == "constant" else self.total_images // self.step_images
+
+    @property
+    def decay_start(self) -> float:
+        """Images after which the rate of wsd falls."""
+        return max(self.warmup_images, self.total_images * (1 - self.decay_fraction))
 
     def at(self, images: int) -> float:
         """The learning rate of the step that starts after `images` images."""
         if images < self.warmup_images:
             return self.peak * (images + self.step_images) / (self.warmup_images + self.step_images)
-        if not self.cosine:
+        start = self.decay_start if self.schedule == "wsd" else self.warmup_images
+        if self.schedule == "constant" or (self.schedule == "wsd" and images <= start):
             return self.peak
-        span = max(1, self.total_images - self.warmup_images)
-        progress = min(1.0, (images - self.warmup_images) / span)
-        return self.minimum + (self.peak - self.minimum) * 0.5 * (1 + math.cos(math.pi * progress))
+        progress = min(1.0, (images - start) / max(1, self.total_images - start))
+        left = 1 - progress if self.schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
+        return self.minimum + (self.peak - self.minimum) * left
 
 
 def _factor(rule: str, ratio: float) -> float:
@@ -143,20 +150,20 @@ def learning_rate(optim: OptimSettings, clock: TrainingClock, last_step: int | N
     scaling = f"{base:g} x {factor:g}, {rule} rule, base batch {base_batch}"
     reason = "as given, no scaling" if rule == "none" else scaling
     peak = base * factor
-    cosine = optim.lr_schedule == "cosine"
-    if optim.lr_decay_steps and not cosine:
+    schedule = optim.lr_schedule
+    if optim.lr_decay_steps and schedule == "constant":
         raise UserError(
             f"--lr_decay_steps {optim.lr_decay_steps} has no effect under a constant learning rate.",
-            fix="Add --lr_schedule cosine, or leave --lr_decay_steps out.",
+            fix="Add --lr_schedule cosine or wsd, or leave --lr_decay_steps out.",
         )
-    if cosine and optim.min_lr > peak:
+    if schedule != "constant" and optim.min_lr > peak:
         raise UserError(
             f"--min_lr {optim.min_lr:g} is above the learning rate of {peak:g} ({reason}).",
-            fix="The cosine falls from the learning rate to min_lr: lower --min_lr.",
+            fix=f"The schedule {schedule} falls from the learning rate to min_lr: lower --min_lr.",
         )
     batch = clock.total_batch
-    total = (optim.lr_decay_steps or last_step or clock.last_step) * batch
-    return LearningRate(peak, optim.min_lr, optim.warmup_steps * batch, total, batch, cosine, reason)
+    total, warmup = (optim.lr_decay_steps or last_step or clock.last_step) * batch, optim.warmup_steps * batch
+    return LearningRate(peak, optim.min_lr, warmup, total, batch, schedule, optim.lr_decay_fraction, reason)
 
 
 def ema_half_lives(optim: OptimSettings, total_batch: int) -> tuple[float, float]:

@@ -58,12 +58,12 @@ class EMA:
         self.half_life = half_life
         self.names = list(trained)
         self.values = [value.detach().float().clone() for value in trained.values()]
+        self._local_values = [local(value) for value in self.values]
 
     @torch.no_grad()
-    def update(self, trained: Mapping[str, Tensor], images: int, step_images: int) -> None:
-        """Include the weights after the step that started at `images` images."""
-        weights = [_local(value) for value in trained.values()]
-        torch._foreach_lerp_([_local(value) for value in self.values], weights, self.lerp_weight(images, step_images))
+    def update(self, weights: list[Tensor], images: int, step_images: int) -> None:
+        """Include this process's weights after the step that started at `images` images."""
+        torch._foreach_lerp_(self._local_values, weights, self.lerp_weight(images, step_images))
 
     def lerp_weight(self, images: int, step_images: int) -> float:
         """Weight of the new weights in the step that starts at `images` images: 1 - decay."""
@@ -74,7 +74,8 @@ class EMA:
         return zip(self.names, self.values, strict=True)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a sharded tensor; others are returned as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -111,7 +112,9 @@ class TrainState:
         self.loss = LossWrapper(spec, network, autocast)
         self.module = strategy.wrap(self.loss, self.optimizer, compiled, self.cuda_graphs)
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=autocast is torch.float16)
-        trained = strategy.trained_weights(network)
+        # Listed once: walking through the modules takes longer than all else that the host does for a small model's step.
+        self.trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        trained = strategy.trained_weights(self.trained)
         self.emas = [EMA(trained, half_life) for half_life in ema_half_lives(optim, plan.total)]
 
     def restore(self, checkpoint: Checkpoint, images: int) -> None:
@@ -142,9 +145,9 @@ class TrainState:
             fused_step = partial(self.fused_adamw_ema.step, lerp_weights)
         grad_norm = self.strategy.optimizer_step(self, fused_step)
         if not fused_step:
-            trained = self.strategy.trained_weights(self.network)
+            weights = [local(weight) for weight in self.strategy.trained_weights(self.trained).values()]
             for ema in self.emas:
-                ema.update(trained, self.images, self.plan.total)
+                ema.update(weights, self.images, self.plan.total)
         self.images += self.plan.total
         return StepResult(loss, grad_norm, learning_rate)
 
@@ -158,7 +161,7 @@ class TrainState:
         from muralist.kernels.fused_adamw_ema import FusedAdamWEma
 
         optimizer_tensors(self.network, self.optimizer)  # AdamW itself creates its state only in its first step
-        trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        trained = list(self.trained.values())
         if not FusedAdamWEma.supports(self.optimizer, trained):
             return None
         return FusedAdamWEma(self.optimizer, trained, [ema.values for ema in self.emas])
@@ -189,8 +192,8 @@ class TrainState:
         forward = self.module if self.strategy.is_sharded else self.loss.forward
         return forward(encoded, seed, batch.sample_indices)
 
-    def warm_up(self, batch: Batch) -> None:
-        """Run one backward pass and discard its gradients.
+    def warm_up(self, batch: Batch, held_out: bool = True) -> None:
+        """Run one backward pass and discard its gradients; without images `held_out`, their loss is not compiled.
 
         It finds a micro-batch that fits into memory, and makes DDP build its final buckets, whose order of sums would
         otherwise differ between a fresh start and a resumed one.
@@ -202,7 +205,7 @@ class TrainState:
             try:
                 # Without all-reduce: a rank that runs out of memory must not leave the others waiting in it.
                 self._backward(batches, sync=False)
-                if self.cuda_graphs:  # whose memory pool is not shared: the held-out loss must fit beside it
+                if self.cuda_graphs and held_out:  # the graph shares no memory: this must fit beside it
                     self.losses(batch.to(self.world.device), self.seed)
                 fits = 1
             except torch.cuda.OutOfMemoryError:

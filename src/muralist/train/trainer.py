@@ -335,7 +335,7 @@ class Trainer:
         if cache := self.compile_cache:
             cached = f"seconds if {cache.folder} has the code, else about a minute"
             log.info("Compiling the training step: %s.", cached if cache.is_warm else "about a minute, once")
-        self.state.warm_up(self._warm_up_batch())
+        self.state.warm_up(self._warm_up_batch(), held_out=self.data.held_out is not None)
         if self.compile_cache and (report := self.compile_cache.summary()):
             log.info("%s", report)
 
@@ -373,7 +373,7 @@ class Trainer:
         stack.callback(self.profiler.close)
 
     def _how_to_continue(self) -> str:
-        if self.state.rate.cosine and self.settings.optim.lr_decay_steps is None and not self.decays_with_epochs:
+        if self.state.rate.decay_steps and self.settings.optim.lr_decay_steps is None and not self.decays_with_epochs:
             return f"Its learning rate has ended: continue in a new run, --resume {self.run.root} --run_name NEW."
         return "Raise --epochs or --max_steps to continue."
 
