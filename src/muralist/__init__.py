@@ -1,6 +1,7 @@
 """muralist: train diffusion transformers, generate images from prompt tables, evaluate them.
 
     muralist.train(data_path="photos", img_size=64, ...)     a run, with the settings of `muralist train`
+    muralist.distill(run, steps=2, ...)                      a student that samples in a few steps, as `muralist distill`
     muralist.generate(model, prompts, output_dir, ...)       images in a folder, as `muralist generate`
     muralist.load_pipeline(model)(prompts, seeds=...)        images in memory
     muralist.evaluate(images, reference, output_dir, ...)    FID and other metrics, as `muralist evaluate`
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         LoadedPipeline,
         TrainingResult,
         UserError,
+        distill,
         evaluate,
         generate,
         load_pipeline,
@@ -32,6 +34,7 @@ __all__ = [
     "TrainingResult",
     "UserError",
     "__version__",
+    "distill",
     "evaluate",
     "generate",
     "load_pipeline",

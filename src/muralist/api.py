@@ -30,13 +30,14 @@ if TYPE_CHECKING:
 
     from muralist.data.ledger_reader import ImageFinder
     from muralist.generate.plan import Sample
-    from muralist.settings import GenerateSettings
+    from muralist.settings import GenerateSettings, TrainSettings
 
 __all__ = [
     "GenerationRecord",
     "LoadedPipeline",
     "TrainingResult",
     "UserError",
+    "distill",
     "evaluate",
     "generate",
     "load_pipeline",
@@ -94,27 +95,48 @@ def train(config: StrPath | None = None, **settings: Any) -> TrainingResult:
     KeyboardInterrupt.
     """
     from muralist.settings import TRAIN_FLAT_NAMES, TrainSettings
-    from muralist.settings.load import load_values, run_name
+    from muralist.settings.load import load_values
 
     with _call("train"):
         file = None if config is None else os.fspath(config)
-        checked = load_values(TrainSettings, settings, TRAIN_FLAT_NAMES, file)
-        from torch.random import fork_rng
+        return _train(load_values(TrainSettings, settings, TRAIN_FLAT_NAMES, file), file)
 
-        from muralist.models.weights import latest_checkpoint
-        from muralist.tools.doctor.command import check_training
-        from muralist.train.trainer import train as run_training
 
-        with fork_rng(devices=()):  # data loaders draw from the global generator; results do not depend on it
-            run, stop_signal = run_training(checked, run_name(checked, file), preflight=check_training)
-        if stop_signal:
-            raise KeyboardInterrupt
-        folder = run.root.absolute()
-        checkpoint = latest_checkpoint(folder)
-        if checkpoint == folder:
-            return TrainingResult(folder, None, 0, 0, None)
-        manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
-        return TrainingResult(folder, checkpoint, manifest["step"], manifest["images"], _last_loss(run.metrics))
+def distill(teacher: StrPath, steps: int = 2, **settings: Any) -> TrainingResult:
+    """Train a student of a JiT that samples in 1, 2 or 4 steps, as `muralist distill` does; the same call resumes.
+
+    `teacher` is a run, a checkpoint or an export. `settings` are those of `train`, and `guidance`, `interval`, `weights`
+    and `solver_steps` of the distillation.
+    """
+    from muralist.settings import DISTILL_FLAT_NAMES, DistillSettings
+    from muralist.settings.load import load_values
+
+    with _call("distill"):
+        given = {"distill.teacher": os.fspath(teacher), "distill.steps": steps} | settings
+        checked = load_values(DistillSettings, given, DISTILL_FLAT_NAMES)
+        from muralist.train.distill import student_settings
+
+        return _train(student_settings(checked), None)
+
+
+def _train(settings: TrainSettings, config: str | None) -> TrainingResult:
+    from torch.random import fork_rng
+
+    from muralist.models.weights import latest_checkpoint
+    from muralist.settings.load import run_name
+    from muralist.tools.doctor.command import check_training
+    from muralist.train.trainer import train as run_training
+
+    with fork_rng(devices=()):  # data loaders draw from the global generator; results do not depend on it
+        run, stop_signal = run_training(settings, run_name(settings, config), preflight=check_training)
+    if stop_signal:
+        raise KeyboardInterrupt
+    folder = run.root.absolute()
+    checkpoint = latest_checkpoint(folder)
+    if checkpoint == folder:
+        return TrainingResult(folder, None, 0, 0, None)
+    manifest = json.loads((checkpoint / "manifest.json").read_text(encoding="utf-8"))
+    return TrainingResult(folder, checkpoint, manifest["step"], manifest["images"], _last_loss(run.metrics))
 
 
 def _last_loss(metrics: Path) -> float | None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 USAGE = """muralist: train diffusion transformers, generate images from prompt tables, evaluate them.
 
   muralist train    --data_path ./data/train --img_size 64 --model JiT-B/4 --batch_size 64 --epochs 100
+  muralist distill  RUN --steps 2              train a student of a JiT that samples in 1, 2 or 4 network passes
   muralist hydit    --ckpt-every 500 ...       fine-tune HunyuanDiT, with the flags of its official script
   muralist pack     SRC DST --img_size 64      decode and crop a data set once, ahead of training
   muralist pack     SRC DST --img_size 512 --encode MODEL      store latents and text embeddings of a pipeline
@@ -45,6 +46,7 @@ USAGE = """muralist: train diffusion transformers, generate images from prompt t
 
 `muralist COMMAND --help` lists a command's settings. `--debug` shows tracebacks."""
 _SOURCE_AND_DESTINATION = ("source", "destination")
+_TEACHER = ("distill.teacher",)
 
 
 class Command(NamedTuple):
@@ -98,6 +100,26 @@ def _load_training(arguments: Sequence[str]) -> tuple[TrainSettings, str]:
     from muralist.train.preflight import check_settings
 
     settings = load(TrainSettings, arguments, TRAIN_FLAT_NAMES)
+    check_settings(settings)
+    return settings, run_name(settings, config_path(arguments))
+
+
+def _distill(arguments: Sequence[str]) -> int:
+    settings, name = _load_distillation(arguments)
+    from muralist.tools.doctor.command import check_training
+    from muralist.train.trainer import train
+
+    return train(settings, name, preflight=check_training).exit_status
+
+
+def _load_distillation(arguments: Sequence[str]) -> tuple[TrainSettings, str]:
+    """Return checked settings of a distillation, completed by those of the teacher, and the name of its run."""
+    from muralist.settings import DISTILL_FLAT_NAMES, DistillSettings
+    from muralist.settings.load import config_path, load, run_name
+    from muralist.train.distill import student_settings
+    from muralist.train.preflight import check_settings
+
+    settings = student_settings(load(DistillSettings, arguments, DISTILL_FLAT_NAMES, positional=_TEACHER))
     check_settings(settings)
     return settings, run_name(settings, config_path(arguments))
 
@@ -186,8 +208,9 @@ def _submit(settings: LaunchSettings, arguments: Sequence[str]) -> int:
             "Set --gpus-per-node N, or --nproc N on nodes without GPUs.",
         )
     name = arguments[0]
-    if name == "train":  # settings are checked now rather than after hours in a queue
-        name = _load_training([word for word in arguments[1:] if word != "--debug"])[1]
+    loaders = {"train": _load_training, "distill": _load_distillation}
+    if name in loaders:  # settings are checked now rather than after hours in a queue
+        name = loaders[name]([word for word in arguments[1:] if word != "--debug"])[1]
     print(submit(settings, arguments, name))
     return 0
 
@@ -221,6 +244,7 @@ def _doctor(arguments: Sequence[str]) -> int:
 
 COMMANDS = {
     "train": Command(_train, "TrainSettings"),
+    "distill": Command(_distill, "DistillSettings", _TEACHER),
     "hydit": Command(_hydit, "TrainSettings"),
     "pack": _command("PackSettings", _pack, *_SOURCE_AND_DESTINATION),
     "generate": _command("GenerateSettings", _generate),

@@ -20,7 +20,6 @@ from muralist.cli import main
 from muralist.core import run_dir
 from muralist.core.errors import UserError
 from muralist.diffusion import samplers
-from muralist.generate.jit_pipeline import read_jit_spec
 from muralist.models import jit, jit_spec, weights
 from muralist.models.jit import JiT
 from tests.support.disks import small_disk
@@ -197,7 +196,7 @@ def test_config_with_invalid_sizes_is_refused_before_weights_are_read(classes: s
     written = json.dumps({"_class_name": jit_spec.JIT_CLASS_NAME, **config, "num_classes": "here"})
     (tmp_path / "config.json").write_text(written.replace('"here"', classes))
     with pytest.raises(UserError, match=r"No network has the sizes in .*num_classes is"):
-        read_jit_spec(tmp_path, {}, "ema1")
+        jit_spec.read_jit_spec(tmp_path, {}, "ema1")
 
 
 def test_export_of_weights_that_do_not_fit_is_refused(net, config, tmp_path):

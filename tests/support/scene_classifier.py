@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -22,7 +20,7 @@ def scenes(numbers: range, img_size: int, seed: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.stack(drawn)), torch.tensor([number % 8 for number in numbers])
 
 
-def _network() -> nn.Module:
+def _network() -> nn.Sequential:
     layers: list[nn.Module] = []
     for inputs, outputs in ((3, 16), (16, 32), (32, 64), (64, 128)):
         layers += [nn.Conv2d(inputs, outputs, 3, stride=2, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
@@ -53,8 +51,39 @@ def _prepare(images_NHWC: Tensor) -> Tensor:
     return images_NHWC.permute(0, 3, 1, 2).float() / 127.5 - 1.0
 
 
-def train_classifier(img_size: int, samples: int, steps: int, seed: int) -> Callable[[Tensor], Tensor]:
-    """Train on freshly drawn scenes; the result maps images, uint8 [N, H, W, 3], to their kinds, int64 [N]."""
+class SceneClassifier:
+    """Maps images, uint8 [N, H, W, 3], to their kinds, int64 [N]."""
+
+    def __init__(self, network: nn.Sequential) -> None:
+        self._network = network.eval()
+
+    @torch.no_grad()
+    def __call__(self, images_NHWC: Tensor) -> Tensor:
+        return torch.cat([self._network(_prepare(part)).argmax(1) for part in images_NHWC.split(256)])
+
+    @torch.no_grad()
+    def features(self, images_NHWC: Tensor) -> Tensor:
+        """The inputs of the last layer, float64 [N, D]."""
+        return torch.cat([self._network[:-1](_prepare(part)) for part in images_NHWC.split(256)]).double()
+
+
+def kernel_distance(one: Tensor, kinds: Tensor, other: Tensor, other_kinds: Tensor) -> float:
+    """The mean over the kinds of the KID of two sets of features; of both together it would be biased.
+
+    KID is the unbiased squared MMD with the cubic kernel (Binkowski et al. 2018). Its samples must be independent, and
+    sets with as many of each kind are so within a kind only.
+    """
+
+    def mean(x: Tensor, y: Tensor) -> Tensor:
+        kernel = (x @ y.T / x.shape[1] + 1) ** 3
+        return kernel.mean() if x is not y else (kernel.sum() - kernel.trace()) / (len(x) * (len(x) - 1))
+
+    pairs = [(one[kinds == kind], other[other_kinds == kind]) for kind in kinds.unique()]
+    return float(torch.stack([mean(x, x) + mean(y, y) - 2 * mean(x, y) for x, y in pairs]).mean())
+
+
+def train_classifier(img_size: int, samples: int, steps: int, seed: int) -> SceneClassifier:
+    """Train on freshly drawn scenes."""
     images, kinds = scenes(range(samples), img_size, SCENE_SEED + seed)
     draw = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
@@ -69,10 +98,4 @@ def train_classifier(img_size: int, samples: int, steps: int, seed: int) -> Call
             loss.backward()
             optimizer.step()
             schedule.step()
-    network.eval()
-
-    @torch.no_grad()
-    def classify(images_NHWC: Tensor) -> Tensor:
-        return torch.cat([network(_prepare(part)).argmax(1) for part in images_NHWC.split(256)])
-
-    return classify
+    return SceneClassifier(network)

@@ -122,10 +122,12 @@ def sample(
     settings: SamplerSettings,
     prediction: flow.Prediction = "x",
     compiled: bool = False,
+    states: list[Tensor] | None = None,
 ) -> Tensor:
     """Integrate noise [B, ...] to images; the last step is Euler's and lands on the predicted data.
 
-    `compiled` compiles the arithmetic around the network; the network is called as given.
+    `compiled` compiles the arithmetic around the network; the network is called as given. `states` collects the state
+    after each step but the last.
     """
     null_labels = torch.full_like(labels, null_label)
     # The network is never called at t = 1, so only eps-prediction, at t = 0, would divide by zero.
@@ -144,4 +146,6 @@ def sample(
     z = noise
     for t, t_next in pairwise(times[:-1]):
         z = step(velocity, z, t, t_next, compiled)
+        if states is not None:
+            states.append(z)
     return _euler_step(velocity, z, times[-2], times[-1], compiled)

@@ -372,8 +372,7 @@ def read_plan(settings: GenerateSettings, model: ModelInfo) -> tuple[GenerateSet
 
 def _check_class_names(plan: Plan, model: ModelInfo) -> None:
     """Refuse a table none of whose prompts names a class; warn where some do not, whose rows fail."""
-    from muralist.generate.jit_pipeline import spec_from_description
-    from muralist.models.jit_spec import UNCONDITIONAL
+    from muralist.models.jit_spec import UNCONDITIONAL, spec_from_description
 
     spec = spec_from_description(model.description)
     if not spec.label_names:

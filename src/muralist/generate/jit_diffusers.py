@@ -16,13 +16,11 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline, ImagePipelineO
 from PIL import Image
 
 from muralist.core.images import to_uint8
-from muralist.generate.jit_pipeline import read_jit_spec
-from muralist.models.configs import JIT_GUIDANCE
 from muralist.models.jit import JiT
-from muralist.models.jit_spec import JiTSpec, jit_arguments, read_jit_folder
+from muralist.models.jit_spec import JiTSpec, jit_arguments, read_jit_folder, read_jit_spec
 from muralist.settings import SampleSettings
 
-_DEFAULT_SEED = 42  # of `muralist generate`
+_DEFAULT_SEED, _DEFAULT_STEPS = 42, 50  # of `muralist generate`
 
 
 class JiTTransformer2DModel(JiT, ModelMixin):  # type: ignore[misc]  # both define forward and gradient_checkpointing
@@ -56,14 +54,15 @@ class JiTPipeline(DiffusionPipeline):
     def __call__(
         self,
         prompt: str | Sequence[str],
-        num_inference_steps: int = 50,
-        guidance_scale: float = JIT_GUIDANCE,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
     ) -> Any:
         """Generate an image for each prompt, a class name or label.
 
+        The defaults are 50 steps and a guidance of 2.9; a distilled model has its own and refuses others.
         The initial seed of each generator is the seed of `muralist generate`; one generator has seed, seed + 1, ...
         """
         network = self.transformer
@@ -79,7 +78,12 @@ class JiTPipeline(DiffusionPipeline):
             )
         if output_type not in ("pil", "np", "pt"):
             raise ValueError(f"output_type is {output_type!r}: expected pil, np or pt.")
-        settings = SampleSettings(steps=num_inference_steps, guidance=guidance_scale)
+        distilled = network.spec.distilled
+        default_steps = distilled.steps if distilled else _DEFAULT_STEPS
+        settings = SampleSettings(
+            steps=default_steps if num_inference_steps is None else num_inference_steps,
+            guidance="auto" if guidance_scale is None else guidance_scale,
+        )
         weight = next(network.parameters())
         dtype = network.autocast_dtype if weight.dtype == torch.float32 else weight.dtype  # after pipeline.to(dtype)
         with torch.autocast(weight.device.type, dtype, enabled=dtype != torch.float32):

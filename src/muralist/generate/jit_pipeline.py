@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from muralist.core.errors import UserError
@@ -26,46 +25,18 @@ from muralist.generate.pipeline import (
     Size,
     StepCallback,
 )
-from muralist.models.configs import as_size, height_width
+from muralist.models.configs import height_width
 from muralist.models.jit import JiT
 from muralist.models.jit_spec import (
     CONFIG_FILE,
     JiTSpec,
-    Objective,
     infer_jit_config,
     jit_arguments,
-    read_config,
     read_jit_folder,
+    spec_from_description,
 )
-from muralist.models.weights import WeightSet, first_non_finite, read_weights, weights_file
-from muralist.settings import GenerateSettings, ObjectiveSettings, SampleSettings
-
-
-def read_jit_spec(path: Path, description: Mapping[str, Any], which: WeightSet) -> JiTSpec:
-    """Read a model's size, classes and objective; weights from elsewhere get the official ones and class indices."""
-    if description:
-        return spec_from_description(description)
-    is_export = (path / CONFIG_FILE).is_file()
-    config = read_config(path) if is_export else infer_jit_config(read_weights(path, which, shapes_only=True))
-    classes = config["num_classes"]
-    indices = [str(index) for index in range(classes)] if classes > 1 else []
-    return spec_from_description({"label_names": indices} | config | {"model": "JiT", "img_size": config["input_size"]})
-
-
-def spec_from_description(description: Mapping[str, Any]) -> JiTSpec:
-    """Return the spec that a checkpoint's manifest, an export's config or `JiTSpec.describe` describes."""
-    given, img_size = description.get("objective"), as_size(description["img_size"])
-    try:
-        objective = TypeAdapter(Objective).validate_python(given) if given else None
-        names = TypeAdapter(list[str]).validate_python(description.get("label_names", []))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "label_names"
-        raise UserError(
-            "The classes or the objective in the model's files are damaged.", f"{where}: {first['msg']}."
-        ) from None
-    objective = objective or Objective.from_settings(ObjectiveSettings(), img_size)
-    return JiTSpec(description["model"], img_size, names, objective)
+from muralist.models.weights import first_non_finite, read_weights, weights_file
+from muralist.settings import GenerateSettings, SampleSettings
 
 
 class JiTPipeline(Pipeline):
@@ -144,7 +115,8 @@ class JiTPipeline(Pipeline):
             )
         # A memory probe would compile a graph for every batch size.
         eager = mode is GenerationMode.MEMORY_PROBE
-        sampling = self._sampling.model_copy(update={"steps": MEMORY_PROBE_STEPS}) if eager else self._sampling
+        probing = eager and not self._spec.distilled  # whose steps are few and its own
+        sampling = self._sampling.model_copy(update={"steps": MEMORY_PROBE_STEPS}) if probing else self._sampling
         device = next(self._network.parameters()).device
         noise = self._noise_for([request.seed for request in requests])
         self._clock.enter()

@@ -199,7 +199,7 @@ def _refuse_jit_flags(settings: GenerateSettings, kind: str, flags: Sequence[str
 
 def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) -> ModelInfo:
     from muralist.diffusion.samplers import SamplerSettings
-    from muralist.generate.jit_pipeline import read_jit_spec
+    from muralist.models.jit_spec import read_jit_spec
     from muralist.models.weights import has_single_weight_set, weights_file
 
     SamplerSettings(interval=settings.guidance_interval)  # refuses an empty interval
@@ -242,9 +242,17 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
                 "Guidance needs a model that was trained with classes (--enable_condition).",
                 f"Leave --{flag} out.",
             )
-    guidance = (JIT_GUIDANCE if guided else 1.0) if asked_guidance is None else asked_guidance
-    _check_truncation(settings, "JiT", guided=guided and guidance != 1)
-    steps = asked_steps or _JIT_STEPS
+    if distilled := spec.distilled:
+        distilled.check(
+            user_value(settings, "num_inference_steps"), asked["guidance_scale"], asked["guidance_interval"]
+        )
+        if settings.official_last_step:
+            raise UserError(f"--official_last_step has no effect: this model was {distilled}.", fix="Leave it out.")
+        asked_steps, asked_guidance = None, None
+    own_guidance = distilled.guidance if distilled else JIT_GUIDANCE if guided else 1.0
+    guidance = own_guidance if asked_guidance is None else asked_guidance
+    _check_truncation(settings, "JiT", guided=guided and guidance != 1 and not distilled)
+    steps = asked_steps or (distilled.steps if distilled else _JIT_STEPS)
     resolved = {"height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance}
     resolved |= _resolved_frames(_requested_frames(settings))
     own = [] if asked_steps else ["num_inference_steps"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat, TypeAdapter, ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -29,9 +29,10 @@ from muralist.diffusion import flow, samplers
 from muralist.models import configs, jit
 from muralist.models.configs import Size
 from muralist.models.spec import ModelSpec
-from muralist.models.weights import MAX_PIXELS, WEIGHTS_FILE, damaged_file, read_weights
+from muralist.models.weights import MAX_PIXELS, WEIGHTS_FILE, WeightSet, damaged_file, read_weights
 from muralist.settings import ObjectiveSettings, Precision, SampleSettings, TrainSettings
-from muralist.settings.train import PIPELINE_OBJECTIVE
+from muralist.settings.section import Fraction, Section
+from muralist.settings.train import PIPELINE_OBJECTIVE, StudentSteps
 
 _LABEL_EMBEDDING = "y_embedder."
 UNCONDITIONAL = "unconditional"
@@ -72,6 +73,40 @@ class Objective(ObjectiveSettings):
         return cls(**settings.model_dump() | {"noise_scale": max(1.0, side / 256) if scale == "auto" else scale})
 
 
+class Distilled(Section):
+    """How a student samples: in Euler steps of equal length, without guidance, which is part of its weights."""
+
+    steps: StudentSteps
+    guidance: NonNegativeFloat
+    """The guidance scale of its teacher."""
+    interval: tuple[Fraction, Fraction]
+    """The times at which its teacher was guided."""
+    teacher: str
+    """The fingerprint of its teacher's weights."""
+
+    def __str__(self) -> str:
+        """Steps and guidance, for a person."""
+        guidance = "" if self.guidance == 1 else f" with guidance {self.guidance:g} folded in"
+        return f"distilled to {self.steps} step{'s' * (self.steps > 1)}{guidance}"
+
+    def check(
+        self, steps: int | str | None, guidance: float | str | None, interval: tuple[float, float] | None = None
+    ) -> None:
+        """Refuse another number of steps or another guidance; None and auto are its own."""
+        shown = "" if interval is None else f"{interval[0]:g} to {interval[1]:g}"
+        for name, asked, own, words in (
+            ("number of steps", steps, self.steps, f"{steps}"),
+            ("guidance", guidance, self.guidance, f"{guidance}"),
+            ("guidance interval", interval, self.interval, shown),
+        ):
+            if asked not in (None, "auto", own):
+                raise UserError(
+                    f"This model was {self}: its {name} cannot be {words}.",
+                    "Each pass predicts the end of its own step on the path of the guided teacher.",
+                    f"Leave the {name} out; `muralist distill` trains a student with another one.",
+                )
+
+
 @dataclass(frozen=True)
 class JiTSpec(ModelSpec):
     """A JiT: its name, image size, classes and objective."""
@@ -86,6 +121,7 @@ class JiTSpec(ModelSpec):
     gradient_checkpointing: bool = False
     precision: Precision = "auto"
     seed: int = 0
+    distilled: Distilled | None = None
 
     @classmethod
     def from_settings(
@@ -217,9 +253,20 @@ class JiTSpec(ModelSpec):
     ) -> Tensor:
         """Integrate the flow from this noise; `compiled`: compile the sampler's arithmetic around the network."""
         device = next(network.parameters()).device
-        guidance = configs.JIT_GUIDANCE if settings.guidance == "auto" else settings.guidance
         labels = copy_to_device(torch.tensor([self.label_of(prompt) for prompt in prompts]), device)
-        solver = samplers.SamplerSettings(
+        start = copy_to_device(noise, device) * self.objective.noise_scale
+        images = samplers.sample(
+            network, start, labels, self.null_label, self.sampler(settings), self.objective.prediction, compiled
+        )
+        return images.clamp(-1, 1)
+
+    def sampler(self, settings: SampleSettings) -> samplers.SamplerSettings:
+        """Return the settings of the ODE sampler; a distilled model has its own, and refuses others."""
+        if self.distilled:
+            self.distilled.check(settings.steps, settings.guidance)
+            return samplers.SamplerSettings(solver="euler", steps=self.distilled.steps, t_eps=self.objective.t_eps)
+        guidance = configs.JIT_GUIDANCE if settings.guidance == "auto" else settings.guidance
+        return samplers.SamplerSettings(
             solver="heun" if settings.solver == "auto" else settings.solver,  # type: ignore[arg-type]
             steps=settings.step_count,
             guidance=guidance if self.label_names else 1.0,
@@ -227,9 +274,6 @@ class JiTSpec(ModelSpec):
             t_eps=self.objective.t_eps,
             official_last_step=settings.official_last_step,
         )
-        start = copy_to_device(noise, device) * self.objective.noise_scale
-        images = samplers.sample(network, start, labels, self.null_label, solver, self.objective.prediction, compiled)
-        return images.clamp(-1, 1)
 
     @torch.no_grad()
     def init_from(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
@@ -267,7 +311,7 @@ class JiTSpec(ModelSpec):
         """Name, image size and objective."""
         objective = self.objective
         matmuls = ", FP8 matmuls" if self.precision == "fp8" else ""
-        kind = f"{objective.prediction}-prediction with {objective.loss}-loss"
+        kind = str(self.distilled or f"{objective.prediction}-prediction with {objective.loss}-loss")
         return f"{self.name} at {format_size(self.img_size)} px, {kind}{matmuls}"
 
     def describe(self) -> dict[str, Any]:
@@ -278,16 +322,22 @@ class JiTSpec(ModelSpec):
             "img_size": self.img_size if isinstance(self.img_size, int) else list(self.img_size),
             "label_names": self.label_names,
             "objective": self.objective.model_dump(exclude=set(PIPELINE_OBJECTIVE)),
+            **({"distilled": self.distilled.model_dump(mode="json")} if self.distilled else {}),
         }
 
     @staticmethod
     def export(weights: Mapping[str, Tensor], description: Mapping[str, Any], folder: Path) -> str:
         """Write config.json and one weights file."""
         config = infer_jit_config(weights)
-        config |= {key: description[key] for key in ("label_names", "objective") if key in description}
+        config |= {key: description[key] for key in ("label_names", "objective", "distilled") if key in description}
         write_jit_folder(folder, weights, config)
         size = format_size(configs.as_size(config["input_size"]))
-        return f"{size} px, patch {config['patch_size']}, {config['num_classes']} classes"
+        kind = (
+            f", {distilled}"
+            if (distilled := _validated("distilled", Distilled | None, config.get("distilled")))
+            else ""
+        )
+        return f"{size} px, patch {config['patch_size']}, {config['num_classes']} classes{kind}"
 
 
 def infer_jit_config(state: Mapping[str, Tensor], in_context_start: int | None = None) -> dict[str, Any]:
@@ -440,3 +490,39 @@ def read_jit_folder(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tenso
     config, state = read_config(Path(folder)), read_weights(Path(folder) / WEIGHTS_FILE)
     _check_fit(config, state)
     return config, state
+
+
+def read_jit_spec(path: Path, description: Mapping[str, Any], which: WeightSet) -> JiTSpec:
+    """Read a model's size, classes, objective and sampler.
+
+    Weights from elsewhere get the official ones, and indices as names of the classes.
+    """
+    if description:
+        return spec_from_description(description)
+    is_export = (path / CONFIG_FILE).is_file()
+    config = read_config(path) if is_export else infer_jit_config(read_weights(path, which, shapes_only=True))
+    classes = config["num_classes"]
+    indices = [str(index) for index in range(classes)] if classes > 1 else []
+    return spec_from_description({"label_names": indices} | config | {"model": "JiT", "img_size": config["input_size"]})
+
+
+def spec_from_description(description: Mapping[str, Any]) -> JiTSpec:
+    """Return the spec that a checkpoint's manifest, an export's config or `JiTSpec.describe` describes."""
+    given, img_size = description.get("objective"), configs.as_size(description["img_size"])
+    objective = _validated("objective", Objective, given) if given else None
+    names = _validated("label_names", list[str], description.get("label_names", []))
+    distilled = _validated("distilled", Distilled | None, description.get("distilled"))
+    objective = objective or Objective.from_settings(ObjectiveSettings(), img_size)
+    return JiTSpec(description["model"], img_size, names, objective, distilled=distilled)
+
+
+def _validated(key: str, kind: Any, value: Any) -> Any:
+    """Check an entry of a model's description."""
+    try:
+        return TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, (key, *first["loc"])))
+        raise UserError(
+            "The classes, the objective or the sampler in the model's files are damaged.", f"{where}: {first['msg']}."
+        ) from None

@@ -66,6 +66,8 @@ class ModelFamily:
     """Divides both sides of every image."""
     has_formulas: bool = False
     """FLOPs, tokens and memory follow from the model's name and the image size: `muralist estimate` needs them."""
+    distillation: str = ""
+    """The ModelSpec of a few-step student, as "module:class"; empty: there is none."""
     pipeline_class: str | None = None
     """The diffusers pipeline whose transformer is trained; checkpoints name the folder of its frozen components."""
 
@@ -365,6 +367,7 @@ JIT = JiTFamily(
     supports_fp8=True,
     single_size=True,
     has_formulas=True,
+    distillation="muralist.models.jit_distill:JiTStudent",
     solvers=("heun", "euler"),
     objective_settings=tuple(name for name in ObjectiveSettings.model_fields if name not in PIPELINE_OBJECTIVE),
 )
@@ -520,6 +523,10 @@ class ModelSpec(Protocol):
     def summary(self) -> str:
         """Describe the model in one line, for the run summary."""
 
+    def notes(self) -> list[str]:
+        """Further lines of the run summary, each with its title."""
+        return []
+
     def describe(self) -> dict[str, Any]:
         """Return the field `model` of a checkpoint's manifest, which rebuilds the model without the run's settings."""
 
@@ -530,5 +537,7 @@ class ModelSpec(Protocol):
 
 def build_spec(settings: TrainSettings, label_names: list[str], latents: LatentSource | None = None) -> ModelSpec:
     """Build the spec of a training run; `latents` is the data set if it was encoded ahead of training."""
-    spec: ModelSpec = find_family(settings.model.name).spec_class().from_settings(settings, label_names, latents)
+    family = find_family(settings.model.name)
+    chosen = resolve(family.distillation) if settings.distill.teacher else family.spec_class()
+    spec: ModelSpec = chosen.from_settings(settings, label_names, latents)
     return spec

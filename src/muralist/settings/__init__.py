@@ -21,11 +21,14 @@ from muralist.settings.tools import (
 )
 from muralist.settings.train import (
     DIFFUSERS_NAMES,
+    DISTILL_FLAT_NAMES,
     TRAIN_FLAT_NAMES,
     TRAIN_MEANINGS,
     CheckpointSettings,
     DataSettings,
     DistBackend,
+    DistillationSettings,
+    DistillSettings,
     DistributedSettings,
     FlatNames,
     LogSettings,

@@ -137,8 +137,8 @@ class SweepSettings(Section):
     """Images per combination, evenly over the classes; the same classes and seeds for all."""
     full_samples: _Count | None = 50_000
     """Images of the best combination, with seeds of their own; none: skip this."""
-    num_inference_steps: PositiveInt = 50
-    """Denoising steps."""
+    num_inference_steps: PositiveInt | None = None
+    """Denoising steps; default: 50, or those of a distilled model."""
     seed_start: Annotated[int, Field(ge=0, lt=2**61)] = 42
     """Image i of a combination has seed seed_start + i."""
     gpu_ids: list[Annotated[int, Field(ge=0)]] = []

@@ -33,6 +33,7 @@ from muralist.core.errors import UserError, closest_match
 from muralist.core.run_dir import sanitize_name
 from muralist.settings import (
     DIFFUSERS_NAMES,
+    DISTILL_FLAT_NAMES,
     DOCTOR_FLAT_NAMES,
     ESTIMATE_FLAT_NAMES,
     TRAIN_FLAT_NAMES,
@@ -246,9 +247,9 @@ def _read_flags(
             name = waiting[0]
             if _is_list(names.fields[name]):  # the last positional argument takes all remaining values
                 before = written[name][name].value if name in written else []
-                written[name] = {name: SettingValue([*before, token], name.upper())}
+                written[name] = {name: SettingValue([*before, token], _argument(name))}
             else:
-                written[waiting.pop(0)] = {name: SettingValue(token, name.upper())}
+                written[waiting.pop(0)] = {name: SettingValue(token, _argument(name))}
             continue
         spelled, equals, inline = token[2:].partition("=")
         if spelled == "config":
@@ -273,11 +274,16 @@ def _read_flags(
             value = [*before, *(value if isinstance(value, list) else [value])]
         written[name] = {path: SettingValue(value, f"--{spelled}")}
     if waiting and waiting[0] not in written:
-        raise UserError(f"Missing argument {waiting[0].upper()}.", "`--help` shows how the command is used.")
+        raise UserError(f"Missing argument {_argument(waiting[0])}.", "`--help` shows how the command is used.")
     given: dict[str, SettingValue] = {}
     for items in written.values():
         _add(names, given, items)
     return given, config
+
+
+def _argument(path: str) -> str:
+    """Return how messages and help write a positional argument."""
+    return path.rpartition(".")[2].upper()
 
 
 def _take_values(field: FieldInfo, queue: list[str], token: str) -> Any:
@@ -467,13 +473,18 @@ def identity(settings: TrainSettings) -> dict[str, Any]:
         found["epochs"] = settings.epochs
         if settings.max_steps is not None:
             found["max_steps"] = settings.max_steps
+    if settings.distill.teacher:  # also where they are defaults: no other run has them
+        found |= {path: values[path] for path in shaping if path.startswith("distill.")}
     if paths := [os.path.normpath(path) for path in settings.data.paths]:
         found["data.path"] = paths if len(paths) > 1 else paths[0]
     return found
 
 
 def run_name(settings: TrainSettings, config: str | None) -> str:
-    """Return --run_name, or `<config stem or model-size[-cond]>-<6 hex digits of the identity>`."""
+    """Return --run_name, or `<config stem or model-size[-cond]>-<6 hex digits of the identity>`.
+
+    The model of a student is named after its teacher's folder: `<teacher>-2step`.
+    """
     if settings.run_name:
         return settings.run_name
     condition = "-cond" if settings.model.enable_condition else ""
@@ -483,6 +494,10 @@ def run_name(settings: TrainSettings, config: str | None) -> str:
     if settings.model.path and name == "diffusers":
         name = sanitize_name(Path(settings.model.path).name)
     model = f"{name.replace('/', '-')}-{size}{condition}"
+    if settings.distill.teacher:
+        teacher = Path(settings.distill.teacher).absolute()
+        folder = teacher.parent.parent if teacher.parent.name == "checkpoints" else teacher
+        model = f"{sanitize_name(folder.stem if folder.is_file() else folder.name)}-{settings.distill.steps}step"
     return f"{sanitize_name(Path(config).stem) if config else model}-{identity_digest(settings)}"
 
 
@@ -504,7 +519,12 @@ def read_yaml(model: type[S], path: Path) -> S:
     return load(model, ["--config", str(path)], {})
 
 
-FLAT_NAMES = {"train": TRAIN_FLAT_NAMES, "doctor": DOCTOR_FLAT_NAMES, "estimate": ESTIMATE_FLAT_NAMES}
+FLAT_NAMES = {
+    "train": TRAIN_FLAT_NAMES,
+    "distill": DISTILL_FLAT_NAMES,
+    "doctor": DOCTOR_FLAT_NAMES,
+    "estimate": ESTIMATE_FLAT_NAMES,
+}
 
 
 _NEEDED_FIRST = {
@@ -520,6 +540,19 @@ _NEEDED_FIRST = {
         ),
         *("optim.learning_rate", "precision", "samples.prompts", "checkpoint.every", "checkpoint.resume"),
         *("results_dir", "run_name", "dry_run"),
+    ),
+    "distill": (
+        *("distill.teacher", "distill.steps", "distill.guidance", "distill.interval", "distill.weights"),
+        *("distill.solver_steps", "data.path", "data.batch_size", "epochs", "max_steps", "optim.learning_rate"),
+        *(
+            "precision",
+            "samples.prompts",
+            "checkpoint.every",
+            "checkpoint.resume",
+            "results_dir",
+            "run_name",
+            "dry_run",
+        ),
     ),
     "generate": ("model_path", "prompts_csv", "prompt", "output_dir", "num_inference_steps", "guidance_scale"),
 }
@@ -539,7 +572,7 @@ def settings_help(command: str, settings_name: str, positional: tuple[str, ...])
             title = "settings to begin with"
         elif section:
             title = f"{section}: {inspect.getdoc(model.model_fields[section].annotation)}"
-        flag = path.upper() if path in positional else f"--{names.flags[path]}"
+        flag = _argument(path) if path in positional else f"--{names.flags[path]}"
         groups.setdefault(title, []).append((flag, _help_text(names.fields[path])))
     if command == "train":
         own = {name: f"--{names.flags[names.paths[name]]}" for name in DIFFUSERS_NAMES if name in names.paths}

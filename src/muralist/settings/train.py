@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from muralist.settings.section import Fraction, FractionBelowOne, LocalPath, NonIdentity, Section
 
@@ -282,6 +282,32 @@ class SampleSettings(Section):
         return 10 if self.steps == "auto" else self.steps
 
 
+def _whole_number(value: Any) -> Any:
+    """Accept a number as flags write it."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
+
+
+StudentSteps = Annotated[Literal[1, 2, 4], BeforeValidator(_whole_number)]
+
+
+class DistillationSettings(Section):
+    """Few-step distillation (muralist distill)."""
+
+    teacher: Annotated[str | None, NonIdentity, LocalPath] = None
+    """JiT to distill: a run, a checkpoint or an export. The student has its network, classes and image size, and starts
+    from its weights."""
+    weights: Literal["model", "ema1", "ema2"] = "ema1"
+    """Which weights of the teacher: as trained, or one of the two EMAs."""
+    steps: StudentSteps = 2
+    """Network passes in which the student samples."""
+    guidance: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
+    """Scale of classifier-free guidance that is folded into the student; auto: 2.9, or 1 for an unconditional teacher."""
+    interval: tuple[Fraction, Fraction] = (0.1, 1.0)
+    """Interval of t in which the teacher is guided."""
+    solver_steps: PositiveInt = 4
+    """Heun steps of the teacher for each step of the student."""
+
+
 class LogSettings(Section):
     """Logging."""
 
@@ -322,6 +348,7 @@ class TrainSettings(Section):
     optim: OptimSettings = OptimSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     samples: SampleSettings = SampleSettings()
+    distill: DistillationSettings = DistillationSettings()
     log: LogSettings = LogSettings()
     distributed: DistributedSettings = DistributedSettings()
     epochs: Annotated[PositiveInt, NonIdentity] = 100
@@ -350,6 +377,14 @@ class TrainSettings(Section):
     def mixed(self) -> bool:
         """Whether matmuls run in 16 bits or fewer."""
         return self.use_amp if self.precision == "auto" else self.precision != "fp32"
+
+
+class DistillSettings(TrainSettings):
+    """muralist distill TEACHER: train a student that samples in one, two or four network passes.
+
+    It takes the settings of `muralist train`. Model, classes and objective are those of the teacher, and so is the data
+    set, unless --data_path is given.
+    """
 
 
 FlatNames = Mapping[str, str | Mapping[str, Mapping[str, Any]]]
@@ -427,6 +462,15 @@ TRAIN_FLAT_NAMES: FlatNames = {
     **DIFFUSERS_NAMES,
 }
 """Flat names that differ from the last part of the dotted path; all others resolve by that last part."""
+
+DISTILL_FLAT_NAMES: FlatNames = {
+    **TRAIN_FLAT_NAMES,
+    "weights": "distill.weights",
+    "steps": "distill.steps",
+    "guidance": "distill.guidance",
+    "interval": "distill.interval",
+}
+"""Flat names of `muralist distill`, whose own settings have the short ones."""
 
 _PROCESSES = "`muralist launch --nproc N train ...` starts several processes; torchrun, accelerate and srun work too."
 _AUTOMATIC = "It is chosen automatically: leave it out."

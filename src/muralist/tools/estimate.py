@@ -133,7 +133,8 @@ def _read_run(run: Path) -> MeasuredSpeed:
     if not find_family(settings.model.name).has_formulas:
         network = MeasuredNetwork(round(tokens_per_image), *_read_parameters(run / "logs" / "train.log"))
     size = settings.model.img_size
-    return MeasuredSpeed(str(run), settings.model.name, size, batch, gpu, gpus, tuple(readings[warmup:]), None, network)
+    origin = f"{run}, a distillation, with the passes of its teacher" if settings.distill.teacher else str(run)
+    return MeasuredSpeed(origin, settings.model.name, size, batch, gpu, gpus, tuple(readings[warmup:]), None, network)
 
 
 def _read_parameters(file: Path) -> tuple[float, float]:

@@ -101,10 +101,13 @@ class SweepScore(Combination, frozen=True):
         return {"name": self.name, **self.model_dump(mode="json")}
 
 
-def list_combinations(settings: SweepSettings, guided: bool, single_set: bool) -> tuple[list[Combination], list[str]]:
+def list_combinations(
+    settings: SweepSettings, guided: bool, single_set: bool, distilled: bool = False
+) -> tuple[list[Combination], list[str]]:
     """Return the combinations to try, and notes for the log.
 
-    `guided`: the model has classes. `single_set`: it has one set of weights, without EMA.
+    `guided`: the model has classes. `single_set`: it has one set of weights, without EMA. `distilled`: its guidance is
+    part of the weights.
     """
     notes = []
     intervals = [_parse_interval(text) for text in settings.guidance_interval]
@@ -112,8 +115,10 @@ def list_combinations(settings: SweepSettings, guided: bool, single_set: bool) -
     if single_set:
         weights = [None]
         notes.append("The model has a single set of weights: there are no EMA weights to choose from.")
-    if not guided:
-        notes.append("The model is unconditional and cannot be guided: only its weights are compared.")
+    if distilled or not guided:
+        fixed = "The guidance of a distilled model is fixed"
+        why = fixed if distilled else "The model is unconditional and cannot be guided"
+        notes.append(f"{why}: only its weights are compared.")
         return [Combination(weights=which) for which in dict.fromkeys(weights)], notes
     candidates = [
         # A scale of 1 is no guidance in any interval.
@@ -302,7 +307,9 @@ class Sweep:
         self.reference = Path(settings.reference).expanduser()
         self.digest = _reference_digest(self.reference, self.root)
         identity = {name: self.model.identity[name] for name in ("model", "fingerprint")}
-        identity |= {name: getattr(settings, name) for name in ("num_inference_steps", "num_samples", "seed_start")}
+        self.steps = self.model.resolved["num_inference_steps"]
+        identity |= {"num_inference_steps": self.steps}
+        identity |= {name: getattr(settings, name) for name in ("num_samples", "seed_start")}
         identity |= {"reference": self.digest, "inception": self.inception.sha256, **self.last_step}
         self.results = SweepResults.open(self.root / RESULTS, str(self.checkpoint), identity)
         self.console = Console(width=None if Console().is_terminal else _TABLE_WIDTH, highlight=False)
@@ -311,7 +318,8 @@ class Sweep:
     def _find_combinations(self) -> list[Combination]:
         """Return the combinations whose weights exist; of equal weights, only the first."""
         single_set = has_single_weight_set(self.checkpoint)
-        tried, notes = list_combinations(self.settings, bool(self.classes), single_set)
+        is_distilled = "distilled" in self.model.description
+        tried, notes = list_combinations(self.settings, bool(self.classes), single_set, is_distilled)
         first_with: dict[str, WeightSet] = {}  # early in training, both EMAs cover the same few steps
         for which in dict.fromkeys(combination.weights for combination in tried):
             inspect_model(self._generate_settings(Combination(weights=which)))
@@ -327,10 +335,11 @@ class Sweep:
         """Return the settings of generate; `changes` adds prompts and output."""
         fixed = combination.generate_settings if combination else {}
         given = {"prompts_csv": "", "output_dir": "", **self.last_step, **fixed, **changes}
+        steps = self.settings.num_inference_steps
         return GenerateSettings(
             model_path=str(self.checkpoint),
             gpu_ids=self.settings.gpu_ids,
-            num_inference_steps=self.settings.num_inference_steps,
+            num_inference_steps="auto" if steps is None else steps,
             **given,
         )
 
@@ -366,7 +375,7 @@ class Sweep:
         size = images * (height * width * 3 + 4 * self.inception.width)
         return (
             f"{count} combination{'' if count == 1 else 's'} for {self.model.identity['model']}, "
-            f"{settings.num_samples:,} images each{evenly}, {settings.num_inference_steps} steps{full}.{already} "
+            f"{settings.num_samples:,} images each{evenly}, {self.steps} steps{full}.{already} "
             f"{self.root} may take up to {_format_size(size)}; {_format_size(shutil.disk_usage(self.root).free)} are free."
         )
 
@@ -465,7 +474,7 @@ class Sweep:
             lines.append(f"With {full.images:,} other images its FID is {full.fid:.2f} ({interval}).")
         last_step = "--official_last_step" if self.settings.official_last_step else ""
         flags = ("--model_path", shlex.quote(str(self.checkpoint)), ranked[0].flags, last_step, "--num_inference_steps")
-        command = " ".join(filter(None, ("muralist generate", *flags, str(self.settings.num_inference_steps))))
+        command = " ".join(filter(None, ("muralist generate", *flags, str(self.steps))))
         lines.append(f"All scores are in {self.root / RESULTS}. To generate images with the best settings:")
         lines.append(f"  {command} --prompts_csv TABLE --output_dir IMAGES")
         print("\n".join(lines))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes, format_count, format_duration
+from muralist.models.hub import find_model
 from muralist.models.spec import families_with, find_family, frozen_bytes
 from muralist.settings import (
     TRAIN_FLAT_NAMES,
@@ -71,6 +72,8 @@ def check_settings(settings: TrainSettings) -> None:
         )
     check_strategy(settings, settings.distributed.strategy)
     _check_objective(settings)
+    if settings.distill.teacher:
+        _check_distillation(settings)
     _check_samples(settings)
 
 
@@ -82,6 +85,41 @@ def _check_objective(settings: TrainSettings) -> None:
         if given != getattr(defaults, name) and name not in family.objective_settings:
             kind = "pipelines of diffusers" if name in PIPELINE_OBJECTIVE else "JiT"
             raise UserError(f"--{name} {given} has no effect on {family.name}: it is for {kind}.", fix="Leave it out.")
+
+
+def _check_distillation(settings: TrainSettings) -> None:
+    """Refuse settings that a student does not have: it starts as its teacher and samples in its own way."""
+    family, distill, samples = find_family(settings.model.name), settings.distill, settings.samples
+    if not family.distillation:
+        raise UserError(
+            f"{settings.model.name} cannot be distilled: that is for {families_with('distillation')}.",
+            fix="Leave --distill.teacher out.",
+        )
+    find_model(distill.teacher or "", "TEACHER")
+    low, high = distill.interval
+    if low >= high:
+        raise UserError(
+            f"--distill.interval {low:g} {high:g} is empty.", fix="Give the lower time first, e.g. 0.1 1.0."
+        )
+    if not settings.model.enable_condition and distill.guidance not in ("auto", 1.0):
+        raise UserError(
+            f"--distill.guidance {distill.guidance:g} has no effect.",
+            f"The teacher {distill.teacher} is unconditional: there is nothing to guide.",
+            "Leave it out.",
+        )
+    if settings.checkpoint.init_from not in ("default", "none"):
+        raise UserError(
+            f"--init_from {settings.checkpoint.init_from} has no effect.",
+            f"A student starts from the weights of its teacher, {distill.teacher}.",
+            "Leave it out.",
+        )
+    for name in ("steps", "guidance", "interval", "solver", "official_last_step"):
+        if (value := getattr(samples, name)) != getattr(type(samples)(), name):
+            raise UserError(
+                f"--{'' if name == 'official_last_step' else 'sample_'}{name} {value} has no effect.",
+                f"The student makes its samples in {distill.steps} steps, with its guidance folded in.",
+                "Leave it out.",
+            )
 
 
 def _check_samples(settings: TrainSettings) -> None:
@@ -320,6 +358,8 @@ def estimate_memory(settings: TrainSettings, ranks: int, compiled: bool) -> Memo
     lora = model.training_parts == "lora"
     trained, frozen = (0, count) if lora else (count, 0)
     state = state_bytes(strategy, trained, frozen, ranks, settings.optim.optimizer, frozen_bytes(settings))
+    if settings.distill.teacher:
+        state += 4.0 * count  # the teacher, in float32 and not sharded
     per_image = family.activation_bytes(model, settings.mixed, compiled)
     return MemoryEstimate(0 if lora else count, state, per_image)
 
@@ -379,6 +419,7 @@ def run_summary(
         f"({state.strategy.layout}), plus activations; {on_disk / 1e9:.2f} GB of disk per checkpoint",
         f"time       at least {format_duration(seconds)} (at the measured matmul rate); an estimate follows",
     ]
+    lines[1:1] = state.spec.notes()
     if warning := find_family(settings.model.name).warning(settings.model):
         lines.insert(1, f"warning    {warning}")
     lines += [f"warning    without effect: {unused}" for unused in settings_without_effect(settings)]

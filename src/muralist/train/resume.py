@@ -14,9 +14,9 @@ from muralist.core.errors import UserError
 from muralist.core.run_dir import RunDir, atomic_write
 from muralist.models.hub import find_model
 from muralist.models.weights import read_weights
-from muralist.settings import CheckpointSettings, TrainSettings
+from muralist.settings import CheckpointSettings, DistillationSettings, TrainSettings
 from muralist.settings.load import flatten, identity, identity_digest, read_yaml, to_yaml
-from muralist.train.checkpoint import Checkpoint, list_checkpoints, newest_intact, read_manifest
+from muralist.train.checkpoint import Checkpoint, list_checkpoints, newest_intact, read_manifest, require_intact
 from muralist.train.distributed import World
 
 log = logging.getLogger("muralist")
@@ -34,7 +34,9 @@ def claim(run: RunDir, settings: TrainSettings) -> None:
 
 
 def check_same_settings(run: RunDir, settings: TrainSettings) -> None:
-    """Refuse a folder that holds a run with other settings."""
+    """Refuse a folder that holds a run with other settings, and a distillation whose teacher is damaged or changed."""
+    if settings.distill.teacher:
+        _check_teacher(run, settings.distill)
     if not (run.config.exists() and list_checkpoints(run.checkpoints)):
         return
     before = read_yaml(TrainSettings, run.config)
@@ -47,6 +49,25 @@ def check_same_settings(run: RunDir, settings: TrainSettings) -> None:
             f"The run {run.root} was started with other settings: {_differences(different, was, now)}.",
             fix="Give the settings it was started with, or continue from it in a new run with these settings: "
             f"--resume {run.root} --run_name NEW.",
+        )
+
+
+def _check_teacher(run: RunDir, distill: DistillationSettings) -> None:
+    """Refuse a damaged teacher, and another one than that of the run's checkpoints."""
+    from muralist.models.jit_distill import find_teacher, fingerprint_of
+
+    teacher = find_teacher(distill)
+    require_intact(teacher)
+    try:
+        written = json.loads((list_checkpoints(run.checkpoints)[-1] / "manifest.json").read_text())
+        before, taught_by = written["model"]["distilled"]["teacher"], read_yaml(TrainSettings, run.config).distill
+    except (IndexError, OSError, ValueError, KeyError, TypeError):
+        return  # no checkpoint yet, or one of another kind: refused with the other differences
+    if fingerprint_of(teacher, distill.weights) != before:
+        raise UserError(
+            f"The teacher of the run {run.root} has changed: {teacher} holds other weights than when the run started.",
+            f"It started from {taught_by.teacher}, --distill.weights {taught_by.weights}.",
+            f"Give that teacher as it was, or distill {teacher} in a new run: --run_name NEW.",
         )
 
 
@@ -72,7 +93,7 @@ def _decays_with_epochs(run: RunDir) -> bool:
 
 
 def _differences(keys: list[str], there: dict[str, Any], here: dict[str, Any]) -> str:
-    return "; ".join(f"{key}: {there.get(key)!r} there, {here[key]!r} here" for key in keys)
+    return "; ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} here" for key in keys)
 
 
 def find_checkpoint(
@@ -97,7 +118,8 @@ def find_checkpoint(
         return None
     then = found.manifest["model"]
     # A folder may move; its content has a key of its own.
-    if different := [key for key in model if key != "folder" and then.get(key) != model[key]]:
+    keys = {**model, **{key: None for key in ("distilled",) if key in then}}  # of which other models have no key
+    if different := [key for key in keys if key != "folder" and then.get(key) != model.get(key)]:
         raise UserError(
             f"The checkpoint {found.path} is of another model: {_differences(different, then, model)}.",
             fix="Give the settings it was trained with, or start a new run from weights that fit, with --init_from.",
@@ -162,8 +184,8 @@ def check_ranks_agree(world: World, checkpoint: Checkpoint | None, data: dict[st
 def find_initial_weights(settings: TrainSettings) -> tuple[dict[str, Tensor], str] | None:
     """The weights that a new run starts from (--init_from), with their origin, or None."""
     init_from, model = settings.checkpoint.init_from, settings.model
-    if init_from == "none" or (init_from == "default" and not model.enable_condition):
-        return None
+    if init_from == "none" or (init_from == "default" and (not model.enable_condition or settings.distill.teacher)):
+        return None  # a student starts as its teacher
     if init_from in ("auto", "default"):
         found = _best_unconditional(settings)
         where = f"{model.name} at {model.size[0]} x {model.size[1]} px under {settings.results_dir}"
@@ -190,7 +212,7 @@ def _best_unconditional(settings: TrainSettings) -> tuple[int, Path, int] | None
             content = json.loads(manifest.read_text())
             found = content["model"]
             same_model = found["model"] == model["name"] and found["img_size"] == model["img_size"]
-            if same_model and not found["label_names"]:
+            if same_model and not found["label_names"] and "distilled" not in found:
                 matching.append((int(content["images"]), float(content["written"]), manifest.parent))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # damaged; reported when its own run is resumed
