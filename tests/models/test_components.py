@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import ModelMixin
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import BertModel, PreTrainedModel
 
 from muralist.core.errors import UserError
 from muralist.models.components import checked_loading, component_class, load_network, load_pipeline
@@ -49,6 +49,14 @@ def test_frozen_component_without_some_weights_is_refused(part: str, folder: Pat
     name = drop_last_tensor(folder / part)
     with pytest.raises(UserError, match=f"{part} are incomplete: {name} missing"):
         load(folder)
+
+
+def test_head_that_no_pipeline_calls_may_be_missing(tiny_pipeline: Callable[[str], Path], tmp_path: Path) -> None:
+    """The pooler of HunyuanDiT's BERT."""
+    folder = shutil.copytree(tiny_pipeline("hunyuan"), tmp_path / "hunyuan")
+    assert drop_last_tensor(folder / "text_encoder").startswith("pooler.")
+    with checked_loading():
+        BertModel.from_pretrained(folder / "text_encoder")
 
 
 def test_network_without_some_weights_is_refused(folder: Path) -> None:
