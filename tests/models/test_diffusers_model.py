@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import CogVideoXDPMScheduler, DiffusionPipeline
+from diffusers import CogVideoXDPMScheduler, DiffusionPipeline, StableDiffusionPipeline
 from torch import Tensor, nn
 
 from muralist.core.errors import UserError
@@ -27,6 +27,7 @@ from muralist.settings import SampleSettings, TrainSettings
 from tests.support.training_references import REFERENCES, SIZE, Reference, publish
 
 SEED = 3
+_IMAGE_VAES = ("AutoencoderKL", "AutoencoderDC", "AutoencoderKLFlux2", "AutoencoderKLHunyuanImage")  # the others: clips
 CAPTIONS = ["a car", "two cars in the rain near a house with a red roof", "", "street at night"]
 IMAGES = torch.randint(0, 256, (4, SIZE, SIZE, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -115,7 +116,7 @@ def reference_loss(pipe: Any, reference: Reference, row: int, caption: str) -> f
     """The loss of one image as a training script of this class alone would compute it."""
     images, keys = batch(row)[0].images_u8, batch(row)[1]
     pixels = images.permute(0, 3, 1, 2).float() / 127.5 - 1
-    if getattr(pipe, "video_processor", None) or "QwenImage" in type(pipe).__name__:
+    if type(pipe.vae).__name__ not in _IMAGE_VAES:
         pixels = pixels.unsqueeze(2)
     encoded = pipe.vae.encode(pixels)
     if posterior := getattr(encoded, "latent_dist", None):
@@ -243,6 +244,7 @@ def test_scheduler_whose_step_takes_the_sample_late(tiny_pipeline: Callable[[str
     [
         ("sana_sprint", "A model with the scheduler SCMScheduler cannot be trained yet."),
         ("sd_inpaint", "cannot be trained yet: it takes an image beside the prompt."),
+        ("kandinsky5_image", "makes images of another size than 64 x 64 pixels. It rounds the size that it is given."),
         ("allegro", "its VAE does not encode one to what the pipeline decodes (Encoding without tiling"),
         ("skyreels", "name 'ftfy' is not defined. It needs a package that is not installed."),
     ],
@@ -276,6 +278,30 @@ def test_other_classes_are_refused(
     with pytest.raises(UserError) as caught:
         build(folder)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_argument_that_some_captions_lack_is_refused(
+    tiny_pipeline: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen with a short caption only, it would be left out for all."""
+    encode = StableDiffusionPipeline.encode_prompt
+
+    def encode_prompt(self: Any, prompt: list[str], *args: Any, **kwargs: Any) -> Any:
+        self._cross_attention_kwargs = {"scale": 0.5} if len(prompt[0]) > 20 else None
+        return encode(self, prompt, *args, **kwargs)
+
+    monkeypatch.setattr(StableDiffusionPipeline, "encode_prompt", encode_prompt)
+    with pytest.raises(UserError, match=r"is given the argument cross_attention_kwargs\S* in some calls only"):
+        build(tiny_pipeline("sd"))
+
+
+def test_samples_that_cannot_be_made_are_known_before_training(tiny_pipeline: Callable[[str], Path]) -> None:
+    """An LCM's scheduler has 50 steps to choose from."""
+    spec = build(tiny_pipeline("lcm"))
+    spec.prepare_prompts(CAPTIONS, SampleSettings(steps=4))
+    spec.prepare_prompts([], SampleSettings(steps=60))
+    with pytest.raises(UserError, match="cannot make samples: .*smaller than `num_inference_steps`: 60"):
+        spec.prepare_prompts(CAPTIONS, SampleSettings(steps=60))
 
 
 def test_network_that_is_told_the_next_step_is_refused(tiny_pipeline: Callable[[str], Path], tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ DISTILLED = [
     ("ZImagePipeline", {"scheduler": SHIFTED}, "", "Z-Image-Turbo was distilled to 8 steps", "train Z-Image and"),
     ("FluxPipeline", {"transformer": {"guidance_embeds": False}}, "", "FLUX.1-schnell .* 4 steps", "train FLUX.1-dev and"),
     ("Flux2KleinPipeline", {"": {"is_distilled": True}}, "", "FLUX.2-klein .* 4 steps", "train FLUX.2-klein-base and"),
+    ("Krea2Pipeline", {"": {"is_distilled": True}}, "", "Krea 2 distilled .* 8 steps", "train the base Krea 2 and"),
     ("StableDiffusionXLPipeline", {"scheduler": SPACED}, "", "SDXL-Turbo .* 4 steps", "train SDXL 1.0 and"),
     ("StableDiffusionXLPipeline", {}, "sdxl-lightning", "SDXL-Lightning .* 4 steps", "train SDXL 1.0 and"),
     ("HiDreamImagePipeline", {}, "hidream-i1-fast", "HiDream-I1-Fast .* 16 steps", "train HiDream-I1-Full and"),

@@ -185,6 +185,15 @@ def test_loading_holds_one_tensor_at_a_time() -> None:
         frozen_weights.load(incomplete, full.items())
 
 
+def test_weights_of_another_shape_are_refused() -> None:
+    """A frozen layer computes with a weight of any shape."""
+    with torch.device("meta"):
+        network: Any = nn.Sequential(nn.Sequential(nn.Linear(4, 6)))
+    frozen_weights.prepare(network, ["Sequential"], "fp8")
+    with pytest.raises(UserError, match=r"0\.0\.weight is \[6, 8\] instead of \[6, 4\]"):
+        frozen_weights.load(network, [("0.0.weight", torch.zeros(6, 8))])
+
+
 def test_count() -> None:
     full, network = frozen_network("nf4", 2)
     count, size = frozen_weights.count_frozen(network, lambda name: False)

@@ -25,6 +25,7 @@ from muralist.models.integrity import fingerprint, read_json
 from muralist.models.lora import DEFAULT_TARGETS, Lora, is_adapter
 from muralist.models.lora_files import LORA_FILE, read_lora, write_lora
 from muralist.models.weights import read_weights
+from muralist.settings.tools import LoraFormat
 from tests.conftest import REPOSITORY
 from tests.support.hunyuan import write_scenes
 from tests.support.pipelines import BUILDERS
@@ -78,8 +79,17 @@ def assert_same(found: dict[str, Tensor] | None, expected: dict[str, Tensor], to
         torch.testing.assert_close(found[name], value, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["sd", "sdxl", "sd3", "flux", "klein", "wan22", "qwenimage", "zimage", "ltx"])
-def test_plain_diffusers_loads_both_files_with_the_same_image(name: str, tiny_pipeline: Build, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [(name, ("diffusers", "comfy")) for name in (
+        "sd", "sdxl", "sd3", "flux", "klein", "flux2", "chroma", "auraflow", "wan22", "qwenimage", "zimage", "ltx"
+    )] + [(name, ("diffusers",)) for name in (
+        "sana", "lumina2", "cogview4", "cogvideox", "hunyuanvideo", "mochi", "krea2", "ernie", "kandinsky5"
+    )],
+)  # fmt: skip
+def test_plain_diffusers_loads_the_files_with_the_same_image(
+    name: str, kinds: tuple[LoraFormat, ...], tiny_pipeline: Build, tmp_path: Path
+) -> None:
     folder = tiny_pipeline(name)
     weights, description = random_lora(folder)
     network = description["network"]
@@ -90,9 +100,9 @@ def test_plain_diffusers_loads_both_files_with_the_same_image(name: str, tiny_pi
     mine = image(pipe)
     setattr(pipe, network, own)
     assert float((mine - untrained).abs().max()) > 0.01, "or the comparisons below would say nothing"
-    for kind in ("diffusers", "comfy"):
+    for kind in kinds:
         (tmp_path / kind).mkdir()
-        write_lora(weights, description, kind, tmp_path / kind, "cars")  # type: ignore[arg-type]
+        write_lora(weights, description, kind, tmp_path / kind, "cars")
         [file] = (tmp_path / kind).iterdir()
         assert file.name == (LORA_FILE if kind == "diffusers" else "cars.safetensors")
         pipe.load_lora_weights(str(tmp_path / kind))

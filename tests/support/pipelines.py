@@ -484,6 +484,135 @@ def ovis() -> Any:
     )  # fmt: skip
 
 
+def _awake(network: Any) -> Any:
+    """Give random values to weights that start at zero, such as gates, which would hide others from their gradients."""
+    with torch.no_grad():
+        for weight in network.parameters():
+            if not weight.any():
+                weight.normal_(std=0.3)
+    return network
+
+
+def latte() -> Any:
+    """Texts without their padding; a learned variance; frames like the images of a batch in its VAE."""
+    tokenizer, text_encoder = tiny_text.t5()
+    transformer = diffusers.LatteTransformer3DModel(
+        sample_size=8, num_layers=1, patch_size=2, attention_head_dim=16, num_attention_heads=2, caption_channels=WIDTH,
+        in_channels=4, out_channels=8, cross_attention_dim=32, num_embeds_ada_norm=1000, attention_bias=True,
+        activation_fn="gelu-approximate", norm_elementwise_affine=False, norm_type="ada_norm_single", video_length=1,
+    )  # fmt: skip
+    return diffusers.LattePipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=_vae(), transformer=transformer,
+        scheduler=diffusers.DDIMScheduler(),
+    )  # fmt: skip
+
+
+def lumina() -> Any:
+    """Time counts from noise to data, and the output is its negative."""
+    tokenizer, text_encoder = tiny_text.gemma(first=True)
+    transformer = diffusers.LuminaNextDiT2DModel(
+        sample_size=4, patch_size=2, in_channels=4, hidden_size=32, num_layers=1, num_attention_heads=2, num_kv_heads=1,
+        multiple_of=32, cross_attention_dim=WIDTH,
+    )  # fmt: skip
+    return diffusers.LuminaPipeline(
+        transformer=_awake(transformer), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=_vae(),
+        text_encoder=text_encoder, tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def _mistral(layers: int, whole: bool = False) -> Any:
+    vision = {"model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
+              "intermediate_size": 16, "image_size": 32, "patch_size": 8, "num_channels": 3}  # fmt: skip
+    text = {"model_type": "mistral", "vocab_size": len(tiny_text.qwen_tokenizer()), "hidden_size": WIDTH,
+            "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+            "intermediate_size": 32, "initializer_range": 0.3}  # fmt: skip
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision)
+    return (transformers.Mistral3ForConditionalGeneration if whole else transformers.Mistral3Model)(config)
+
+
+def flux2() -> Any:
+    """Its guidance is distilled into the network."""
+    transformer = diffusers.Flux2Transformer2DModel(
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=3 * WIDTH, timestep_guidance_channels=64, axes_dims_rope=(4, 4, 4, 4),
+    )  # fmt: skip
+    return diffusers.Flux2Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(), vae=klein().vae, text_encoder=_mistral(31, whole=True),
+        tokenizer=tiny_text.qwen_tokenizer(), transformer=transformer,
+    )  # fmt: skip
+
+
+def ernie() -> Any:
+    """Prompts are rewritten by a language model, if there is one; texts vary in length."""
+    transformer = diffusers.ErnieImageTransformer2DModel(
+        hidden_size=32, num_attention_heads=2, num_layers=1, ffn_hidden_size=64, in_channels=16, out_channels=16,
+        patch_size=1, text_in_dim=WIDTH, rope_axes_dim=(4, 6, 6),
+    )  # fmt: skip
+    return diffusers.ErnieImagePipeline(
+        transformer=_awake(transformer), vae=klein().vae, text_encoder=_mistral(3),
+        tokenizer=tiny_text.qwen_tokenizer(), scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=4.0),
+    )  # fmt: skip
+
+
+def longcat() -> Any:
+    """Prompts are rewritten by its text encoder, unless the call says otherwise."""
+    tokenizer, text_encoder = tiny_text.qwen25_vl(_QWEN_TEMPLATE)
+    transformer = diffusers.LongCatImageTransformer2DModel(
+        patch_size=1, in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=WIDTH, pooled_projection_dim=WIDTH, axes_dims_rope=[4, 4, 8],
+    )  # fmt: skip
+    return diffusers.LongCatImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
+        vae=_vae(shift_factor=0.1159, latent_channels=16), text_encoder=text_encoder, tokenizer=tokenizer,
+        text_processor=tiny_text.qwen_tokenizer(), transformer=transformer,
+    )  # fmt: skip
+
+
+def kandinsky5() -> Any:
+    """Writes the next step's latents into the tensor that its network was given."""
+    tokenizer, text_encoder = tiny_text.qwen25_vl(_QWEN_TEMPLATE)
+    tokenizer_2, text_encoder_2 = tiny_text.clip()
+    transformer = diffusers.Kandinsky5Transformer3DModel(
+        in_visual_dim=4, in_text_dim=WIDTH, in_text_dim2=WIDTH, time_dim=32, out_visual_dim=4, model_dim=32, ff_dim=64,
+        num_text_blocks=1, num_visual_blocks=1, axes_dims=(4, 6, 6), visual_cond=True,
+    )  # fmt: skip
+    return diffusers.Kandinsky5T2VPipeline(
+        transformer=_awake(transformer), vae=hunyuanvideo().vae, text_encoder=text_encoder, tokenizer=tokenizer,
+        text_encoder_2=text_encoder_2, tokenizer_2=tokenizer_2,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+    )  # fmt: skip
+
+
+def kandinsky5_image() -> Any:
+    """Makes images of the nearest size in a table, of about a megapixel each."""
+    parts = kandinsky5().components
+    config = dict(parts["transformer"].config) | {"visual_cond": False}
+    changed = {"vae": _vae(), "transformer": diffusers.Kandinsky5Transformer3DModel.from_config(config)}
+    return diffusers.Kandinsky5T2IPipeline(**parts | changed)
+
+
+def krea2() -> Any:
+    """A list of numbers among its components; guided at every scale above 0, by a second call of the network."""
+    rope = {"rope_type": "default", "mrope_section": [2, 2, 4], "mrope_interleaved": True, "rope_theta": 10000.0}
+    text = {"vocab_size": len(tiny_text.qwen_tokenizer()), "hidden_size": WIDTH, "head_dim": 16,
+            "num_key_value_heads": 1, "rope_parameters": rope, "num_hidden_layers": 3, "num_attention_heads": 2,
+            "intermediate_size": 32, "initializer_range": 0.3}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": WIDTH, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": WIDTH,
+              "deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # fmt: skip
+    transformer = diffusers.Krea2Transformer2DModel(
+        in_channels=16, num_layers=1, attention_head_dim=16, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, timestep_embed_dim=16, text_hidden_dim=WIDTH, num_text_layers=2,
+        text_num_attention_heads=2, text_num_key_value_heads=1, text_intermediate_size=32, num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    return diffusers.Krea2Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=qwenimage().vae,
+        text_encoder=transformers.Qwen3VLModel(config), tokenizer=tiny_text.qwen_tokenizer(),
+        transformer=_awake(transformer), text_encoder_select_layers=(1, 2),
+    )  # fmt: skip
+
+
 def sd_pag() -> Any:
     """Guided by a second scale, in a batch of twice the size."""
     return diffusers.StableDiffusionPAGPipeline(**sd().components, requires_safety_checker=False)
@@ -583,7 +712,24 @@ IMAGE_BUILDERS: dict[str, Callable[[], Any]] = {
 }
 UNPREPARED_BUILDERS: dict[str, Callable[[], Any]] = {
     build.__name__: build
-    for build in (mochi, hunyuanimage, hunyuanvideo15, sana_video, ovis, sd_pag, allegro, skyreels)
+    for build in (
+        mochi,
+        hunyuanimage,
+        hunyuanvideo15,
+        sana_video,
+        ovis,
+        latte,
+        lumina,
+        flux2,
+        ernie,
+        longcat,
+        kandinsky5,
+        krea2,
+        sd_pag,
+        kandinsky5_image,
+        allegro,
+        skyreels,
+    )
 }
 
 

@@ -88,13 +88,22 @@ def clip(projected: bool = False) -> tuple[Any, Any]:
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77), model
 
 
-def gemma() -> tuple[Any, Any]:
+def gemma(first: bool = False) -> tuple[Any, Any]:
+    """`first`: every text begins with a token of its own, as Gemma's."""
     vocabulary = _numbered(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", "\n", *_SIGNS])
     config = Gemma2Config(
         vocab_size=len(vocabulary), hidden_size=WIDTH, num_key_value_heads=1, head_dim=8, sliding_window=64,
         query_pre_attn_scalar=8, **(_LAYERS | {"num_hidden_layers": 1}), **_STRONG,
     )  # fmt: skip
-    return GemmaTokenizer(vocab=vocabulary, merges=[]), Gemma2Model(config)
+    tokenizer = GemmaTokenizer(vocab=vocabulary, merges=[])
+    return _with_first(tokenizer, "<bos>") if first else tokenizer, Gemma2Model(config)
+
+
+def _with_first(tokenizer: Any, token: str) -> Any:
+    """Let every text begin with a token: an empty one would have none."""
+    first = [(token, tokenizer.convert_tokens_to_ids(token))]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{token} $A", special_tokens=first)
+    return tokenizer
 
 
 def qwen_tokenizer() -> Any:
@@ -116,10 +125,8 @@ def qwen3(layers: int = 2) -> tuple[Any, Any]:
 
 
 def glm() -> tuple[Any, Any]:
-    """With a first token in every text, as GLM's: an empty text would have none."""
-    tokenizer = qwen_tokenizer()
-    first = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+    """With a first token in every text, as GLM's."""
+    tokenizer = _with_first(qwen_tokenizer(), "<|im_start|>")
     config = GlmConfig(
         vocab_size=len(tokenizer), hidden_size=WIDTH, num_key_value_heads=1, head_dim=8, pad_token_id=0, **_LAYERS,
         **_STRONG,

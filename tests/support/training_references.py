@@ -43,8 +43,11 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     "ltx": {"scheduler": _DYNAMIC | {"base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024}},
     "cogvideox": {"vae": {"scaling_factor": 1.15258426}, "scheduler": _ZERO_SNR},
     "hunyuanvideo": {"scheduler": {"shift": 7.0}},
+    "flux2": {"scheduler": _DYNAMIC},
+    "krea2": {"vae": {"latents_mean": _MEAN, "latents_std": _STD}},
 }
-_STATISTICS = {"ltx": ("latents_mean", "latents_std"), "klein": ("bn.running_mean", "bn.running_var")}
+_BATCH_NORM = ("bn.running_mean", "bn.running_var")
+_STATISTICS = {"ltx": ("latents_mean", "latents_std"), "klein": _BATCH_NORM, "flux2": _BATCH_NORM, "ernie": _BATCH_NORM}
 
 
 def publish(name: str, folder: Path) -> Path:
@@ -275,6 +278,73 @@ def _ovis(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
     return pipe.transformer(x, encoder_hidden_states=text, timestep=t / 1000, img_ids=ids, txt_ids=text_ids)[0]
 
 
+def _latte(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
+    text, _ = pipe.encode_prompt(caption, False, device="cpu")
+    return pipe.transformer(x, t, encoder_hidden_states=text)[0][:, :4]  # the others are the variance
+
+
+def _latte_latents(vae: Any, z: Tensor) -> Tensor:
+    return _scaled(vae, z).unsqueeze(2)
+
+
+def _lumina(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
+    from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
+
+    text, mask, *_ = pipe.encode_prompt(caption, False, device="cpu")
+    scale = math.sqrt(SIZE * SIZE / pipe.default_image_size**2)
+    rope = get_2d_rotary_pos_embed_lumina(pipe.transformer.head_dim, 384, 384, linear_factor=scale, ntk_factor=1.0)
+    extent = {"base_sequence_length": (pipe.default_image_size // 16) ** 2}
+    return -pipe.transformer(x, 1 - t / 1000, text, mask, rope, extent)[0][:, :4]
+
+
+def _flux2(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
+    text, text_ids = pipe.encode_prompt(caption, device="cpu")
+    ids = torch.nn.functional.pad(_positions(math.isqrt(x.shape[1])), (0, 1))[None]
+    return pipe.transformer(
+        hidden_states=x, encoder_hidden_states=text, timestep=t / 1000, img_ids=ids.long(), txt_ids=text_ids,
+        guidance=torch.ones(1),
+    )[0]  # fmt: skip
+
+
+def _ernie(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
+    (text,) = pipe.encode_prompt(caption, "cpu")
+    return pipe.transformer(x, t, text[None], torch.tensor([len(text)]))[0]
+
+
+def _ernie_latents(vae: Any, z: Tensor) -> Tensor:
+    """As Flux 2, with 1e-5 where the VAE's config has another number."""
+    mean, deviation = vae.bn.running_mean, torch.sqrt(vae.bn.running_var + 1e-5)
+    x, side = (_patches(z) - mean) / deviation, z.shape[-1] // 2
+    return x.mT.reshape(1, -1, side, side)
+
+
+def _longcat(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
+    text, text_ids = pipe.encode_prompt(caption)
+    ids = _positions(math.isqrt(x.shape[1])) + torch.tensor([0, pipe.tokenizer_max_length, pipe.tokenizer_max_length])
+    ids[:, 0] = 1
+    return pipe.transformer(x, text, t / 1000, ids, text_ids)[0]
+
+
+def _kandinsky5(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
+    text, pooled, _ = pipe.encode_prompt(caption, device="cpu")
+    side = x.shape[2] // 2
+    places = [torch.arange(1), torch.arange(side), torch.arange(side)]
+    no_image = torch.zeros(*x.shape[:-1], 5)  # and its mask
+    return pipe.transformer(
+        torch.cat([x, no_image], dim=-1), text, t, pooled, places, torch.arange(text.shape[1]), (1, 3.16, 3.16)
+    )[0]  # fmt: skip
+
+
+def _kandinsky5_latents(vae: Any, z: Tensor) -> Tensor:
+    return (z * vae.config.scaling_factor).permute(0, 2, 3, 4, 1)
+
+
+def _krea2(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
+    text, mask = pipe.encode_prompt(caption, "cpu")
+    ids = torch.cat([torch.zeros(text.shape[1], 3), _positions(math.isqrt(x.shape[1]))])
+    return pipe.transformer(x, text, t / 1000, ids, mask)[0]
+
+
 @dataclass(frozen=True)
 class Reference:
     """How one class is trained."""
@@ -339,5 +409,12 @@ REFERENCES = {
     ),
     "sana_video": Reference("flow", _sana_video, _standardized),
     "ovis": Reference("flow", _ovis, _flux_latents, _flux_shift(16, 0.5, 1.15)),
+    "latte": Reference("epsilon", _latte, _latte_latents),
+    "lumina": Reference("flow", _lumina, unused=("pad_token",)),
+    "flux2": Reference("flow", _flux2, _klein_latents, _klein_shift(16, 50)),
+    "ernie": Reference("flow", _ernie, _ernie_latents, shift=4.0),
+    "longcat": Reference("flow", _longcat, _flux_latents, _flux_shift(16, 0.5, 1.15)),
+    "kandinsky5": Reference("flow", _kandinsky5, _kandinsky5_latents, shift=5.0),
+    "krea2": Reference("flow", _krea2, _qwen_latents, _flux_shift(16, 0.5, 1.15)),
     "sd_pag": Reference("epsilon", _sd),
 }  # fmt: skip

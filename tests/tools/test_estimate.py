@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -180,6 +181,17 @@ def test_read_a_run_of_a_model_without_formulas(tmp_path: Path, capsys: pytest.C
     for words in (["--from", str(run), "--img_size", "64"], ["--from", "probe", "--model", "HunyuanDiT"]):
         assert main(["estimate", *words]) == 1
         assert "Formulas for FLOPs exist for JiT only; HunyuanDiT is estimated from a run" in capsys.readouterr().err
+
+
+def test_pipeline_that_cannot_be_built_is_refused(tiny_pipeline: Callable[[str], Path], tmp_path: Path) -> None:
+    """Kolors has a tokenizer of its own, of another package, where this folder has CLIP's."""
+    from muralist.tools import estimate_pipeline
+
+    folder = shutil.copytree(tiny_pipeline("sd"), tmp_path / "sd")
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace("StableDiffusionPipeline", "KolorsPipeline"))
+    with pytest.raises(UserError, match="The KolorsPipeline in .* cannot be loaded: "):
+        estimate_pipeline.weightless_pipeline(folder, "unet")
 
 
 def test_cost_of_an_image_of_a_pipeline(tiny_pipeline: Callable[[str], Path]) -> None:

@@ -42,7 +42,15 @@ def train(pipeline: Path, data: Path, run: Path, steps: int, *more: object) -> P
     return run
 
 
-@pytest.mark.parametrize(("name", "more"), [("flux", ()), ("flux", LORA), ("sdxl", ())], ids=["flux", "lora", "sdxl"])
+OTHERS = ("sd", "sd3", "wan22", "qwenimage", "zimage", "pixart", "sana", "chroma", "lumina2", "auraflow", "cogview4",
+          "klein", "hunyuanvideo")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("flux", ()), ("flux", LORA), ("sdxl", ()), *(pytest.param(name, (), marks=pytest.mark.slow) for name in OTHERS)],
+    ids=["flux", "lora", "sdxl", *OTHERS],
+)
 def test_resumed_run_is_bit_identical(
     name: str, more: tuple[object, ...], tiny_pipeline: Callable[[str], Path], scenes: Path, tmp_path: Path
 ) -> None:

@@ -46,9 +46,7 @@ class _Recomputed:
         self.compute = compute
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.compute(*inputs, **named)
-        return checkpoint(self.compute, *inputs, use_reentrant=False, **named)
+        return checkpointed(self.compute)(*inputs, **named)
 
 
 def checkpointed(forward: Any) -> Any:

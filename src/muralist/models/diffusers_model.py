@@ -9,16 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import diffusers
 import torch
 from accelerate import init_empty_weights
-from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -37,6 +35,7 @@ from muralist.diffusion import noise_levels
 from muralist.diffusion.noise_levels import NoiseLevels
 from muralist.models import frozen_weights
 from muralist.models.blocks import block_classes, checkpoint_blocks
+from muralist.models.components import component_class, load_network, load_pipeline
 from muralist.models.frozen_encoders import PipelineEncoders, PromptEmbeddings, check_stored, stored_texts
 from muralist.models.integrity import check_base, fingerprint, read_json
 from muralist.models.lora import Lora, is_adapter, set_dropout_keys
@@ -97,7 +96,7 @@ class DiffusersSpec(ModelSpec):
         self.gradient_checkpointing, self.latents = gradient_checkpointing, latents
         self.base_precision, self.swapped_blocks = base_precision, swapped_blocks
         self.class_name, self.components = read_index(folder, _FLAG)
-        self.network_class: Any = getattr(diffusers, read_json(folder / network_name / "config.json")["_class_name"])
+        self.network_class: Any = component_class(folder / network_name)
         self.network_config = self.network_class.load_config(folder, subfolder=network_name)
         self.device = torch.device("cpu")
         with torch.device("meta"):
@@ -128,7 +127,7 @@ class DiffusersSpec(ModelSpec):
             DIFFUSERS.check_latents(latents, folder, settings.data.random_flip)
         network_name = DIFFUSERS.network_name(model)
         config = read_json(folder / "scheduler" / "scheduler_config.json")
-        scheduler = getattr(diffusers, config["_class_name"]).from_config(config)
+        scheduler = component_class(folder / "scheduler", "scheduler_config.json").from_config(config)
         levels = noise_levels.from_scheduler(
             config,
             getattr(scheduler, "alphas_cumprod", None),
@@ -156,39 +155,14 @@ class DiffusersSpec(ModelSpec):
 
     def _load_pipeline(self) -> Any:
         """Load the pipeline with a stand-in for its network, on which no weights are spent."""
-        try:
-            with loading_progress(f"the encoders of {self.folder}", self.folder), self._without_weights():
-                pipe: Any = DiffusionPipeline.from_pretrained(
-                    self.folder, local_files_only=True, trust_remote_code=False
-                )
-        except Exception as error:  # whatever a class needs to be built
-            raise UserError(
-                f"The {self.class_name} in {self.folder} cannot be loaded: {first_line(error)}.",
-                "A package that it needs is not installed, or its files do not fit each other.",
-                f"Try `{self.class_name}.from_pretrained` of diffusers alone, or give another {_FLAG}.",
-            ) from error
+        given = {self.network_name: self._stand_in}
+        with loading_progress(f"the encoders of {self.folder}", self.folder):
+            pipe = load_pipeline(self.folder, self.class_name, given, lambda: self.device)
         for part in pipe.components.values():
             if isinstance(part, nn.Module):
                 part.eval().requires_grad_(False)
         pipe.set_progress_bar_config(disable=True)
-        # The stand-in is on the meta device, which the pipeline would take for its own.
-        place = property(lambda _: self.device)
-        pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"_execution_device": place, "device": place})
         return pipe
-
-    @contextmanager
-    def _without_weights(self) -> Iterator[None]:
-        """Let diffusers take the stand-in instead of loading the network; it ignores components that are optional."""
-        load, stand_in, name = self.network_class.from_pretrained, self._stand_in, self.network_name
-
-        def from_pretrained(path: Any, *args: Any, **kwargs: Any) -> Any:
-            return stand_in if Path(path).name == name else load(path, *args, **kwargs)
-
-        self.network_class.from_pretrained = from_pretrained
-        try:
-            yield
-        finally:
-            del self.network_class.from_pretrained
 
     def _run_on(self, device: torch.device) -> None:
         self.device = device
@@ -224,14 +198,23 @@ class DiffusersSpec(ModelSpec):
             self.pipe.vae.encoder = nn.Identity()
 
     def prepare_prompts(self, prompts: Sequence[str], settings: SampleSettings) -> None:
-        """With encoded data, encode the prompts of samples now: the network needs the memory of the text encoders."""
-        if self.latents is None:
-            return
+        """Call the pipeline up to its network, so that a setting that it refuses is known before the first checkpoint.
+
+        With encoded data, encode all prompts of samples now: the network needs the memory of the text encoders.
+        """
+        home = self.prompts.encoder_device
         self.prompts.move_encoders(self.device)
-        for prompt in dict.fromkeys(prompts):
-            with suppress(CallEnded):
-                self._call_pipeline(_end_call, [prompt], [0], settings)
-        self.prompts.move_encoders(torch.device("cpu"))
+        try:
+            for prompt in [*dict.fromkeys(prompts)][: 1 if self.latents is None else None]:
+                with suppress(CallEnded):
+                    self._call_pipeline(_end_call, [prompt], [0], settings)
+        except Exception as error:  # whatever a pipeline raises
+            raise UserError(
+                f"{self.class_name} cannot make samples: {first_line(error)}.",
+                "A trial call of the pipeline failed.",
+                "Give --sample_guidance 1, another --sample_steps, or --samples_per_gpu 0 for none.",
+            ) from error
+        self.prompts.move_encoders(home)
 
     def prepare_sizes(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Find out how the network is called at each size; a size that the pipeline does not make is refused."""
@@ -244,8 +227,11 @@ class DiffusersSpec(ModelSpec):
                 except UserError as error:
                     raise UserError(error.what, error.why, fix) from None
                 if any(found[i] * self.size[i] != base[i] * size[i] for i in (-2, -1)):
-                    what = f"{self.class_name} makes images of another size than {size[0]} x {size[1]} pixels."
-                    raise UserError(what, "It rounds the size that it is given.", fix)
+                    self._refuse_other_size(size, fix)
+
+    def _refuse_other_size(self, size: tuple[int, int], fix: str) -> NoReturn:
+        what = f"{self.class_name} makes images of another size than {size[0]} x {size[1]} pixels."
+        raise UserError(what, "It rounds the size that it is given.", fix)
 
     def _check_encoder(self, expected: tuple[int, ...]) -> None:
         """Refuse a VAE that encodes an image to something else than what the pipeline decodes."""
@@ -259,6 +245,11 @@ class DiffusersSpec(ModelSpec):
                 continue
             if found == expected:
                 return
+            made = [
+                size * there // here for size, here, there in zip(self.size, found[-2:], expected[-2:], strict=True)
+            ]
+            if found[:-2] == expected[:-2] and made != [*self.size]:
+                self._refuse_other_size(self.size, f"Give --img_size {made[0]} {made[1]}, which it makes instead.")
             why = f"latents of {found} instead of {expected}"
         raise UserError(
             f"{self.class_name} cannot be trained on single images of {self.size[0]} x {self.size[1]} pixels: its VAE does "
@@ -284,7 +275,7 @@ class DiffusersSpec(ModelSpec):
                 frozen_weights.load(network, frozen_weights.stored_tensors(folder), self.device)
                 frozen_weights.swap_blocks(network, block_classes(network), self.swapped_blocks)
             else:
-                network = self.network_class.from_pretrained(folder, local_files_only=True).float()
+                network = load_network(folder)
         network = self._prepare(network.train())
         if self.lora:
             self.lora.init_weights(network, self.seed)
@@ -568,10 +559,9 @@ class DiffusersSpec(ModelSpec):
 def _trained_network(weights: Mapping[str, Tensor], description: Mapping[str, Any]) -> Any:
     """Build the network with trained weights in float32; LoRA is merged."""
     base, name, lora = Path(description["folder"]), description["network"], description.get("lora")
-    network_class: Any = getattr(diffusers, read_json(base / name / "config.json")["_class_name"])
     if lora:
-        network = network_class.from_pretrained(base, subfolder=name, local_files_only=True).float()
-        return Lora.from_description(lora).merge(network, weights)
+        return Lora.from_description(lora).merge(load_network(base / name), weights)
+    network_class = component_class(base / name)
     network = network_class.from_config(network_class.load_config(base, subfolder=name))
     network.load_state_dict(weights)
     return network

@@ -240,6 +240,18 @@ def load(network: nn.Module, tensors: Iterable[tuple[str, Tensor]], device: torc
             module = network.get_submodule(path)
         except AttributeError:
             continue  # reported below, unless nothing is missing
+        shape = (
+            (module.out_features, module.in_features) if isinstance(module, FrozenLinear) and leaf == "weight" else None
+        )
+        held = getattr(module, leaf, None)
+        expected = shape or (held.shape if isinstance(held, Tensor) else value.shape)
+        if value.shape != expected:
+            raise UserError(
+                f"The weights of {type(network).__name__} do not fit its config: {name} is {[*value.shape]} instead of "
+                f"{[*expected]}.",
+                "It is of another model, or of an older version of diffusers.",
+                "Copy the model again, or give --base_precision fp32, which also reads older files.",
+            )
         if isinstance(module, FrozenLinear) and leaf == "weight":
             module.store(value.to(device))
         elif module._buffers.get(leaf) is not None:
@@ -247,8 +259,9 @@ def load(network: nn.Module, tensors: Iterable[tuple[str, Tensor]], device: torc
         elif leaf in module._parameters:
             module._parameters[leaf] = nn.Parameter(value.to(torch.float32, copy=True), requires_grad=False)
     if missing := [name for name, weight in network.named_parameters() if weight.is_meta]:
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise UserError(
-            f"The weights of {type(network).__name__} are incomplete: {missing[0]} and {len(missing) - 1} others.",
+            f"The weights of {type(network).__name__} are incomplete: {missing[0]}{others} missing.",
             "Their names are not those of this version of diffusers.",
             "Give --base_precision fp32, which also reads older files.",
         )

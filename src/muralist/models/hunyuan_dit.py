@@ -34,6 +34,7 @@ from muralist.data.packed import LatentSource, TextTensors
 from muralist.diffusion import ddpm, flow
 from muralist.models import frozen_weights
 from muralist.models.blocks import checkpointed
+from muralist.models.components import checked_loading, load_network
 from muralist.models.integrity import check_base, fingerprint
 from muralist.models.lora import Lora, is_adapter, set_dropout_keys
 from muralist.models.lora_files import PEFT_FOLDER, read_lora, write_beside
@@ -90,7 +91,7 @@ class FrozenEncoders:
         loaders: dict[str, Any] = {"vae": AutoencoderKL, "text_encoder": BertModel, "text_encoder_2": T5EncoderModel}
         components = []
         for name, loader in loaders.items():
-            with loading_progress(f"{name} of {folder}", folder / name):
+            with loading_progress(f"{name} of {folder}", folder / name), checked_loading():
                 component: Any = loader.from_pretrained(folder, subfolder=name, local_files_only=True)
             components.append(component.eval().requires_grad_(False))
         vae, bert, t5 = components
@@ -229,7 +230,7 @@ class HunyuanDiTSpec(ModelSpec):
                 device = next(self.encoders.vae.parameters()).device
                 frozen_weights.load(network, frozen_weights.stored_tensors(folder), device)
             else:
-                network = HunyuanDiT2DModel.from_pretrained(folder, local_files_only=True).float()
+                network = load_network(folder)
         network = self._prepare(network.train())
         if self.lora:
             self.lora.init_weights(network, self.seed)
@@ -459,8 +460,7 @@ class HunyuanDiTSpec(ModelSpec):
 def _trained_transformer(weights: Mapping[str, Tensor], base: Path, lora: Mapping[str, Any] | None) -> Any:
     """Build the transformer with trained weights in float32; LoRA is merged."""
     if lora:
-        network = HunyuanDiT2DModel.from_pretrained(base, subfolder="transformer", local_files_only=True).float()
-        return Lora.from_description(lora).merge(network, weights)
+        return Lora.from_description(lora).merge(load_network(base / "transformer"), weights)
     network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
     network.load_state_dict(weights)
     return network

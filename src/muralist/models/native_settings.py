@@ -94,6 +94,12 @@ VARIANTS = (
         "FLUX.2-klein-base",
     ),
     Variant(
+        "Krea 2 distilled", "Krea2", "`is_distilled` in model_index.json",
+        lambda files: files.configs[""].get("is_distilled") is True,
+        {"num_inference_steps": 8, "guidance_scale": 0.0}, "example and docs of diffusers' Krea2Pipeline",
+        "the base Krea 2",
+    ),
+    Variant(
         "Z-Image-Turbo", "ZImage", "the scheduler's `shift` is 3",
         lambda files: files.scheduler.get("shift") == 3.0,
         {"num_inference_steps": 8, "guidance_scale": 0.0}, "src/config/inference.py and model.py of Tongyi-MAI/Z-Image",

@@ -83,11 +83,18 @@ def read_index(folder: Path, flag: str = "--model_path") -> tuple[str, tuple[str
 
     `flag` named the folder.
     """
+    if not (folder / INDEX_FILE).is_file():
+        raise UserError(
+            f"{folder} is not a pipeline in diffusers layout: it has no {INDEX_FILE}.",
+            "Weights in one file, or one component alone, do not say which pipeline they are of.",
+            f"Give {flag} the folder that holds {INDEX_FILE}; of a single file, `PIPELINE.from_single_file(FILE)."
+            "save_pretrained(FOLDER)` of diffusers makes one.",
+        )
     index = read_json(folder / INDEX_FILE)
     name = index.get("_class_name")
     if not isinstance(name, str):
         raise UserError(f"{folder / INDEX_FILE} is damaged: it names no pipeline.", fix="Copy the model again.")
-    origins = {part: origin for part, origin in index.items() if isinstance(origin, list)}
+    origins = {part: origin for part, origin in index.items() if isinstance(origin, list) and not _is_setting(origin)}
     components = {part: str(origin[-1]) for part, origin in origins.items() if origin[:1] not in ([], [None])}
     for part in components:
         _check_library(folder, part, index[part][0])
@@ -108,6 +115,11 @@ def read_index(folder: Path, flag: str = "--model_path") -> tuple[str, tuple[str
         )
     check_integrity(folder, components, chat_template=source is not None and source.needs_chat_template)
     return name, tuple(components)
+
+
+def _is_setting(value: list[Any]) -> bool:
+    """Whether a list is a pipeline's setting, such as Krea 2's layers, instead of the library and class of a component."""
+    return all(isinstance(each, int | float) for each in value)
 
 
 def _check_library(folder: Path, part: str, library: Any) -> None:

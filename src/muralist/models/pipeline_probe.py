@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,13 +28,12 @@ from muralist.core.errors import UserError, first_line
 _CAPTIONS = ("a red car", "a quiet street with nine parked cars and two tall trees in the rain", "")
 _DIGIT = 1 << 11  # indices are sent through the VAE's normalization as two digits, which float32 keeps exact
 _TOLERANCE = 1e-4
-_GUIDANCE_OFF = (1.0, 0.0)  # Z-Image guides at every scale above 0
-_GUIDED = "its guidance cannot be turned off."
+_GUIDANCE_OFF = (1.0, 0.0)  # Z-Image and Krea 2 guide at every scale above 0
 CALL_SETTINGS = {
     "output_type": "pt",
     **dict.fromkeys(("num_frames", "frames", "video_length"), 1),
     "use_resolution_binning": False,  # the size is the user's
-    "clean_caption": False,  # and so is the caption
+    **dict.fromkeys(("clean_caption", "enable_prompt_rewrite", "use_pe"), False),  # and so is the caption
 }
 """Arguments of a pipeline that are the same in training and in its samples."""
 
@@ -45,6 +44,10 @@ class CallEnded(Exception):
 
 class UnsupportedPipeline(Exception):
     """Says in one sentence what is missing to train a pipeline."""
+
+
+class _Guided(UnsupportedPipeline):
+    """The pipeline calls its network for a second prompt."""
 
 
 class _Observation(NamedTuple):
@@ -238,11 +241,12 @@ class PipelineProbe:
     def _network_call(self, size: tuple[int, int]) -> NetworkCall:
         short, long, empty = _CAPTIONS
         for self._guidance in _GUIDANCE_OFF:
-            first = self._run([short], size)
-            if len(next(iter(first.arguments.values()))) == 1:
-                break
+            with suppress(_Guided):
+                first = self._run([short], size)
+                if len(next(iter(first.arguments.values()))) == 1:
+                    break
         else:
-            raise UnsupportedPipeline(_GUIDED)
+            raise UnsupportedPipeline("its guidance cannot be turned off.")
         shape = first.latents_shape[1:]
         count = shape.numel()
         ramp = torch.arange(count, dtype=torch.float32).view(1, *shape)
@@ -256,6 +260,9 @@ class PipelineProbe:
         leaves, structure = _flatten(base.arguments)
         first_step = dict(_flatten(base.first)[0])
         views = [dict(_flatten(each.arguments)[0]) for each in (moved, later, latest, *others, pair)]
+        for view in views[:-1]:  # beside a longer text, one may have a mask that it has not alone
+            if unsteady := sorted(view.keys() ^ dict(leaves).keys()):
+                raise UnsupportedPipeline(f"its network is given the argument {unsteady[0]} in some calls only.")
         arguments, ragged, input_source, input_place = [], False, None, None
         for name, value in leaves:
             at_moved, at_later, at_latest, at_long, at_empty, at_pair = (view.get(name) for view in views)
@@ -316,8 +323,10 @@ class PipelineProbe:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if seen.get("called"):  # a second time before a step
-                raise UnsupportedPipeline(_GUIDED)
-            seen["called"], seen["arguments"] = True, self._signature.bind(*args, **kwargs).arguments
+                raise _Guided
+            given = self._signature.bind(*args, **kwargs).arguments
+            # Copies: Kandinsky 5 writes the next step's latents into the tensor that the network was given.
+            seen["called"], seen["arguments"] = True, tree_map_only(Tensor, torch.clone, dict(given))
             seen.setdefault("first", seen["arguments"])
             if stop_at_network:
                 raise CallEnded

@@ -77,11 +77,12 @@ class ModelFamily:
 
     def check_size(self, size: tuple[int, int]) -> None:
         """Refuse image sizes (height, width) that the tokens do not cover."""
-        height, width = size
-        if height % self.pixels_per_token or width % self.pixels_per_token:
+        (height, width), step = size, self.pixels_per_token
+        if height % step or width % step:
             raise UserError(
-                f"{self.name} cannot make images of {height} x {width} pixels.",
+                f"An image size of {height} x {width} pixels does not fit --model {self.name}.",
                 f"Both sides must be multiples of {self.pixels_per_token}.",
+                f"Give --img_size {' '.join(str(max(1, side // step) * step) for side in dict.fromkeys(size))}.",
             )
 
     def check(self, model: ModelSettings) -> None:

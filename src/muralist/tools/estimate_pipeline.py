@@ -15,7 +15,6 @@ from typing import Any, Literal
 import diffusers
 import torch
 import transformers
-from diffusers import DiffusionPipeline
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from muralist.core.errors import UserError, first_line
 from muralist.core.formatting import format_bytes, format_count
 from muralist.data.decode import format_size, height_width
 from muralist.models.blocks import block_classes
+from muralist.models.components import load_pipeline
 from muralist.models.hub import find_model
 from muralist.models.integrity import read_json, stored_parameters
 from muralist.models.lora import Lora
@@ -161,28 +161,8 @@ def weightless_pipeline(folder: Path, network_name: str) -> tuple[Any, Any]:
                 config_class: Any = kind.config_class
                 config = config_class.from_pretrained(folder, subfolder=name, local_files_only=True)
                 parts[name] = _returns_zeros(kind(config).eval())
-    with _loaded(parts):
-        pipe: Any = DiffusionPipeline.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    place = property(lambda _: torch.device("cpu"))
-    pipe.__class__ = type(type(pipe).__name__, (type(pipe),), {"_execution_device": place, "device": place})
+    pipe = load_pipeline(folder, str(index.get("_class_name")), parts, lambda: torch.device("cpu"))
     return pipe, parts[network_name]
-
-
-@contextlib.contextmanager
-def _loaded(parts: Mapping[str, Any]) -> Iterator[None]:
-    """Let diffusers take these components instead of loading them; it ignores arguments that are optional components."""
-    classes: set[Any] = {type(part) for part in parts.values()}
-    before = {kind: vars(kind).get("from_pretrained") for kind in classes}
-    for kind in classes:
-        kind.from_pretrained = lambda path, *_, **__: parts[Path(path).name]
-    try:
-        yield
-    finally:
-        for kind, own in before.items():
-            if own is None:
-                del kind.from_pretrained
-            else:
-                kind.from_pretrained = own
 
 
 def _returns_zeros(encoder: Any) -> Any:
