@@ -206,6 +206,11 @@ class JiTSpec(ModelSpec):
         shape = (configs.IMAGE_CHANNELS, *configs.height_width(self.img_size))
         return rng.normal_chunked(0, Purpose.SAMPLE_NOISE, torch.tensor(list(seeds), dtype=torch.int64), shape)
 
+    @staticmethod
+    def solver(settings: SampleSettings) -> samplers.Solver:
+        """The solver of JiT."""
+        return "heun" if settings.solver == "auto" else settings.solver  # type: ignore[return-value]
+
     @torch.no_grad()
     def sample_from(
         self,
@@ -220,7 +225,7 @@ class JiTSpec(ModelSpec):
         guidance = configs.JIT_GUIDANCE if settings.guidance == "auto" else settings.guidance
         labels = copy_to_device(torch.tensor([self.label_of(prompt) for prompt in prompts]), device)
         solver = samplers.SamplerSettings(
-            solver="heun" if settings.solver == "auto" else settings.solver,  # type: ignore[arg-type]
+            solver=self.solver(settings),
             steps=settings.step_count,
             guidance=guidance if self.label_names else 1.0,
             interval=settings.interval,

@@ -365,7 +365,7 @@ JIT = JiTFamily(
     supports_fp8=True,
     single_size=True,
     has_formulas=True,
-    solvers=("heun", "euler"),
+    solvers=("heun", "euler", "abm2"),
     objective_settings=tuple(name for name in ObjectiveSettings.model_fields if name not in PIPELINE_OBJECTIVE),
 )
 HUNYUAN_DIT = HunyuanDiTFamily(
