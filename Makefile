@@ -85,6 +85,7 @@ lint: setup
 docs: setup
 	$(BIN)/python scripts/draw_docs.py docs
 	$(BIN)/python scripts/draw_fid_curve.py docs
+	$(BIN)/python -m scripts.draw_solver_quality docs
 	$(BIN)/python scripts/write_troubleshooting.py docs
 	$(BIN)/python -m mkdocs build --strict --quiet
 

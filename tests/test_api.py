@@ -309,7 +309,7 @@ def test_a_pipeline_of_a_run_here(tmp_path: Path, pets: Path) -> None:
         ({"path": pets, "output_dir": "x"}, "output_dir cannot be set here. It concerns the files and workers"),
         ({"path": pets, "gpu_ids": [0]}, "gpu_ids cannot be set here."),
         ({"path": pets, "device": "tpu"}, "device is 'tpu': expected cpu, cuda or cuda:N."),
-        ({"path": pets, "scheduler": "EulerDiscrete"}, "scheduler is for diffusers pipelines"),
+        ({"path": pets, "scheduler": "EulerDiscrete"}, "The scheduler eulerdiscrete does not fit a JiT model."),
     ):
         with pytest.raises(muralist.UserError, match=message):
             muralist.load_pipeline(**arguments)

@@ -146,6 +146,26 @@ def test_weights_and_guidance_interval_are_recorded(run: Path, tmp_path: Path, c
     assert "Changed: guidance_interval [0.0, 0.5] -> default." in capsys.readouterr().err
 
 
+def test_the_solver_of_a_jit_belongs_to_the_folder(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    for name in ("one", "two", "usual"):
+        table(tmp_path / name, "prompt\nmeadow\nsunrise\nmeadow\nsunrise\nmeadow\n")
+    solver = ("--scheduler", "abm2", "--num_inference_steps", 5, "--batch_size", 2)
+    one = generate(tmp_path / "one", run, *solver, "--gpu_ids", 0)
+    assert "(fp32, 5 steps, guidance 2.9, abm2; guidance is the model's default)" in capsys.readouterr().err
+    assert Header.read(one / "ledger.jsonl").settings["scheduler"] == "abm2"
+    two = generate(tmp_path / "two", run, *solver, "--gpu_ids", 2, 3)
+    usual = generate(tmp_path / "usual", run, "--num_inference_steps", 5, "--batch_size", 2)
+    assert len(files(one)) == 5 and files(one) == files(two)
+    pixels = [np.asarray(Image.open(images / "000001_seed42.png")) for images in (one, usual)]
+    assert not np.array_equal(*pixels)
+    capsys.readouterr()
+    for another in ((), ("--scheduler", "heun"), ("--scheduler", "euler")):
+        generate(tmp_path / "one", run, *another, "--num_inference_steps", 5, "--batch_size", 2, expect=1)
+        changed = "abm2 -> euler" if "euler" in another else "abm2 -> None"
+        assert f"scheduler {changed}" in " ".join(capsys.readouterr().err.split())
+    generate(tmp_path / "one", run, *solver)
+
+
 def test_a_model_without_batching_resumes_with_the_same_command(tmp_path: Path, capsys: Capture) -> None:
     lumina = build_pipeline("lumina2", tmp_path)
     table(tmp_path, "prompt\ncar\ntree\n")

@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from muralist.core.errors import UserError
 from muralist.core.images import to_uint8_array
 from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
-from muralist.generate.model_info import inspect_model
+from muralist.diffusion.samplers import SOLVERS, time_grid
+from muralist.generate.model_info import inspect_model, settings_identity
 from muralist.generate.pipeline import Pipeline, SampleRequest, load_pipeline
 from muralist.models.jit_spec import JiTSpec
 from muralist.models.lora import Lora
+from muralist.models.spec import JIT
 from muralist.models.weights import export
 from muralist.settings import BatchScriptSettings, ExportSettings, GenerateSettings, SampleSettings
 from tests.support.hunyuan import small_family
@@ -186,6 +188,41 @@ def test_the_guidance_interval(pets: Pets) -> None:
         inspect_model(given(run, guidance_interval=(0.5, 0.2)))
 
 
+def test_the_solver(pets: Pets) -> None:
+    run, spec, network = pets
+
+    def generated(**changes: Any) -> tuple[np.ndarray, int]:
+        calls: list[int] = []
+        image = load(run, num_inference_steps=10, **changes).generate([DOG], (SIDE, SIDE), lambda: calls.append(1))
+        return image[0], len(calls)
+
+    usual, most = generated()
+    image, passes = generated(scheduler="abm2")
+    sampling = SampleSettings(steps=10, guidance=2.9, solver="abm2")
+    assert np.array_equal(image, to_uint8_array(spec.sample(network, ["dog"], [3], sampling))[0])
+    assert max_difference(image, usual) > 0
+    guided = sum(0.1 < t < 1 for t in time_grid(10, "abm2"))
+    assert (passes, guided) == (10 + guided, 8) and most == 19 + 16
+    assert np.array_equal(generated(scheduler="heun")[0], usual)
+    # Guidance is truncated at a step of the solver's own times.
+    truncated, fewer = generated(scheduler="abm2", cfg_truncation_step=5)
+    assert fewer == passes - 5 and max_difference(truncated, image) > 0
+    pipeline = load(run, num_inference_steps=10, scheduler="abm2")  # in other company: the same image
+    assert np.array_equal(generate(pipeline, CAT, DOG)[1], generate(pipeline, DOG, DOG)[1])
+
+
+def test_the_solver_is_part_of_the_folder(pets: Pets) -> None:
+    def identity(**changes: Any) -> dict[str, Any]:
+        settings = given(pets[0], **changes)
+        return settings_identity(settings, inspect_model(settings))
+
+    usual = identity()
+    assert JIT.solvers == SOLVERS
+    assert usual["scheduler"] is None and identity(scheduler="heun") == usual  # as in ledgers of earlier versions
+    assert identity(scheduler="ABM2") == usual | {"scheduler": "abm2"}
+    assert identity(scheduler="euler") == usual | {"scheduler": "euler"}
+
+
 def test_the_official_last_step(pets: Pets) -> None:
     run, spec, network = pets
 
@@ -273,7 +310,11 @@ def test_impossible_settings_are_refused(pets: Pets, tmp_path: Path) -> None:
         inspect_model(given(run, height=32))
     with pytest.raises(UserError, match="16 x 16 pixels, not 32 x 32"):
         load(run).generate([DOG], (32, 32), no_callback)
-    for changes, flag in (({"scheduler": "DDIM"}, "scheduler"), ({"preset": "fast"}, "preset fast")):
+    with pytest.raises(UserError, match=r"scheduler ddim does not fit a JiT model.*These do: heun, euler, abm2\."):
+        inspect_model(given(run, scheduler="DDIM"))
+    with pytest.raises(UserError, match="abm2 has no official last step"):
+        inspect_model(given(run, scheduler="abm2", official_last_step=True))
+    for changes, flag in (({"timesteps": [9, 5]}, "timesteps"), ({"preset": "fast"}, "preset fast")):
         with pytest.raises(UserError, match=f"--{flag} is for diffusers pipelines, and this is a JiT model"):
             inspect_model(given(run, **changes))
     with pytest.raises(UserError, match="JiT generates images, not clips"):

@@ -281,6 +281,20 @@ def test_the_official_last_step_is_passed_to_generate(
     assert "Changed: official_last_step True -> None." in capsys.readouterr().err
 
 
+def test_the_solver_is_passed_to_generate(statistics: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, output = tmp_path / "model.safetensors", tmp_path / "out"
+    prepared = score_all(model, statistics, output, scheduler="abm2")
+    assert prepared.model.resolved["scheduler"] == "abm2"
+    more = ("--full_samples", "none", "--inception_weights", inception_weights())
+    assert main(words(model, statistics, output, "--scheduler", "abm2", *more)) == 0
+    told = f"  muralist generate --model_path {model} --scheduler abm2 --num_inference_steps 2 --prompts_csv"
+    assert told in capsys.readouterr().out
+    assert main(words(model, statistics, output, "--scheduler", "heun", *more)) == 1
+    assert "Changed: scheduler abm2 -> None." in capsys.readouterr().err
+    assert main(words(model, statistics, output, "--scheduler", "ddim", *more)) == 1
+    assert "The scheduler ddim does not fit a JiT model." in capsys.readouterr().err
+
+
 def test_equal_ema_weights_are_tried_once(pets: Path, statistics: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(pets, run)

@@ -97,8 +97,9 @@ def test_largest_batch() -> None:
         ("--ema_decay 0.999 --ema_half_life 5000", "--ema_decay and --ema1_half_life cannot both be given."),
         (
             "--sample_solver ddim",
-            "--sample_solver ddim does not sample from JiT-B/4. Use heun or euler, or leave it out.",
+            "--sample_solver ddim does not sample from JiT-B/4. Use heun or euler or abm2, or leave it out.",
         ),
+        ("--sample_solver abm2 --samples.official_last_step true", "--sample_solver abm2 has no official last step."),
         ("--model HunyuanDiT --sample_solver heun", "heun does not sample from HunyuanDiT. Use dpm++ or ddim, or"),
         ("--rank 8", "--lora_rank 8 has no effect without --training_parts lora. Give both"),
     ],

@@ -165,11 +165,13 @@ def _sample_settings(settings: GenerateSettings) -> SampleSettings:
         steps=settings.num_inference_steps,
         guidance=settings.guidance_scale,
         interval=(low, high),
+        solver=settings.scheduler or "auto",  # type: ignore[arg-type]  # checked by inspect_model
         official_last_step=settings.official_last_step,
     )
     if settings.cfg_truncation_step is None:
         return sampling
     # From the sampler's own grid: k / n may round to the next float above it.
-    end = min(high, time_grid(sampling.step_count)[min(settings.cfg_truncation_step, sampling.step_count)])
+    times = time_grid(sampling.step_count, JiTSpec.solver(sampling))
+    end = min(high, times[min(settings.cfg_truncation_step, sampling.step_count)])
     changes = {"interval": (low, end)} if end > low else {"guidance": 1.0}
     return sampling.model_copy(update=changes)

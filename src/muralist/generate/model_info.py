@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from muralist.core.errors import UserError
+from muralist.core.errors import UserError, closest_match
 from muralist.core.run_dir import exists
 from muralist.data.decode import format_size
 from muralist.generate.lora_check import PEFT_CONFIG, check_lora
@@ -21,7 +21,7 @@ from muralist.models.hub import find_model
 from muralist.models.integrity import check_base, fingerprint, read_json
 from muralist.models.native_settings import ModelFiles
 from muralist.models.pipeline_class import INDEX_FILE, PIPELINES, PipelineInputs, read_index
-from muralist.models.spec import ModelFamily, find_family_by_key
+from muralist.models.spec import JIT, ModelFamily, find_family_by_key
 from muralist.settings import GenerateSettings
 
 log = logging.getLogger("muralist")
@@ -202,7 +202,15 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
     from muralist.models.jit_spec import read_jit_spec
     from muralist.models.weights import has_single_weight_set, weights_file
 
-    SamplerSettings(interval=settings.guidance_interval)  # refuses an empty interval
+    solver = settings.scheduler or "heun"
+    if solver not in JIT.solvers:
+        raise UserError(
+            f"The scheduler {solver} does not fit a JiT model.",
+            f"These do: {', '.join(JIT.solvers)}.",
+            closest_match(solver, JIT.solvers),
+        )
+    # Refuses an empty interval, and solvers that the official sampler does not have.
+    SamplerSettings(solver, interval=settings.guidance_interval, official_last_step=settings.official_last_step)  # type: ignore[arg-type]
     if "weights" in settings.model_fields_set and has_single_weight_set(path):
         raise UserError(f"{path} holds one set of weights: there is nothing to choose.", fix="Leave --weights out.")
     file = weights_file(path, settings.weights)
@@ -219,7 +227,7 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
             "It was trained at that size and has no other.",
             "Leave --height and --width out.",
         )
-    refused = {name: getattr(settings, name) for name in ("scheduler", "scheduler_options", "timesteps", "distilled")}
+    refused = {name: getattr(settings, name) for name in ("scheduler_options", "timesteps", "distilled")}
     for flag, value in (
         refused | {"lora": settings.lora, f"preset {settings.preset}": settings.preset != "exact"}
     ).items():
@@ -248,12 +256,19 @@ def _jit(path: Path, description: dict[str, Any], settings: GenerateSettings) ->
         )
         if settings.official_last_step:
             raise UserError(f"--official_last_step has no effect: this model was {distilled}.", fix="Leave it out.")
+        if settings.scheduler not in (None, "euler"):
+            raise UserError(
+                f"The scheduler {settings.scheduler} does not fit: this model was {distilled}.",
+                "It samples in Euler steps.",
+                "Leave --scheduler out.",
+            )
         asked_steps, asked_guidance = None, None
     own_guidance = distilled.guidance if distilled else JIT_GUIDANCE if guided else 1.0
     guidance = own_guidance if asked_guidance is None else asked_guidance
     _check_truncation(settings, "JiT", guided=guided and guidance != 1 and not distilled)
     steps = asked_steps or (distilled.steps if distilled else _JIT_STEPS)
     resolved = {"height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance}
+    resolved["scheduler"] = None if distilled or solver == "heun" else solver  # the default, as in older ledgers
     resolved |= _resolved_frames(_requested_frames(settings))
     own = [] if asked_steps else ["num_inference_steps"]
     own += ["guidance_scale"] if guided and asked_guidance is None else []

@@ -242,6 +242,11 @@ class JiTSpec(ModelSpec):
         shape = (configs.IMAGE_CHANNELS, *configs.height_width(self.img_size))
         return rng.normal_chunked(0, Purpose.SAMPLE_NOISE, torch.tensor(list(seeds), dtype=torch.int64), shape)
 
+    @staticmethod
+    def solver(settings: SampleSettings) -> samplers.Solver:
+        """The solver of JiT."""
+        return "heun" if settings.solver == "auto" else settings.solver  # type: ignore[return-value]
+
     @torch.no_grad()
     def sample_from(
         self,
@@ -267,7 +272,7 @@ class JiTSpec(ModelSpec):
             return samplers.SamplerSettings(solver="euler", steps=self.distilled.steps, t_eps=self.objective.t_eps)
         guidance = configs.JIT_GUIDANCE if settings.guidance == "auto" else settings.guidance
         return samplers.SamplerSettings(
-            solver="heun" if settings.solver == "auto" else settings.solver,  # type: ignore[arg-type]
+            solver=self.solver(settings),
             steps=settings.step_count,
             guidance=guidance if self.label_names else 1.0,
             interval=settings.interval,

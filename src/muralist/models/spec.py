@@ -369,7 +369,7 @@ JIT = JiTFamily(
     single_size=True,
     has_formulas=True,
     distillation="muralist.models.jit_distill:JiTStudent",
-    solvers=("heun", "euler"),
+    solvers=("heun", "euler", "abm2"),
     objective_settings=tuple(name for name in ObjectiveSettings.model_fields if name not in PIPELINE_OBJECTIVE),
 )
 HUNYUAN_DIT = HunyuanDiTFamily(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
+from muralist.settings.generate import scheduler_name
 from muralist.settings.section import LocalPath, Section
 
 
@@ -131,6 +132,8 @@ class SweepSettings(Section):
     """Guidance scales to try; 1 is no guidance. The paper's: $(seq 1 0.1 4)."""
     guidance_interval: list[str] = ["0.1,1"]
     """Intervals to try, each as LOW,HIGH: t from 0 (noise) to 1 (image) in which guidance is on."""
+    scheduler: Annotated[str, AfterValidator(scheduler_name)] | None = None
+    """Solver: heun (default), abm2 or euler, as for generate."""
     official_last_step: bool = False
     """Reproduce the official sampler, whose clamp of 1 - t leaves noise after the last step."""
     num_samples: _Count = 8192

@@ -99,7 +99,8 @@ class GenerateSettings(Section):
     allow_batch_change: bool = False
     """Continue with smaller batches if memory runs out later; such rows are marked in the ledger."""
     scheduler: Annotated[str, AfterValidator(scheduler_name)] | None = None
-    """Another scheduler: euler, heun, dpm++, unipc, ddim, lcm, tcd, ..., or the name of a diffusers class."""
+    """Another scheduler: euler, heun, dpm++, unipc, ddim, lcm, tcd, ..., or the name of a diffusers class. JiT: heun
+    (default; two passes per step), abm2 (one pass per step, for 10 to 20 steps) or euler."""
     scheduler_options: Annotated[list[str], BeforeValidator(_option_words)] = []
     """Options of the scheduler: use_karras_sigmas=true,solver_order=3."""
     timesteps: list[Annotated[int, Field(ge=0)]] = []

@@ -269,8 +269,9 @@ class SampleSettings(Section):
     pipeline's own for others."""
     interval: Annotated[tuple[Fraction, Fraction], NonIdentity] = (0.1, 1.0)
     """Interval of t in which guidance is on (JiT)."""
-    solver: Annotated[Literal["auto", "heun", "euler", "dpm++", "ddim"], NonIdentity] = "auto"
-    """JiT: heun (auto; second order, two passes per step) or euler. HunyuanDiT: dpm++ (auto; second order) or ddim."""
+    solver: Annotated[Literal["auto", "heun", "euler", "abm2", "dpm++", "ddim"], NonIdentity] = "auto"
+    """JiT: heun (auto; second order, two passes per step), abm2 (second order, one pass per step) or euler (first order,
+    one pass per step); guidance doubles the passes. HunyuanDiT: dpm++ (auto; second order) or ddim."""
     official_last_step: Annotated[bool, NonIdentity] = False
     """Reproduce the official sampler, whose clamp of 1 - t leaves noise after the last step."""
     seed: Annotated[int, Field(ge=0, lt=2**62), NonIdentity] = 0

@@ -288,8 +288,10 @@ class Sweep:
         self.settings, self.root = settings, Path(settings.output_dir)
         # Fixed now: a run may write newer checkpoints meanwhile.
         self.checkpoint = latest_checkpoint(find_model(settings.model_path, "--model_path"))
-        # Recorded only where it is on: sweeps from before it existed do not have it.
-        self.last_step = {"official_last_step": True} if settings.official_last_step else {}
+        # Recorded only where they are not the default: sweeps from before they existed do not have them.
+        self.sampler: dict[str, Any] = {"official_last_step": True} if settings.official_last_step else {}
+        if settings.scheduler not in (None, "heun"):
+            self.sampler["scheduler"] = settings.scheduler
         self.model = inspect_model(self._generate_settings())
         if not self.model.is_jit:
             raise UserError(
@@ -310,7 +312,7 @@ class Sweep:
         self.steps = self.model.resolved["num_inference_steps"]
         identity |= {"num_inference_steps": self.steps}
         identity |= {name: getattr(settings, name) for name in ("num_samples", "seed_start")}
-        identity |= {"reference": self.digest, "inception": self.inception.sha256, **self.last_step}
+        identity |= {"reference": self.digest, "inception": self.inception.sha256, **self.sampler}
         self.results = SweepResults.open(self.root / RESULTS, str(self.checkpoint), identity)
         self.console = Console(width=None if Console().is_terminal else _TABLE_WIDTH, highlight=False)
         self.logged_warnings: set[str] = set()
@@ -334,7 +336,7 @@ class Sweep:
     def _generate_settings(self, combination: Combination | None = None, **changes: Any) -> GenerateSettings:
         """Return the settings of generate; `changes` adds prompts and output."""
         fixed = combination.generate_settings if combination else {}
-        given = {"prompts_csv": "", "output_dir": "", **self.last_step, **fixed, **changes}
+        given = {"prompts_csv": "", "output_dir": "", **self.sampler, **fixed, **changes}
         steps = self.settings.num_inference_steps
         return GenerateSettings(
             model_path=str(self.checkpoint),
@@ -472,8 +474,10 @@ class Sweep:
         if full:
             interval = f"{full.low:.2f} to {full.high:.2f}"
             lines.append(f"With {full.images:,} other images its FID is {full.fid:.2f} ({interval}).")
-        last_step = "--official_last_step" if self.settings.official_last_step else ""
-        flags = ("--model_path", shlex.quote(str(self.checkpoint)), ranked[0].flags, last_step, "--num_inference_steps")
+        sampler = " ".join(
+            f"--{name}" if value is True else f"--{name} {value}" for name, value in self.sampler.items()
+        )
+        flags = ("--model_path", shlex.quote(str(self.checkpoint)), ranked[0].flags, sampler, "--num_inference_steps")
         command = " ".join(filter(None, ("muralist generate", *flags, str(self.steps))))
         lines.append(f"All scores are in {self.root / RESULTS}. To generate images with the best settings:")
         lines.append(f"  {command} --prompts_csv TABLE --output_dir IMAGES")

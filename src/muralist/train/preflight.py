@@ -129,6 +129,12 @@ def _check_samples(settings: TrainSettings) -> None:
             f"--sample_solver {samples.solver} does not sample from {model.name}.",
             fix=f"Use {' or '.join(family.solvers)}, or leave it out.",
         )
+    if samples.official_last_step and samples.solver == "abm2":
+        raise UserError(
+            "--sample_solver abm2 has no official last step.",
+            "The official sampler has heun and euler.",
+            "Leave --samples.official_last_step out, or use heun.",
+        )
     if not family.uses_captions and not model.enable_condition:
         words = f"{model.name} is unconditional without --enable_condition: it is trained without classes."
         if samples.prompts not in ([], ["unconditional"]):
