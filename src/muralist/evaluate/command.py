@@ -70,7 +70,6 @@ _SIZES_REPORTED = 10
 _CATEGORY_COLUMNS = ("category", "challenge", "tag")
 _MAX_CATEGORIES = 100
 _ALIASES = {"clip": "clip_score", "dinov2": "fd_dinov2", "fdd": "fd_dinov2", "is": "inception_score"}
-_NO_PROMPT = "no prompt is known for any image; give --prompts_csv."
 
 
 def evaluate(settings: EvaluateSettings) -> int:
@@ -206,7 +205,7 @@ class Evaluation:
         if metric.encoder == "score":
             if name not in self.image_scores:
                 return needs(name)
-            return _NO_PROMPT if SCORES[name].needs_prompts and not prompt_is_known else ""
+            return self._no_prompt() if SCORES[name].needs_prompts and not prompt_is_known else ""
         if metric.reference and reference is None:
             return "it compares two sets, and no --reference was given."
         if metric.encoder == "inception":
@@ -223,7 +222,7 @@ class Evaluation:
             if isinstance(reference, Statistics) and metric.reference == "images":
                 return "it needs the images of the reference, and only statistics were given."
             if name == "clip_score" and not prompt_is_known:
-                return _NO_PROMPT
+                return self._no_prompt()
         elif metric.encoder == "dinov2":
             if self.dinov2 is None:
                 return (
@@ -237,6 +236,13 @@ class Evaluation:
                 if reference.dinov2_sha256 != self.dinov2.sha256:
                     return f"{path} holds features of another DINOv2 than --dinov2_path names; {fix}"
         return ""
+
+    def _no_prompt(self) -> str:
+        table = self.settings.prompts_csv
+        if table is None:
+            return "no prompt is known for any image; give --prompts_csv."
+        first = self.images[0].name
+        return f"no row of {table} belongs to an image: row ID has the files ID.* and ID_seedN.*; {first} has no row."
 
     def _find_category_columns(self) -> list[str]:
         """Return the columns of categories; one that the user names must be in the table."""
