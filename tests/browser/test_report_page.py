@@ -14,6 +14,7 @@ from muralist.evaluate.page import write_report
 from tests.support.evaluations import HOSTILE, write_evaluation
 
 pytestmark = pytest.mark.slow
+HOUSES = "Houses with gardens on both sides of a road that leads to the sea"
 
 
 class Visit:
@@ -59,7 +60,7 @@ def with_categories(folder: Path, shift: float = 0.0) -> Path:
     """Write an evaluation with two scores of images and a column of categories."""
     write_evaluation(folder, 12, shift)
     report = json.loads((folder / "report.json").read_text())
-    names = ["Cars" if number % 2 else "Houses" for number in range(12)]
+    names = ["Cars" if number % 2 else HOUSES for number in range(12)]
     scores = {
         "clip_score": report["per_image"]["clip_score"],
         "pickscore": [21 - number + shift for number in range(12)],
@@ -67,7 +68,7 @@ def with_categories(folder: Path, shift: float = 0.0) -> Path:
     columns = {"image": report["per_image"]["file"], **scores, "category": names}
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "scores.parquet")
     means = {key: {"value": 20.0, "low": 19.0, "high": 21.0} for key in scores}
-    report["categories"] = {"category": {name: {"count": 6, "scores": means} for name in ("Cars", "Houses")}}
+    report["categories"] = {"category": {name: {"count": 6, "scores": means} for name in ("Cars", HOUSES)}}
     report["scores"]["pickscore"] = {"value": 15.5 + shift, "low": 14.0, "high": 17.0}
     report["generation"] = {"model": "Wan 2.1"}
     (folder / "report.json").write_text(json.dumps(report))
@@ -153,6 +154,8 @@ def test_several_runs_are_compared_in_the_dark_and_on_a_phone(visit: Callable[..
     assert looking.seen(".scores .whisker .mean").count() == 4 * 2
     assert looking.seen("#comparison .verdict").all_inner_texts() == ["worse", "worse"]
     assert looking.seen("#categories .heat").count() == 2, "a table for each score"
+    ends = [cell.bounding_box() for cell in page.locator(".heat").first.locator("td").all()]
+    assert all(box["x"] + box["width"] <= 384 for box in ends), "long names leave room for both runs"
     dark = page.evaluate("getComputedStyle(document.querySelector('.heat td')).backgroundColor")
     page.emulate_media(color_scheme="light")
     assert page.evaluate("getComputedStyle(document.querySelector('.heat td')).backgroundColor") != dark

@@ -16,7 +16,7 @@ from muralist.core.errors import UserError
 from muralist.evaluate import features
 from muralist.evaluate.decoders import FeatureItem
 from muralist.evaluate.encoders import ClipEncoder
-from muralist.evaluate.features import BATCH, compute_features, hash_files, hash_texts
+from muralist.evaluate.features import BATCH, compute_features, hash_files, hash_texts, start_ahead
 from tests.support.colors import MeanColor
 from tests.support.evaluating import scenes, write_images
 
@@ -165,6 +165,31 @@ def test_the_others_take_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert np.array_equal(found.rows, compute_features(MeanColor(), items, ALONE, tmp_path / "alone").rows)
     with pytest.raises(ProcessLookupError):
         os.kill(hung, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("spawned_workers")
+def test_processes_start_before_images_are_hashed(tmp_path: Path) -> None:
+    """They end with the features, or with an error on the way; cached features need none."""
+    devices = {"0": "cpu", "1": "cpu"}
+    seen: list[dict[str, int]] = []
+
+    def note(done: int, total: int) -> None:
+        seen.append(processes())
+
+    with pytest.raises(KeyboardInterrupt), start_ahead(MeanColor(), devices, tmp_path / "cache"):
+        assert processes().keys() == devices.keys()
+        raise KeyboardInterrupt
+    assert processes() == {}
+    with start_ahead(MeanColor(), devices, tmp_path / "cache") as workers:
+        started = processes()
+        items = items_of(tmp_path, 1)  # fewer than the processes
+        found = compute_features(MeanColor(), items, devices, tmp_path / "cache", "images", note, workers)
+        assert seen == [started] and processes() == {}
+    assert np.array_equal(found.rows, compute_features(MeanColor(), items, ALONE, tmp_path / "alone").rows)
+    for few in (devices, ALONE):
+        with start_ahead(MeanColor(), few, tmp_path / ("cache" if few is devices else "empty")) as workers:
+            assert workers is None
 
 
 @pytest.mark.slow

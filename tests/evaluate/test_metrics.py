@@ -46,6 +46,30 @@ def test_frechet_distance_by_rows_equals_that_by_covariances(fakes: int, reals: 
     assert frechet_distance(compute_moments(x), compute_moments(x), x, x).value == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.parametrize("flat", [0, 3], ids=["full rank", "constant features"])
+def test_frechet_distance_equals_its_definition(flat: int) -> None:
+    """The trace of (S1 S2)^(1/2) is the sum of the roots of the eigenvalues of S1 S2, which have no axes in common."""
+    x, y = gaussian(300, 12, 0) @ gaussian(12, 12, 1), gaussian(200, 12, 2, 0.2) @ gaussian(12, 12, 3)
+    x[:, :flat] = y[:, :flat] = 1
+    one, two = np.cov(x.astype(np.float64).T), np.cov(y.astype(np.float64).T)
+    root = np.sqrt(np.linalg.eigvals(one @ two).real.clip(0)).sum()
+    offset = x.astype(np.float64).mean(0) - y.astype(np.float64).mean(0)
+    expected = offset @ offset + np.trace(one) + np.trace(two) - 2 * root
+    found = frechet_distance(compute_moments(x), compute_moments(y), x, y)
+    assert found.value == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("fakes", "reals"), [(300, 400), (15, 400), (300, 15), (15, 12)])
+def test_the_two_sides_of_the_frechet_distance_are_alike(fakes: int, reals: int) -> None:
+    """Which side is factored is a matter of arithmetic: swapped sides have swapped influence functions."""
+    x, y = gaussian(fakes, 20, 1), gaussian(reals, 20, 2, 0.3, 1.5)
+    moments = compute_moments(x), compute_moments(y)
+    there, back = frechet_distance(*moments, x, y), frechet_distance(*moments[::-1], y, x)
+    assert there.value == pytest.approx(back.value, rel=1e-9)
+    for one, other in zip(there.influence_functions, back.influence_functions[::-1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
 def test_moments_equal_numpy() -> None:
     x = gaussian(5000, 7, 0, 3.0)
     found = compute_moments(x)

@@ -159,6 +159,9 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert "Score old/scores new/scores Intervals" in scores
     assert "FID ↓ lower is better 20.0 19.5 – 20.5 17.0 ★ best 16.5 – 17.5" in scores
     assert "Precision ↑ higher is better 0.50 ★ best, not clearly 0.40 – 0.60 0.47" in scores
+    green = [place for place, (tag, found) in enumerate(page.elements) if (tag, found.get("class")) == ("td", "best")]
+    clear = [place for place, (_, found) in enumerate(page.elements) if found.get("title") == "best"]
+    assert len(green) == len(clear) == 1, "FID's, and no best that is within noise"
     assert scores.count("FID of so few images says little.") == 1 and "not measured in the same way" not in scores
     assert "images: 2 runs on reference" in page.section(""), "both folders are called images"
     alike = write_evaluation(tmp_path / "alike", 8, -3.01)
@@ -190,7 +193,7 @@ def test_runs_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
     assert found["difference"]["low"] == -1 and found["difference"]["high"] == 3, "all three, or none of them"
     assert found["win_rate"]["value"] == pytest.approx(2 / 3)
     section = Page(tmp_path / "report" / "index.html").section("comparison")
-    assert "CLIP score b against a +1.3 −1.0 to 3.0 67% 0% – 100% 3 within noise" in section
+    assert "CLIP score b against a +1.3 −1.0 to 3.0 67% 0% – 100% 3 too few prompts" in section
     write_changed(folders[1], settings={"clip_sha256": "another CLIP"})
     write_report(folders, tmp_path / "report")
     assert json.loads((tmp_path / "report" / "comparison.json").read_text()) == []

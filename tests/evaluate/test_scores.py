@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from muralist.cli import main
 from muralist.evaluate.features import BATCH, Features, hash_files
 from muralist.evaluate.report import METRICS
 from muralist.evaluate.scores import SCORES
@@ -442,6 +443,8 @@ def test_bad_questions_are_refused(
     assert message in capsys.readouterr().err
     evaluate(tmp_path / "out", "--images", images, f"--{name}", file, expect=1)
     assert "needs --judge_weights, which is not given." in capsys.readouterr().err
+    evaluate(tmp_path / "out", "--images", images, "--judge_weights", judge, expect=1)
+    assert "--judge_weights is given, but no questions for the judge." in capsys.readouterr().err
 
 
 def test_folders_of_classic_geneval(clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -580,7 +583,7 @@ def test_columns_of_the_prompt_table(images: Path, clip: Path, tmp_path: Path) -
     }  # fmt: skip
 
 
-def test_a_score_needs_prompts(images: Path, tmp_path: Path) -> None:
+def test_a_score_needs_prompts(images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The files are there, but no prompt: the report gives the reason, and scores.parquet has no such column."""
     weights = small_pickscore(tmp_path / "pick")
     evaluate(tmp_path / "out", "--images", images, "--pickscore_weights", weights, expect=1)  # nothing was measured
@@ -590,6 +593,12 @@ def test_a_score_needs_prompts(images: Path, tmp_path: Path) -> None:
     assert "hpsv2" not in reasons  # nobody asked for it
     table = pyarrow.parquet.read_table(tmp_path / "out" / "scores.parquet")
     assert table.column_names == ["image", "prompt"] and table.num_rows == 3
+    other = tmp_path / "other.csv"
+    other.write_text("image_id,prompt\n000009,a car\n")
+    flags = ("--images", images, "--pickscore_weights", weights, "--prompts_csv", other, "--dry_run")
+    assert main(["evaluate", *map(str, flags), "--output_dir", str(tmp_path / "out")]) == 0
+    why = f"No pickscore: no row of {other} belongs to an image: row ID has the files ID.* and ID_seedN.*; "
+    assert f"{why}000000.png has no row.\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -27,7 +27,10 @@ class MeanColor(Encoder):
     takes_pixels: bool = False
 
     def load(self, device: torch.device) -> LoadedEncoder:
-        return LoadedEncoder(self.prepare, self.compute, takes_pixels=self.takes_pixels)
+        return LoadedEncoder(self.prepare, self.compute)
+
+    def takes_pixels_on(self, device: torch.device) -> bool:
+        return self.takes_pixels
 
     def prepare(self, data: bytes) -> Tensor:
         return torch.from_numpy(np.array(decode_image(data)))

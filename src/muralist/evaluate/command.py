@@ -7,14 +7,17 @@ import logging
 import platform
 import shutil
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from muralist import __version__
 from muralist.core.errors import UserError, closest_match
@@ -27,11 +30,13 @@ from muralist.evaluate.decoders import FeatureItem
 from muralist.evaluate.encoders import ClipEncoder, Dinov2Encoder, Encoder, InceptionEncoder
 from muralist.evaluate.features import (
     Features,
+    FeatureWorkers,
     compute_features,
     device_kind,
     find_unreadable,
     hash_files,
     hash_texts,
+    start_ahead,
 )
 from muralist.evaluate.geneval import read_layout, read_metadata_table, write_layout
 from muralist.evaluate.inputs import (
@@ -65,7 +70,6 @@ _SIZES_REPORTED = 10
 _CATEGORY_COLUMNS = ("category", "challenge", "tag")
 _MAX_CATEGORIES = 100
 _ALIASES = {"clip": "clip_score", "dinov2": "fd_dinov2", "fdd": "fd_dinov2", "is": "inception_score"}
-_NO_PROMPT = "no prompt is known for any image; give --prompts_csv."
 
 
 def evaluate(settings: EvaluateSettings) -> int:
@@ -142,6 +146,7 @@ class Evaluation:
         self.metrics = chosen_metrics(settings.metrics)
         self.resizing = inception.RESIZING[settings.resize]
         folder, self.output = Path(settings.images), Path(settings.output_dir)
+        self.cache_dir = self.output / "features"
         self.images = find_images(folder, "--images", self.output, may_be_absent=settings.dry_run)
         self.reference: list[ImageFile] | Statistics | None = None
         if settings.reference is not None:
@@ -200,7 +205,7 @@ class Evaluation:
         if metric.encoder == "score":
             if name not in self.image_scores:
                 return needs(name)
-            return _NO_PROMPT if SCORES[name].needs_prompts and not prompt_is_known else ""
+            return self._no_prompt() if SCORES[name].needs_prompts and not prompt_is_known else ""
         if metric.reference and reference is None:
             return "it compares two sets, and no --reference was given."
         if metric.encoder == "inception":
@@ -217,7 +222,7 @@ class Evaluation:
             if isinstance(reference, Statistics) and metric.reference == "images":
                 return "it needs the images of the reference, and only statistics were given."
             if name == "clip_score" and not prompt_is_known:
-                return _NO_PROMPT
+                return self._no_prompt()
         elif metric.encoder == "dinov2":
             if self.dinov2 is None:
                 return (
@@ -231,6 +236,13 @@ class Evaluation:
                 if reference.dinov2_sha256 != self.dinov2.sha256:
                     return f"{path} holds features of another DINOv2 than --dinov2_path names; {fix}"
         return ""
+
+    def _no_prompt(self) -> str:
+        table = self.settings.prompts_csv
+        if table is None:
+            return "no prompt is known for any image; give --prompts_csv."
+        first = self.images[0].name
+        return f"no row of {table} belongs to an image: row ID has the files ID.* and ID_seedN.*; {first} has no row."
 
     def _find_category_columns(self) -> list[str]:
         """Return the columns of categories; one that the user names must be in the table."""
@@ -310,16 +322,25 @@ class Evaluation:
     def run(self) -> dict[str, Any]:
         """Compute all metrics, and return the report."""
         started = time.monotonic()
-        items = hash_files(self.images)
-        reference_items = hash_files(self.reference) if isinstance(self.reference, list) else []
+        used = [
+            (encoder, score)
+            for name, encoder, score in (
+                ("inception", self.inception, self._score_inception),
+                ("clip", self.clip and self.clip[0], self._score_clip),
+                ("dinov2", self.dinov2, self._score_dinov2),
+            )
+            if encoder and any(METRICS[key].encoder == name and self._wants(key) for key in self.metrics)
+        ]
         sets: tuple[Features, Features] | None = None
-        for name, encoder, score in (
-            ("inception", self.inception, self._score_inception),
-            ("clip", self.clip and self.clip[0], self._score_clip),
-            ("dinov2", self.dinov2, self._score_dinov2),
-        ):
-            if encoder and any(METRICS[key].encoder == name and self._wants(key) for key in self.metrics):
-                sets = self._split(self._features(encoder, [*items, *reference_items]), len(items))
+        if torch.device(self.metrics_device).type == "cuda":
+            threading.Thread(target=_start_linear_algebra, args=(self.metrics_device,), daemon=True).start()
+        with start_ahead(used[0][0], self.devices, self.cache_dir) if used else nullcontext() as workers:
+            items = hash_files(self.images)
+            reference_items = hash_files(self.reference) if isinstance(self.reference, list) else []
+            for encoder, score in used:
+                ahead = workers if encoder is used[0][0] else None
+                both = self._features(encoder, [*items, *reference_items], workers=ahead)
+                sets = self._split(both, len(items))
                 score(*sets)
         images, reference = sets or self._split(find_unreadable([*items, *reference_items]), len(items))
         if isinstance(self.reference, list):
@@ -383,8 +404,14 @@ class Evaluation:
             "seconds": round(time.monotonic() - started, 3),
         }
 
-    def _features(self, encoder: Encoder, items: Sequence[FeatureItem], what: str = "images") -> Features:
-        return compute_features(encoder, items, self.devices, self.output / "features", what)
+    def _features(
+        self,
+        encoder: Encoder,
+        items: Sequence[FeatureItem],
+        what: str = "images",
+        workers: FeatureWorkers | None = None,
+    ) -> Features:
+        return compute_features(encoder, items, self.devices, self.cache_dir, what, workers=workers)
 
     def _split(self, both: Features, images: int) -> tuple[Features, Features]:
         """Split the features of images and reference, which are computed together so that processes start once."""
@@ -416,7 +443,7 @@ class Evaluation:
             if self._wants("fid"):
                 count = self._reference_count(reference)
                 self._warn_if_few("FID", inception.FEATURES, len(rows), count, " KID does not have this bias.")
-                fid = metrics.frechet_distance(metrics.compute_moments(rows), moments, rows, real)
+                fid = metrics.frechet_distance(metrics.compute_moments(rows), moments, rows, real, device)
                 self._add("fid", fid, self.resizing)
             if real is not None and self._wants("kid"):
                 self._add("kid", metrics.kid(rows, real, seed, device), "100 subsets of at most 1,000 images")
@@ -523,7 +550,8 @@ class Evaluation:
                 "and are not comparable."
             )
         self._warn_if_few("FD-DINOv2", self.dinov2.width, len(rows), len(real))
-        distance = metrics.frechet_distance(metrics.compute_moments(rows), metrics.compute_moments(real), rows, real)
+        both = metrics.compute_moments(rows), metrics.compute_moments(real)
+        distance = metrics.frechet_distance(*both, rows, real, self.metrics_device)
         self._add("fd_dinov2", distance, f"DINOv2 {self.dinov2.size}, class token; {encoders.DINOV2_RESIZING}")
 
     def _warn_if_few(self, title: str, width: int, images: int, reference: int | None, hint: str = "") -> None:
@@ -589,6 +617,12 @@ class Evaluation:
 def _look_up(cells: Mapping[str, Any], file: ImageFile) -> Any:
     """Return what is known about an image by its path, which is needed where names repeat, or by its name."""
     return cells.get(str(file), cells.get(file.name))
+
+
+def _start_linear_algebra(device: str) -> None:
+    """Load the GPU libraries of the metrics while other processes compute features."""
+    with suppress(RuntimeError):  # met again, and reported, where it matters
+        torch.linalg.eigh(torch.eye(2, dtype=torch.float64, device=device))
 
 
 def _count_sizes(items: Sequence[FeatureItem], features: Features) -> Counter[str]:

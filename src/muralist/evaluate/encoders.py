@@ -51,8 +51,6 @@ class LoadedEncoder:
     """Turn rows into a batch."""
     max_batch: int | None = None
     """The most items of a batch: 1 where the rows have different shapes."""
-    takes_pixels: bool = False
-    """Whether `prepare` only decodes an image to uint8 [H, W, 3]: then the decoder processes do it."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,10 @@ class Encoder(ABC):
     @abstractmethod
     def load(self, device: torch.device) -> LoadedEncoder:
         """Read the weights."""
+
+    def takes_pixels_on(self, device: torch.device) -> bool:
+        """Whether `prepare` only decodes an image to uint8 [H, W, 3]: then the decoder processes do it."""
+        return False
 
 
 def file_sha256(path: Path) -> str:
@@ -110,7 +112,11 @@ class InceptionEncoder(Encoder):
         if self.variant:
             return LoadedEncoder(_clean_input, compute)
         copy_stream = torch.cuda.Stream(device)
-        return LoadedEncoder(_decode, compute, lambda rows: _stack_on(copy_stream, rows, device), takes_pixels=True)
+        return LoadedEncoder(_decode, compute, lambda rows: _stack_on(copy_stream, rows, device))
+
+    def takes_pixels_on(self, device: torch.device) -> bool:
+        """A GPU resizes as pytorch-fid does."""
+        return device.type != "cpu" and not self.variant
 
 
 def _decode(data: bytes) -> Tensor:

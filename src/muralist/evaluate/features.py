@@ -17,7 +17,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import count
@@ -147,9 +147,12 @@ def extract(
         stack.enter_context(torch.inference_mode())
         stack.enter_context(_reproducible())
         stack.callback(cache.close)
+        cores = max(1, available_cpus() // processes)
+        # Started before the weights are read, so that they are ready by then.
+        decoders = stack.enter_context(DecoderPool(cores, DECODING_AHEAD)) if encoder.takes_pixels_on(device) else None
         with loading_progress(f"the weights of {encoder.name}", encoder.source):
             loaded = encoder.load(device)
-        prepare = stack.enter_context(_preparing(loaded, max(1, available_cpus() // processes)))
+        prepare = stack.enter_context(_preparing(loaded, cores, decoders))
         batch_size = 0
         ahead: deque[tuple[Batch, PendingDecode]] = deque()
         computing: tuple[list[bytes], Callable[[], np.ndarray] | None, FinishedBatch] | None = None
@@ -185,16 +188,14 @@ def _may_decode_ahead(ahead: Sequence[tuple[Batch, PendingDecode]]) -> bool:
 
 
 @contextmanager
-def _preparing(loaded: LoadedEncoder, cores: int) -> Iterator[Callable[[Batch], PendingDecode]]:
+def _preparing(
+    loaded: LoadedEncoder, cores: int, decoders: DecoderPool | None
+) -> Iterator[Callable[[Batch], PendingDecode]]:
     """Yield a function that prepares a batch in threads, or in processes where image files only need to be decoded."""
-    with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(cores))
-        decoders: DecoderPool | None = None
+    with ThreadPoolExecutor(cores) as pool:
 
         def prepare(batch: Batch) -> PendingDecode:
-            nonlocal decoders
-            if loaded.takes_pixels and all(isinstance(item.content, Path | TarImage) for item in batch):
-                decoders = decoders or stack.enter_context(DecoderPool(cores, DECODING_AHEAD))
+            if decoders and all(isinstance(item.content, Path | TarImage) for item in batch):
                 return decoders.decode(batch)
             futures = [pool.submit(_prepare_item, loaded, item) for item in batch]
             return PendingDecode(lambda: [future.result() for future in futures])
@@ -267,28 +268,44 @@ def _reproducible() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = matmul
 
 
-def _extract_together(
-    encoder: Encoder, cache: FeatureCache, batches: Sequence[Batch], devices: dict[str, str]
-) -> Iterator[FinishedBatch]:
-    """Compute and cache batches in one process per device."""
-    labels = list(devices)[: len(batches)]
-    arguments = {label: (encoder, cache, devices[label], len(labels)) for label in labels}
-    pool = ProcessPool("muralist-evaluate", _work, arguments)
-    files = encoder.source.iterdir() if encoder.source.is_dir() else [encoder.source]
-    size = sum(file.stat().st_size for file in files if file.is_file())
-    scheduler = _Scheduler(pool, labels, deque(batches), size / _SLOWEST_READ)
-    try:
-        for label in labels:
-            pool.start(label)
+class FeatureWorkers:
+    """One process per device; they load the weights while their caller finds out what is to be computed."""
+
+    def __init__(self, encoder: Encoder, cache: FeatureCache, devices: dict[str, str]) -> None:
+        """Start the processes."""
+        self.encoder, self.labels = encoder, list(devices)
+        arguments = {label: (encoder, cache, devices[label], len(devices)) for label in devices}
+        self._pool = ProcessPool("muralist-evaluate", _work, arguments)
+        for label in self.labels:
+            self._pool.start(label)
+
+    def extract(self, batches: Sequence[Batch]) -> Iterator[FinishedBatch]:
+        """Compute and cache batches, and end the processes."""
+        source = self.encoder.source
+        files = source.iterdir() if source.is_dir() else [source]
+        size = sum(file.stat().st_size for file in files if file.is_file())
+        scheduler = _Scheduler(self._pool, self.labels, deque(batches), size / _SLOWEST_READ)
         finished = scheduler.run()
-        with loading_progress(f"the weights of {encoder.name}", encoder.source):
+        with loading_progress(f"the weights of {self.encoder.name}", source):
             yield next(finished)
         yield from finished
         for label in scheduler.pending:
-            pool.send(label, None)
-        pool.close(_EXIT_SECONDS)
-    finally:
-        pool.close(0.0)
+            self._pool.send(label, None)
+        self._pool.close(_EXIT_SECONDS)
+
+    def __enter__(self) -> FeatureWorkers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.close(0.0)
+
+
+def start_ahead(encoder: Encoder, devices: dict[str, str], cache_dir: Path) -> FeatureWorkers | nullcontext[None]:
+    """Start the processes of `compute_features`, unless this process will do, or some features are cached already."""
+    if not _needs_processes(devices):
+        return nullcontext()
+    cache = FeatureCache(cache_dir, encoder, device_kind(devices))
+    return nullcontext() if any(cache.folder.glob("*.bin")) else FeatureWorkers(encoder, cache, devices)
 
 
 class _Scheduler:
@@ -435,10 +452,11 @@ def compute_features(
     cache_dir: Path,
     what: str = "images",
     progress: Callable[[int, int], None] | None = None,
+    workers: FeatureWorkers | None = None,
 ) -> Features:
     """Return the features of all items: cached ones from disk, the rest computed on all devices.
 
-    `progress` is called with the number of finished items and their total.
+    `progress` is called with the number of finished items and their total. `workers` are those of `start_ahead`.
     """
     cache = FeatureCache(cache_dir, encoder, device_kind(devices))
     keys = {item.key for item in items}
@@ -448,7 +466,7 @@ def compute_features(
     done, started = 0, time.monotonic()
     logged = started
     try:
-        with closing(_compute(encoder, missing, devices, cache)) as batches:
+        with closing(_compute(encoder, missing, devices, cache, workers)) as batches:
             for finished in batches:
                 done += finished.items
                 broken |= finished.broken
@@ -472,16 +490,26 @@ def compute_features(
 
 
 def _compute(
-    encoder: Encoder, items: Sequence[FeatureItem], devices: dict[str, str], cache: FeatureCache
+    encoder: Encoder,
+    items: Sequence[FeatureItem],
+    devices: dict[str, str],
+    cache: FeatureCache,
+    workers: FeatureWorkers | None,
 ) -> Generator[FinishedBatch]:
     """Compute and cache features, in this process or in several."""
     if not items:
         return
     size = BATCH[torch.device(next(iter(devices.values()))).type]
     batches = [items[start : start + size] for start in range(0, len(items), size)]
-    if "cpu" not in devices.values() or min(len(devices), len(batches)) > 1:
-        # Even a single GPU gets its own process: a driver may hang, or kill the process.
-        yield from _extract_together(encoder, cache, batches, devices)
+    used = {label: devices[label] for label in list(devices)[: len(batches)]}
+    if workers or _needs_processes(used):
+        with workers or FeatureWorkers(encoder, cache, used) as processes:
+            yield from processes.extract(batches)
     else:
         remaining = iter(batches)
         yield from extract(encoder, cache, lambda waits: next(remaining, None), torch.device("cpu"))
+
+
+def _needs_processes(devices: dict[str, str]) -> bool:
+    """Even a single GPU gets its own process: a driver may hang, or kill the process."""
+    return "cpu" not in devices.values() or len(devices) > 1

@@ -274,7 +274,8 @@ def find_weights(given: str | None) -> tuple[Path | None, str]:
             file = Path(path).expanduser()
             if file.is_file():
                 return file, ""
-            raise UserError(f"The file {file}, which {origin} names, does not exist.", f"{_SOURCE}.", "Check the path.")
+            problem = "is not a file" if file.exists() else "does not exist"
+            raise UserError(f"{file}, which {origin} names, {problem}.", f"{_SOURCE}.", "Check the path.")
     for name in _FILE_NAMES:
         if (file := cache_dir() / name).is_file():
             return file, ""

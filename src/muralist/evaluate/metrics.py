@@ -7,7 +7,7 @@ not: repeated images lower the rank of a covariance, and the FID of every resamp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ _MAX_NEIGHBOR_SAMPLES = 10_000
 _CMMD_BANDWIDTH, _CMMD_SCALE = 10.0, 1000.0
 RESAMPLES = 1000
 _TAIL = 0.025  # on each side of a 95% interval
+_LEAST_ROOT = 1e-7  # of an eigenvalue, as a share of the largest one: smaller ones are rounding
 SPLITS = 10
 NEIGHBORS = {"precision": 3, "recall": 3, "density": 5, "coverage": 5}
 """The k-th neighbor that gives each metric its radius."""
@@ -80,61 +81,71 @@ def _chunks(rows: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def frechet_distance(
-    fake: Moments, real: Moments, fake_rows: np.ndarray | None = None, real_rows: np.ndarray | None = None
+    fake: Moments,
+    real: Moments,
+    fake_rows: np.ndarray | None = None,
+    real_rows: np.ndarray | None = None,
+    device: str = "cpu",
 ) -> MetricEstimate:
     """Return the Frechet distance of two Gaussians: |m1 - m2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)).
 
-    With A^T A = S for each side, the last trace is the sum of the singular values of A1 A2^T: real and not negative,
-    whatever the ranks. A is the matrix of centered rows where there are fewer rows than features.
+    With A^T A = S for each side, the last trace is the sum of the singular values of P = A1 A2^T: real and not
+    negative, whatever the ranks. A holds the centered rows where there are fewer rows than features. One decomposition,
+    P P^T = U s^2 U^T, gives the value and both influence functions, because each Gaussian is transported to the other
+    by M1 = A1^+ U s U^T A1^+T and back by M2 = A1^T U s^-1 U^T A1.
     """
-    fake_factor, real_factor = _factor(fake, fake_rows), _factor(real, real_rows)
-    product = fake_factor @ real_factor.T
-    trace = float(torch.linalg.svdvals(torch.from_numpy(product)).sum())
+    factor, inverse = _factor(fake, fake_rows, device)
+    product = factor @ _factor(real, real_rows, device)[0].T
+    left = torch.linalg.eigh(product @ product.T)[1]
+    # The norms of U^T P are exact where roots of the eigenvalues, which are squares, have lost half of their digits.
+    singular = torch.linalg.vector_norm(left.T @ product, dim=1)
     offset = fake.mean - real.mean
-    value = float(offset @ offset + np.trace(fake.covariance) + np.trace(real.covariance) - 2 * trace)
+    trace = np.trace(fake.covariance) + np.trace(real.covariance) - 2 * float(singular.sum())
     influence = []
     if fake_rows is not None:
-        influence.append(_frechet_influence(fake_rows, fake, fake_factor, product, offset))
+        root = singular.sqrt()[:, None] * left.T
+        if inverse is None:  # the rows are those of the factor, up to its scale
+            transported = root.square().sum(0).mul(len(fake_rows) - 1).cpu().numpy()
+        else:
+            transported = _squared_norms(root @ inverse(), fake_rows, fake.mean)
+        influence.append(_frechet_influence(fake_rows, fake.mean, offset, transported))
     if real_rows is not None:
-        influence.append(_frechet_influence(real_rows, real, real_factor, product.T, -offset))
-    return MetricEstimate(value, tuple(influence))
+        root = torch.where(singular > 0, singular.rsqrt(), 0)[:, None] * left.T
+        transported = _squared_norms(root @ factor, real_rows, real.mean)
+        influence.append(_frechet_influence(real_rows, real.mean, -offset, transported))
+    return MetricEstimate(float(offset @ offset + trace), tuple(influence))
 
 
-def _factor(side: Moments, rows: np.ndarray | None) -> np.ndarray:
+def _factor(side: Moments, rows: np.ndarray | None, device: str) -> tuple[Tensor, Callable[[], Tensor] | None]:
+    """Return A with A^T A = S, and what computes the transpose of its pseudoinverse unless A holds the rows."""
     if rows is not None and len(rows) <= rows.shape[1]:
-        return (rows.astype(np.float64) - side.mean) / np.sqrt(len(rows) - 1)
-    return _matrix_sqrt(side.covariance)
+        centered = (rows.astype(np.float64) - side.mean) / np.sqrt(len(rows) - 1)
+        return torch.from_numpy(centered).to(device), None
+    covariance = torch.from_numpy((side.covariance + side.covariance.T) / 2).to(device)
+    lower, failed = torch.linalg.cholesky_ex(covariance)
+    if not failed:
+        identity = torch.eye(len(lower), dtype=lower.dtype, device=device)
+        return lower.T, lambda: torch.linalg.solve_triangular(lower, identity, upper=False)
+    values, vectors = torch.linalg.eigh(covariance)  # ten times as slow as Cholesky's, but for any rank
+    roots = values.clamp(min=0).sqrt()  # eigenvalues that rounding made negative count as zero
+    inverse = torch.where(roots > _LEAST_ROOT * roots.max(), 1 / roots, 0)
+    return roots[:, None] * vectors.T, lambda: inverse[:, None] * vectors.T
 
 
-def _matrix_sqrt(matrix: np.ndarray) -> np.ndarray:
-    """Return the symmetric square root; eigenvalues that rounding made negative count as zero."""
-    values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
-    return (vectors * np.sqrt(values.clip(0))) @ vectors.T
+def _squared_norms(matrix: Tensor, rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Return the squared length of the product of a matrix and each centered row."""
+    centered = (torch.from_numpy(chunk - mean).to(matrix.device) for chunk in _chunks(rows))
+    return torch.cat([(chunk @ matrix.T).square_().sum(1) for chunk in centered]).cpu().numpy()
 
 
-def _frechet_influence(
-    rows: np.ndarray, side: Moments, factor: np.ndarray, product: np.ndarray, offset: np.ndarray
-) -> np.ndarray:
-    """2 (m1 - m2)(x - m1) + |x - m1|^2 - (x - m1)^T M (x - m1), where M transports one Gaussian to the other."""
-    middle = _matrix_sqrt(product @ product.T)  # factor M factor^T
-    if len(rows) <= rows.shape[1]:
-        transported = np.diag(middle) * (len(rows) - 1)
-        transport = None
-    else:
-        inverse = np.linalg.pinv(factor, rcond=1e-7, hermitian=True)
-        transport = inverse @ middle @ inverse
-        transported = np.zeros(len(rows))
-    influence = np.empty(len(rows))
-    start = 0
+def _frechet_influence(rows: np.ndarray, mean: np.ndarray, offset: np.ndarray, transported: np.ndarray) -> np.ndarray:
+    """2 (m1 - m2)(x - m1) + |x - m1|^2 - (x - m1)^T M1 (x - m1), of which the last product is `transported`."""
+    parts = []
     for chunk in _chunks(rows):
-        centered = chunk - side.mean
-        part = slice(start, start + len(chunk))
-        if transport is not None:
-            transported[part] = np.einsum("nd,nd->n", centered @ transport, centered)
-        spread = np.einsum("nd,nd->n", centered, centered) - transported[part]
-        influence[part] = 2 * centered @ offset + spread * len(rows) / (len(rows) - 1)
-        start += len(chunk)
-    return influence
+        centered = chunk - mean
+        parts.append((centered @ offset, np.einsum("nd,nd->n", centered, centered)))
+    shift, spread = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return 2 * shift + (spread - transported) * len(rows) / (len(rows) - 1)
 
 
 def kid(fake: np.ndarray, real: np.ndarray, seed: int, device: str = "cpu") -> MetricEstimate:
@@ -144,12 +155,13 @@ def kid(fake: np.ndarray, real: np.ndarray, seed: int, device: str = "cpu") -> M
     """
     size = min(_SUBSET_SIZE, len(fake), len(real))
     subsets = 1 if size == len(fake) == len(real) else _SUBSETS
+    both = [torch.from_numpy(rows).to(device) for rows in (fake, real)]
     values = []
     influence: tuple[np.ndarray, ...] = ()
     for subset in range(subsets):
         generator = np.random.Generator(np.random.Philox(key=(seed << 32) + subset))
-        chosen = (rows[np.sort(generator.permutation(len(rows))[:size])] for rows in (fake, real))
-        x, y = (torch.from_numpy(rows.astype(np.float64)).to(device) for rows in chosen)
+        chosen = [torch.from_numpy(np.sort(generator.permutation(len(rows))[:size])) for rows in both]
+        x, y = (rows[indices.to(device)].double() for rows, indices in zip(both, chosen, strict=True))
         within_x, within_y, across = _cubic(x, x).fill_diagonal_(0), _cubic(y, y).fill_diagonal_(0), _cubic(x, y)
         values.append(float((within_x.sum() + within_y.sum()) / (size * (size - 1)) - 2 * across.mean()))
         if subset == 0:

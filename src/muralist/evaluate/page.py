@@ -45,6 +45,7 @@ IMAGES_PER_RUN = 200
 _MAX_IMAGES = 600
 _MAX_BYTES = 6_000_000  # of all thumbnails, before base64 adds a third: the page stays below 10 MB
 _MAX_EXTREMES = 12
+_LEAST_PROMPTS = 6  # of a verdict: fewer agree by chance in more than 5% of all cases, and a bootstrap hides it
 _MAX_ROWS = 50
 _MAX_FAILURES = 300
 _MAX_UNREADABLE = 50
@@ -207,7 +208,9 @@ def _comparison_row(comparison: PairedComparison, runs: Sequence[EvaluationRun])
     if low is None or high is None:  # equal differences have no interval; then the prompts won decide
         low, high = (wins.low or 0.0) - 0.5, (wins.high or 1.0) - 0.5
     verdict = "within noise"
-    if low > 0 or high < 0:
+    if comparison.prompts < _LEAST_PROMPTS:
+        verdict = "too few prompts"
+    elif low > 0 or high < 0:
         verdict = "better" if (low > 0) == METRICS[comparison.metric].higher_is_better else "worse"
     return {
         "run": names.index(comparison.run),

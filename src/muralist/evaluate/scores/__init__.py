@@ -166,6 +166,13 @@ class ImageScore(ABC):
 
 def requested_scores(settings: EvaluateSettings) -> list[str]:
     """Return the scores of which a flag is given that no other score has."""
+    if settings.judge_weights and not (settings.geneval2_questions or settings.dpg_questions):
+        raise UserError(
+            "--judge_weights is given, but no questions for the judge.",
+            "GenEval 2 reads geneval2_data.jsonl of facebookresearch/GenEval2, DPG-Bench dpg_bench.csv of "
+            "TencentQQGYLab/ELLA.",
+            "Add --geneval2_questions or --dpg_questions. VQAScore has its own --vqascore_weights.",
+        )
     given = {flag for flag, value in settings if value is not None}.difference(_SHARED_FLAGS)
     return [key for key, info in SCORES.items() if not given.isdisjoint(info.flags)]
 
