@@ -175,6 +175,7 @@ def test_images_are_those_of_a_sampler_by_hand(trained: Path, tmp_path: Path) ->
         ({"guidance_scale": 3.0}, r"its guidance cannot be 3\.0"),
         ({"guidance_interval": (0.0, 1.0)}, r"its guidance interval cannot be 0 to 1"),
         ({"official_last_step": True}, r"--official_last_step has no effect: this model was distilled"),
+        ({"scheduler": "abm2"}, r"The scheduler abm2 does not fit: this model was distilled"),
         ({"cfg_truncation_step": 1}, r"--cfg_truncation_step"),
     ],
 )
