@@ -79,7 +79,7 @@ ITEMS = {
     "lengths-zimage": Item("lengths", "Z-Image-6B", (512, 512), 16, 2, steps=9, guidance=0.0),  # as the Turbo model
     "lengths-qwen": Item("lengths", "Qwen-Image, 20 of 60 layers", (512, 512), 16, 2, steps=10, guidance=4.0),
     "fid-256": Item("fid", "Inception-v3", (256, 256), 50, 5000),
-    "fid-32": Item("fid", "Inception-v3", (32, 32), 50, 5000),
+    "fid-32": Item("fid", "Inception-v3", (32, 32), 50, 50_000),
 }
 _BUILDERS = {"Wan-2.1-1.3B": "full_wan.build_full_wan", "HunyuanDiT-1.5B": "full_hunyuan.build_full_hunyuan",
              "Wan-2.1-1.3B, short text encoder": "full_wan.build_wan_for_training",
@@ -500,7 +500,7 @@ def write_image(folder: Path, side: int, number: int) -> None:
 
 
 def whole_fid_commands(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Time both complete commands, from start to end, on the two halves of the images."""
+    """Time both complete commands for FID alone, from start to end, on two halves of the images in alternating rounds."""
     files = sorted(folder.glob("*.png"))
     for number, file in enumerate(files):
         half = folder / ("a" if number < len(files) // 2 else "b")
@@ -508,7 +508,8 @@ def whole_fid_commands(folder: Path, options: argparse.Namespace) -> dict[str, A
         file.rename(half / file.name)
     one, two = str(folder / "a"), str(folder / "b")
     commands = {OURS: ["-m", "muralist", "evaluate", "--images", one, "--reference", two, "--inception_weights",
-                       str(options.weights.resolve()), "--output_dir", str(folder / "report")]}  # fmt: skip
+                       str(options.weights.resolve()), "--metrics", "fid", "--output_dir",
+                       str(folder / "report")]}  # fmt: skip
     if options.pytorch_fid:
         package, weights = str(options.pytorch_fid.resolve() / "src"), str(options.weights.resolve())
         code = (
@@ -517,21 +518,28 @@ def whole_fid_commands(folder: Path, options: argparse.Namespace) -> dict[str, A
             f"sys.argv = ['pytorch_fid', {one!r}, {two!r}]; fid_score.main()"
         )
         commands[BASELINE] = ["-c", code]
-    result: dict[str, Any] = {"images": len(files)}
-    for name, words in commands.items():
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    fids: dict[str, float] = {}
+    for name, words in [*commands.items()] * options.rounds:
+        shutil.rmtree(folder / "report", ignore_errors=True)  # with its cached features
         started = time.perf_counter()
         done = subprocess.run(
             [sys.executable, *words], cwd=TREE, env=tree_environment(TREE), capture_output=True, text=True, check=False
         )
-        seconds = time.perf_counter() - started
+        seconds[name].append(time.perf_counter() - started)
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
-        result[name] = {"seconds": round(seconds, 1), "images/s": round(len(files) / seconds, 1)}
-        if name == OURS:
-            result[name]["fid"] = json.loads((folder / "report" / "report.json").read_text())["fid"]
-        else:
-            result[name]["fid"] = float(done.stdout.split()[-1])
-    return result
+        report = folder / "report" / "report.json"
+        fids[name] = json.loads(report.read_text())["fid"] if name == OURS else float(done.stdout.split()[-1])
+    return {"images": len(files)} | {
+        name: {
+            "seconds": round(statistics.median(each), 1),
+            "rounds": [round(one, 1) for one in each],
+            "images/s": round(len(files) / statistics.median(each), 1),
+            "fid": fids[name],
+        }
+        for name, each in seconds.items()
+    }
 
 
 def compare_images(old: Path, new: Path) -> dict[str, int]:

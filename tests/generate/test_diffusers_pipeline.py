@@ -47,7 +47,7 @@ from tests.support.pipeline_calls import (
     max_difference,
     no_callback,
 )
-from tests.support.pipelines import BUILDERS, REPRESENTATIVE
+from tests.support.pipelines import BUILDERS, REPRESENTATIVE, drop_last_tensor
 
 UNEVEN = ("zimage", "qwenimage", "cogview4")  # embeddings as long as the prompt: those of one length share a batch
 ALONE = ("lumina2",)  # the network computes other shapes for other texts
@@ -241,6 +241,15 @@ def test_clips(tiny_pipeline: Build) -> None:
     assert np.array_equal(halved.generate([CAR, NIGHT], (32, 32), no_callback)[0], clips[0][0])
     with pytest.raises(UserError, match="StableDiffusionPipeline generates images, not clips of 5 frames"):
         load(tiny_pipeline("sd"), num_frames=5)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "unet"])
+def test_weights_without_some_tensor_are_refused(tiny_pipeline: Build, tmp_path: Path, part: str) -> None:
+    """transformers would draw them at random, other numbers in each worker."""
+    folder = shutil.copytree(tiny_pipeline("sd"), tmp_path / "sd")
+    name = drop_last_tensor(folder / part)
+    with pytest.raises(UserError, match=f"{part} are incomplete: {name} missing"):
+        load(folder)
 
 
 def test_non_finite_images_are_errors(tiny_pipeline: Build) -> None:

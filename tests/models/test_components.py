@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers import ModelMixin
-from safetensors.torch import load_file, save_file
 from transformers import BertModel, PreTrainedModel
 
 from muralist.core.errors import UserError
 from muralist.models.components import checked_loading, component_class, load_network, load_pipeline
 from muralist.models.pipeline_class import read_index
+from tests.support.pipelines import drop_last_tensor
 
 
 @pytest.fixture
@@ -26,15 +26,6 @@ def folder(tiny_pipeline: Callable[[str], Path], tmp_path: Path) -> Path:
 
 def change(config: Path, **changes: Any) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-
-
-def drop_last_tensor(component: Path) -> str:
-    (file,) = component.glob("*.safetensors")
-    tensors = load_file(file)
-    name = max(tensors)
-    del tensors[name]
-    save_file(tensors, file, {"format": "pt"})
-    return name
 
 
 def load(folder: Path) -> Any:

@@ -20,6 +20,7 @@ import transformers
 from diffusers.guiders import AdaptiveProjectedMixGuidance, ClassifierFreeGuidance
 from diffusers.pipelines.hunyuan_video import pipeline_hunyuan_video as hunyuan_video
 from diffusers.utils import logging as diffusers_logging
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from tests.support import tiny_text
@@ -756,3 +757,13 @@ def build_pipeline(name: str, folder: Path) -> Path:
         aside.rename(final)
     shutil.rmtree(aside, ignore_errors=True)
     return final
+
+
+def drop_last_tensor(component: Path) -> str:
+    """Remove a tensor from a component's weights, and return its name."""
+    (file,) = component.glob("*.safetensors")
+    tensors = load_file(file)
+    name = max(tensors)
+    del tensors[name]
+    save_file(tensors, file, {"format": "pt"})
+    return name

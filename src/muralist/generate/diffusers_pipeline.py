@@ -67,6 +67,7 @@ from muralist.generate.text_embeddings import (
     text_encoders,
 )
 from muralist.kernels.fp8 import has_fp8
+from muralist.models.components import checked_loading
 from muralist.models.integrity import read_json
 from muralist.models.pipeline_class import PipelineInputs
 from muralist.models.weights import check_finite_file, first_non_finite
@@ -167,9 +168,10 @@ class DiffusersPipeline(Pipeline):
         if replaces_scheduler:  # before the weights are read
             _check_scheduler(folder / "scheduler", settings)
         try:
-            pipe: Any = pipeline_class.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(components or {})
-            )
+            with checked_loading():
+                pipe: Any = pipeline_class.from_pretrained(
+                    folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **(components or {})
+                )
         except (*_LOAD_ERRORS, pickle.UnpicklingError) as error:
             is_unsafe = isinstance(error, pickle.UnpicklingError)  # torch's message is a paragraph of advice
             reason = "a .bin file asks to run code" if is_unsafe else " ".join(str(error).split())[:300]
