@@ -35,9 +35,8 @@ from muralist.demo.driving_world import PROMPTS
 from muralist.diffusion.samplers import SamplerSettings, Velocity, guided_velocity, sample, time_grid
 from muralist.evaluate.inception import fold_batch_norms, load_inception, preprocess
 from muralist.evaluate.metrics import kid
-from muralist.generate.jit_pipeline import read_jit_spec
 from muralist.models.jit import JiT
-from muralist.models.jit_spec import infer_jit_config, jit_arguments
+from muralist.models.jit_spec import infer_jit_config, jit_arguments, read_jit_spec
 from muralist.models.weights import read_description, read_weights
 
 FIRST_SEED = 1000
