@@ -120,7 +120,6 @@ def read(paths: Sequence[Path]) -> Arrays:
 
 def main() -> None:
     """Convert or pack."""
-    Image.MAX_IMAGE_PIXELS = None  # a packed file has 3,200 x 3,200
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("convert", "pack"))
     parser.add_argument("source", nargs="+", type=Path, help="the package, folders of `pack`, or an .npz file")
