@@ -25,7 +25,9 @@ def velocity(z: Tensor, t: float) -> Tensor:
     return (MEAN + gain * (z - t * MEAN) - z) / (1 - t)
 
 
-@pytest.mark.parametrize("method", [dpmpp_2m, unipc2, adams(2, 2), adams(2, 0), heun], ids=str)
+@pytest.mark.parametrize(
+    "method", [dpmpp_2m, unipc2, adams(2, 2), adams(2, 0), heun], ids=["dpm", "unipc", "abm", "ab", "heun"]
+)
 def test_order_of_convergence(method: Callable[..., Tensor]) -> None:
     noise = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     errors = [

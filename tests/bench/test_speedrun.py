@@ -101,7 +101,7 @@ def finish(words: list[str]) -> str:
 
 @pytest.mark.slow
 def test_speedrun_within_seconds(tmp_path: Path) -> None:
-    limit, margin = 60.0, 0.4
+    limit, margin = 45.0, 0.4
     recipes = ["--recipe", "best", "cosine", "--guidance", 1, "--probe_steps", 30]
     said = finish(command(tmp_path, "--seconds", limit, *recipes, margin=margin))
     record: dict[str, Any] = json.loads((tmp_path / "record.json").read_text())
