@@ -352,8 +352,10 @@ def _run(wanted: dict[str, Any], files: Sequence[int]) -> int:
     os.environ.clear()
     os.environ.update(wanted["environment"])
     os.chdir(wanted["folder"])
+    from tests.support import call_trace
     from tests.support.fault_injection import arm
 
+    call_trace.arm()
     if "call" in wanted:
         kind, _, label = wanted["name"].rpartition("-")
         if kind != "muralist-decode":  # those have no faults of their own
