@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,7 +31,6 @@ from muralist.data.packed import LatentSource, TextTensors
 from muralist.diffusion.noise_levels import NoiseLevels, alphas_cumprod
 from muralist.models.components import checked_loading
 from muralist.models.lora import Lora, set_dropout_keys
-from muralist.models.lora_files import PEFT_FOLDER
 from muralist.models.pipeline_spec import PipelineSpec
 from muralist.models.spec import HUNYUAN_DIT, resolve
 from muralist.settings import SampleSettings, TrainSettings
@@ -44,7 +42,6 @@ _PIXELS_PER_LATENT = 8
 _BLOCK = "HunyuanDiTBlock"
 _ROPE_GRID = 32  # tokens along a side of 512 pixels, the size at which RoPE was trained
 _GUIDANCE = 5.0
-_NOT_EXPORTED = shutil.ignore_patterns("transformer", PEFT_FOLDER, ".*")
 
 transformers_logging.disable_progress_bar()
 
