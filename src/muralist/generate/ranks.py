@@ -31,7 +31,7 @@ from muralist.generate.console import WorkerProgress
 from muralist.generate.output_dir import OutputDir
 from muralist.generate.plan import round_robin
 
-_RENDEZVOUS = 600.0  # seconds for all ranks to come, and for rank 0 to find the missing samples
+_RENDEZVOUS_SECONDS = 600.0  # seconds for all ranks to come, and for rank 0 to find the missing samples
 _REFUSED_WAITS = 60.0  # seconds that a refused rank waits for the others
 _BEAT = 2.0
 _POLL = 1.0
@@ -98,7 +98,7 @@ class RankCoordinator:
 
     def agree_on_samples(self, find_missing: Callable[[], np.ndarray]) -> None:
         """Let rank 0 find the missing samples and tell the others; `RankRefused` where a rank cannot take part."""
-        store = self._rendezvous(_RENDEZVOUS)
+        store = self._rendezvous(_RENDEZVOUS_SECONDS)
         store.set(f"{_ARRIVED}/{self.rank}", _READY)
         if self.rank:
             decision = self._get(store, _DECISION)
@@ -153,7 +153,7 @@ class RankCoordinator:
 
     def _get(self, store: Any, key: str, sender: int = 0) -> bytes:
         try:
-            if _wait(lambda: store.check([key]), _RENDEZVOUS):
+            if _wait(lambda: store.check([key]), _RENDEZVOUS_SECONDS):
                 return bytes(store.get(key))
         except RuntimeError:  # rank 0 is gone, and the store with it
             pass
