@@ -32,6 +32,7 @@ TERMS = {
     r"recordings?": "CUDA graph",
     r"state_reader|loss_module|on_device\.py": "safe DCP reader, loss wrapper, GPU-resident dataset",
     r"half_lives alone": "ema_half_life",
+    r"meetings?|_MEETING": "rendezvous, collective self-test",
     r"colours?|neighbours?|centres?|normalised?|recognised?|licence|behaviours?": "the American spelling",
 }
 PATTERN = re.compile(

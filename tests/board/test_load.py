@@ -1,4 +1,7 @@
-"""The board over a hundred long runs and a hundred thousand files: quick, and in bounded memory."""
+"""The board over a hundred long runs and a hundred thousand files: quick, and in bounded memory.
+
+With MURALIST_RECORD=1 the measurement is written to bench/results/board_load.json, which docs/board.md shows.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ from typing import Any
 import pytest
 
 from tests.support.boards import Board, ledger_line, write_generation, write_run
+from tests.support.records import write_record
 from tests.support.runs import finish, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 _RUNS, _STEPS, _ROWS = 100, 10_000, 100_000
 _MEGABYTES = 300
+RECORD = "board_load"
 
 
 def _link_samples(run: Path, model: Path, checkpoints: int, images: int) -> int:
@@ -96,7 +101,11 @@ def test_a_hundred_runs_and_a_hundred_thousand_files(crowd: Path, tmp_path: Path
     finally:
         process.terminate()
         finish(process, expect=None, timeout=30)
-    print({name: round(value, 2) for name, value in seconds.items()}, f"{idle:.0f} MB idle, {full:.0f} MB at most")
+    measured = {name: round(value, 2) for name, value in seconds.items()}
+    print(measured, f"{idle:.0f} MB idle, {full:.0f} MB at most")
+    if os.environ.get("MURALIST_RECORD"):
+        command = "MURALIST_RECORD=1 pytest -m slow tests/board/test_load.py"
+        write_record(RECORD, command, {"seconds": measured, "MB": {"at rest": round(idle), "at most": round(full)}})
     assert seconds["list"] < 2 and seconds["curves"] < 2 and seconds["grid"] < 4 and seconds["images"] < 1
     assert max(seconds["list again"], seconds["curves again"], seconds["grid again"], seconds["ledger again"]) < 1
     assert seconds["ledger, one look"] < 3, "a look takes a second and the part that was begun"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from muralist.core.errors import UserError
 from muralist.core.rng import SampleKeys
-from muralist.diffusion.noise_levels import NoiseLevels, from_scheduler
+from muralist.diffusion.noise_levels import NoiseLevels, alphas_cumprod, from_scheduler
 
 KEYS = SampleKeys(5, torch.arange(20_000))
 X, E = torch.randn(2, 20_000, 1, generator=torch.Generator().manual_seed(0)).unbind()
@@ -128,3 +128,35 @@ def test_min_snr_weights(prediction: str) -> None:
 def test_settings_without_meaning_are_refused(scheduler: Any, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         levels(scheduler, **asked)
+
+
+def velocity_levels(alphas: Tensor) -> NoiseLevels:
+    """Return the levels of HunyuanDiT."""
+    return NoiseLevels("velocity", "uniform", len(alphas), alphas=alphas)
+
+
+@pytest.mark.parametrize("beta_end", [0.018, 0.03])
+def test_the_schedule_of_hunyuandit_is_that_of_diffusers(beta_end: float) -> None:
+    scheduler = DDPMScheduler(1000, 0.00085, beta_end, "scaled_linear", prediction_type="v_prediction")
+    a = alphas_cumprod(0.00085, beta_end)
+    torch.testing.assert_close(a, scheduler.alphas_cumprod, rtol=2e-5, atol=1e-7)
+    level = velocity_levels(a).sample(SampleKeys(3, torch.arange(5)))
+    x, e = torch.randn(2, 5, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    step = level.timestep.long()
+    torch.testing.assert_close(level.add_noise(x, e), scheduler.add_noise(x, e, step), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(level.target(x, e), scheduler.get_velocity(x, e, step), rtol=1e-4, atol=1e-5)
+
+
+def test_the_published_ends_of_both_versions_of_hunyuandit() -> None:
+    assert float(alphas_cumprod(0.00085, 0.018)[-1]) ** 0.5 == pytest.approx(0.0220, abs=5e-4)
+    assert float(alphas_cumprod(0.00085, 0.03)[-1]) ** 0.5 == pytest.approx(0.0024, abs=1e-4)
+
+
+def test_timesteps_of_ddpm_are_uniform_and_seeded_per_sample() -> None:
+    numbers, given = torch.arange(100_000), velocity_levels(alphas_cumprod(0.00085, 0.018))
+    step = given.sample(SampleKeys(3, numbers)).timestep
+    assert int(step.min()) == 0 and int(step.max()) == 999
+    counts = torch.bincount(step.long() // 100, minlength=10)
+    assert float((counts - 10_000).abs().max()) < 5 * 10_000**0.5
+    assert torch.equal(given.sample(SampleKeys(3, numbers[500:600])).timestep, step[500:600])
+    assert not torch.equal(given.sample(SampleKeys(4, numbers[:600])).timestep, step[:600])

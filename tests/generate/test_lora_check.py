@@ -80,6 +80,8 @@ def test_layers_and_components_that_the_model_lacks(tiny_pipeline: Build, tmp_pa
     folder = tiny_pipeline("sd")
     missing = write({"unet.blocks.7.to_q.lora_A.weight": torch.zeros(2, 4)}, tmp_path / "a.safetensors")
     assert "does not fit StableDiffusionPipeline: unet has no layer blocks.7.to_q." in refusal(folder, missing).what
+    short = write({"unet.nothing.lora_A.weight": torch.zeros(2, 4)}, tmp_path / "d.safetensors")
+    assert "does not fit StableDiffusionPipeline: unet has no layer nothing." in refusal(folder, short).what
     other = write({"transformer.blocks.7.to_q.lora_A.weight": torch.zeros(2, 4)}, tmp_path / "b.safetensors")
     assert "the model has no transformer." in refusal(folder, other).what
     unrelated = write({"vae.weight": torch.zeros(2, 4)}, tmp_path / "c.safetensors")

@@ -224,14 +224,14 @@ def test_init_from_other_runs(model: Path, run: Path, tmp_path: Path, capsys: py
     assert any(not torch.equal(mine[name], value) for name, value in theirs.items())
     capsys.readouterr()
     train(model, tmp_path, "wider", 1, "--init_from", run, "--lora_rank", "8", expect=1)
-    assert "Give the same --lora_rank and --lora_targets." in capsys.readouterr().err
+    assert "Give LoRA of the same network, --lora_rank and --lora_targets." in capsys.readouterr().err
     train(model, tmp_path, "full", 1, "--init_from", run, "--training_parts", "all", "--lora_rank", "64", expect=1)
     said = capsys.readouterr().err
-    assert "this run trains the full network, and they are LoRA weights" in said and "muralist export" in said
+    assert "This run trains the full network, and they are LoRA weights" in said and "muralist export" in said
     weights = family_of(model, None).network().state_dict()
     save_file(weights, tmp_path / "full.safetensors")
     train(model, tmp_path, "narrow", 1, "--init_from", tmp_path / "full.safetensors", expect=1)
-    assert "this run trains LoRA, and they are a full network" in capsys.readouterr().err
+    assert "This run trains LoRA, and they are a full network" in capsys.readouterr().err
 
 
 def test_alpha_scales_the_adapter_everywhere(model: Path, run: Path, tmp_path: Path) -> None:

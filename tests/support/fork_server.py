@@ -107,9 +107,9 @@ class ForkServer:
     """The tests' side: starts the preloaded process and asks it for more."""
 
     def __init__(self, folder: Path | None = None, mode: str = IMPATIENT) -> None:
-        self._meeting = tempfile.TemporaryDirectory(prefix="fork_server")  # a socket's path must be short
-        self.address = str(Path(self._meeting.name, "socket"))
-        folder = folder or Path(self._meeting.name)
+        self._folder = tempfile.TemporaryDirectory(prefix="fork_server")  # a socket's path must be short
+        self.address = str(Path(self._folder.name, "socket"))
+        folder = folder or Path(self._folder.name)
         folder.mkdir(parents=True, exist_ok=True)
         self.errors = folder / "fork_server.log"
         environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'src'}"}
@@ -141,7 +141,7 @@ class ForkServer:
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait(30)
-        self._meeting.cleanup()
+        self._folder.cleanup()
 
 
 def _ask(address: str, wanted: Mapping[str, Any], environment: Mapping[str, str], files: Sequence[int]) -> Started:
@@ -352,8 +352,10 @@ def _run(wanted: dict[str, Any], files: Sequence[int]) -> int:
     os.environ.clear()
     os.environ.update(wanted["environment"])
     os.chdir(wanted["folder"])
+    from tests.support import call_trace
     from tests.support.fault_injection import arm
 
+    call_trace.arm()
     if "call" in wanted:
         kind, _, label = wanted["name"].rpartition("-")
         if kind != "muralist-decode":  # those have no faults of their own

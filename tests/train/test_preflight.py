@@ -114,10 +114,12 @@ def test_settings_without_effect_are_named_with_the_reason(
     photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"--min_lr 1e-5 --lr_base_batch 64 --model.path {tmp_path} --uncond_p 0.3 --label_drop_prob 0.5"
+    words += " --persistent_workers false --num_workers 0"
     told = [
         "--min_lr (the learning rate is constant)",
         "--lr_base_batch (there is no --lr_rule)",
         "--model.path (JiT-T/8 is built from its name)",
+        "--persistent_workers (--num_workers 0 has no processes)",
         "--uncond_p (JiT-T/8 is trained without captions)",
         "--label_drop_prob (there is no --enable_condition)",
     ]
@@ -125,7 +127,8 @@ def test_settings_without_effect_are_named_with_the_reason(
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if "without effect" in line] == [f"warning    without effect: {one}" for one in told]
     useful = (
-        "--lr_schedule cosine --lr_rule sqrt --min_lr 1e-5 --lr_base_batch 64 --enable_condition --label_drop_prob 0.5"
+        "--lr_schedule cosine --lr_rule sqrt --min_lr 1e-5 --lr_base_batch 64 --enable_condition --label_drop_prob 0.5 "
+        "--persistent_workers false"
     )
     assert not preflight.settings_without_effect(settings(*useful.split()))
     hunyuan = "--model HunyuanDiT --model.path small --uncond_p 0.3 --caption {label}"

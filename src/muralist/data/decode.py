@@ -6,7 +6,7 @@ import hashlib
 import io
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -148,9 +148,16 @@ def read_image_shape(data: bytes | Path, name: str = "") -> tuple[int, int]:
         return height, width
 
 
-def height_width(size: Size) -> tuple[int, int]:
+def height_width(size: int | Sequence[int]) -> tuple[int, int]:
     """Return height and width; one number stands for both."""
-    return (size, size) if isinstance(size, int) else size
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
+def as_size(size: int | Sequence[int]) -> Size:
+    """Return a size as settings write it: one number for a square."""
+    height, width = height_width(size)
+    return height if height == width else (height, width)
 
 
 def format_size(size: Size) -> str:

@@ -166,5 +166,11 @@ def from_scheduler(
     )
 
 
+def alphas_cumprod(beta_start: float, beta_end: float, steps: int = _STEPS) -> Tensor:
+    """Return a_t for the scaled-linear schedule, [steps]: the square roots of the betas are linear."""
+    betas = torch.linspace(beta_start**0.5, beta_end**0.5, steps, dtype=torch.float64) ** 2
+    return torch.cumprod(1 - betas, dim=0).float()
+
+
 def _rows(values: Tensor, like: Tensor) -> Tensor:
     return values.view(-1, *[1] * (like.ndim - 1))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from muralist.core.errors import UserError
 from muralist.core.images import to_uint8
+from muralist.data.decode import height_width
 from muralist.diffusion.samplers import time_grid
 from muralist.generate.optimizations import CudaGraphs, Optimizations, compile_deterministically
 from muralist.generate.pipeline import (
@@ -25,7 +26,6 @@ from muralist.generate.pipeline import (
     Size,
     StepCallback,
 )
-from muralist.models.configs import height_width
 from muralist.models.jit import JiT
 from muralist.models.jit_spec import (
     CONFIG_FILE,

@@ -123,7 +123,7 @@ def _problem(layer: _Layer, weights: Mapping[str, Mapping[str, Sequence[int]]], 
         return ""
     name = layer.name.removeprefix("text_model.").removeprefix("text_model_")
     shape = known.get(name)
-    if shape is None and "." not in name:
+    if shape is None and "." not in layer.stored:  # as kohya's scripts write it
         shape = {key.replace(".", "_"): value for key, value in known.items()}.get(name)
         if shape is None or layer.component is None:  # names of the original network, which diffusers converts
             widths = {value[1] for key, value in known.items() if _TEXT_KEYS.fullmatch(key)}

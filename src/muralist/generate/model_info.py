@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError, closest_match
 from muralist.core.run_dir import exists
-from muralist.data.decode import format_size
+from muralist.data.decode import format_size, height_width
 from muralist.generate.lora_check import PEFT_CONFIG, check_lora
 from muralist.generate.presets import describe_origins, folder_value, resolve_settings, script_value, user_value
-from muralist.models.configs import JIT_GUIDANCE, height_width
+from muralist.models.configs import JIT_GUIDANCE
 from muralist.models.hub import find_model
 from muralist.models.integrity import check_base, fingerprint, read_json
 from muralist.models.native_settings import ModelFiles

@@ -30,7 +30,7 @@ SCHEDULERS = (
     _Names(("euler",), "EulerDiscrete", "FlowMatchEulerDiscrete"),
     _Names(("euler_a", "euler_ancestral"), "EulerAncestralDiscrete"),
     _Names(("heun",), "HeunDiscrete", "FlowMatchHeunDiscrete"),
-    _Names(("dpm++", "dpmpp", "dpm++_2m"), "DPMSolverMultistep", "DPMSolverMultistep"),
+    _Names(("dpm++", "dpmpp", "dpm++_2m", "dpmpp_2m"), "DPMSolverMultistep", "DPMSolverMultistep"),
     _Names(("dpm++_2s", "dpmpp_2s"), "DPMSolverSinglestep", "DPMSolverSinglestep"),
     _Names(("unipc",), "UniPCMultistep", "UniPCMultistep"),
     _Names(("deis",), "DEISMultistep", "DEISMultistep"),

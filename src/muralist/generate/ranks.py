@@ -1,7 +1,7 @@
 """Ranks of `srun` or `torchrun`: each takes its share of the samples by global rank, and samples of ranks that are lost.
 
-They meet once, through torch's store at MASTER_ADDR, to agree on the samples; a rank that is refused before that comes
-to the meeting to say so, or the others would wait for it. From then on they communicate through files in the output
+One rendezvous, through torch's store at MASTER_ADDR, makes them agree on the samples; a rank that is refused before that
+joins the rendezvous to say so, or the others would wait for it. From then on they communicate through files in the output
 folder alone, so that none waits for a rank that is gone, be it rank 0. Each rewrites a beat file every few seconds:
 
     working    it has samples to generate
@@ -31,7 +31,7 @@ from muralist.generate.console import WorkerProgress
 from muralist.generate.output_dir import OutputDir
 from muralist.generate.plan import round_robin
 
-_MEETING = 600.0  # seconds for all ranks to come, and for rank 0 to find the missing samples
+_RENDEZVOUS_SECONDS = 600.0  # seconds for all ranks to come, and for rank 0 to find the missing samples
 _REFUSED_WAITS = 60.0  # seconds that a refused rank waits for the others
 _BEAT = 2.0
 _POLL = 1.0
@@ -94,11 +94,11 @@ class RankCoordinator:
         """The samples of this rank."""
         return round_robin(self.todo, self.size)[self.rank]
 
-    # The meeting.
+    # The rendezvous.
 
     def agree_on_samples(self, find_missing: Callable[[], np.ndarray]) -> None:
         """Let rank 0 find the missing samples and tell the others; `RankRefused` where a rank cannot take part."""
-        store = self._rendezvous(_MEETING)
+        store = self._rendezvous(_RENDEZVOUS_SECONDS)
         store.set(f"{_ARRIVED}/{self.rank}", _READY)
         if self.rank:
             decision = self._get(store, _DECISION)
@@ -153,7 +153,7 @@ class RankCoordinator:
 
     def _get(self, store: Any, key: str, sender: int = 0) -> bytes:
         try:
-            if _wait(lambda: store.check([key]), _MEETING):
+            if _wait(lambda: store.check([key]), _RENDEZVOUS_SECONDS):
                 return bytes(store.get(key))
         except RuntimeError:  # rank 0 is gone, and the store with it
             pass

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muralist.core.errors import UserError, closest_match
+from muralist.data.decode import Size, height_width
 
 IMAGE_CHANNELS = 3
 TIME_FREQUENCIES = 256
@@ -78,22 +79,6 @@ def unknown_model(name: str, patterns: Sequence[str]) -> UserError:
         f"A model name is {', or '.join(patterns)}.",
         guess or "An example is JiT-B/16.",
     )
-
-
-Size = int | tuple[int, int]
-"""The side of a square, or height and width."""
-
-
-def height_width(size: int | Sequence[int]) -> tuple[int, int]:
-    """Return height and width of a size."""
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width
-
-
-def as_size(size: int | Sequence[int]) -> Size:
-    """Return a size as settings write it: one number for a square."""
-    height, width = height_width(size)
-    return height if height == width else (height, width)
 
 
 def check_image_size(patch: int, img_size: Size) -> None:

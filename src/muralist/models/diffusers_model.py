@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -27,24 +26,20 @@ from transformers.utils import logging as transformers_logging
 from muralist.core.errors import UserError, first_line
 from muralist.core.formatting import loading_progress
 from muralist.core.rng import Purpose, SampleKeys
-from muralist.core.run_dir import atomic_folder
 from muralist.data.loader import Batch, select_posterior, to_unit_range
 from muralist.data.packed import LatentBatch, LatentSource
 from muralist.data.source import LruCache
 from muralist.diffusion import noise_levels
 from muralist.diffusion.noise_levels import NoiseLevels
-from muralist.models import frozen_weights
-from muralist.models.blocks import block_classes, checkpoint_blocks
-from muralist.models.components import component_class, load_network, load_pipeline
+from muralist.models.components import component_class, load_pipeline
 from muralist.models.frozen_encoders import PipelineEncoders, PromptEmbeddings, check_stored, stored_texts
-from muralist.models.integrity import check_base, fingerprint, read_json
-from muralist.models.lora import Lora, is_adapter, set_dropout_keys
-from muralist.models.lora_files import LORA_FILE, PEFT_FOLDER, read_lora, write_beside
+from muralist.models.integrity import fingerprint, read_json
+from muralist.models.lora import Lora, set_dropout_keys
 from muralist.models.native_settings import ModelFiles, native_settings
 from muralist.models.pipeline_class import read_index
 from muralist.models.pipeline_probe import CALL_SETTINGS, CallEnded, NetworkCall, PipelineProbe
-from muralist.models.spec import DIFFUSERS, NETWORKS, ModelSpec
-from muralist.models.weights import read_description
+from muralist.models.pipeline_spec import PipelineSpec
+from muralist.models.spec import DIFFUSERS, NETWORKS
 from muralist.settings import ModelSettings, SampleSettings, TrainSettings
 from muralist.settings.train import BasePrecision
 
@@ -65,7 +60,7 @@ class DiffusersInputs(tuple[Any, ...]):
         return super().__new__(cls, values[0] if len(values) == 1 and isinstance(values[0], list) else values)
 
 
-class DiffusersSpec(ModelSpec):
+class DiffusersSpec(PipelineSpec):
     """The network of a diffusers pipeline: how it is trained, sampled and exported."""
 
     compiles_blocks = True  # one block at a time: a graph of all blocks takes minutes to compile
@@ -135,9 +130,7 @@ class DiffusersSpec(ModelSpec):
             settings.objective.min_snr_gamma,
             DIFFUSERS.noise_range(folder, network_name),
         )
-        lora = None
-        if model.training_parts == "lora":
-            lora = Lora(model.lora_rank, tuple(model.lora_targets), model.lora_alpha, model.lora_dropout)
+        lora = Lora.from_settings(model)
         return cls(
             folder,
             model.size,
@@ -266,47 +259,20 @@ class DiffusersSpec(ModelSpec):
             self._calls[size] = call
         return self._calls[size]
 
-    def network(self) -> nn.Module:
-        """Load the network, in float32 unless frozen weights are stored otherwise; fresh LoRA does not change its output."""
-        folder = self.folder / self.network_name
-        with loading_progress(f"{self.network_name} of {self.folder}", folder):
-            if self._has_frozen_layers:
-                network = self._empty_network()
-                frozen_weights.load(network, frozen_weights.stored_tensors(folder), self.device)
-                frozen_weights.swap_blocks(network, block_classes(network), self.swapped_blocks)
-            else:
-                network = load_network(folder)
-        network = self._prepare(network.train())
-        if self.lora:
-            self.lora.init_weights(network, self.seed)
-        return network
-
-    def meta_model(self) -> nn.Module:
-        """Build the network on the meta device, with its constant buffers on the CPU."""
-        return self._prepare(self._empty_network())
-
     @property
-    def _has_frozen_layers(self) -> bool:
-        return self.base_precision != "fp32" or self.swapped_blocks > 0
+    def _device(self) -> torch.device:
+        return self.device
 
-    def _empty_network(self) -> Any:
-        with init_empty_weights(include_buffers=False):
-            network = self.network_class.from_config(self.network_config)
-        if self._has_frozen_layers:
-            frozen_weights.prepare(network, block_classes(network), self.base_precision)
-        return network
+    def _build_network(self) -> Any:
+        with init_empty_weights(include_buffers=False):  # constant buffers are on the CPU
+            return self.network_class.from_config(self.network_config)
 
-    def _prepare(self, network: Any) -> nn.Module:
-        network._no_split_modules = block_classes(network)
-        if self.lora:
-            self.lora.insert(network)
-        if self.gradient_checkpointing:
-            # Of transformers, diffusers 0.42 recomputes Chroma's blocks without their attention mask.
-            if self.network_name == "unet" and network._supports_gradient_checkpointing:
-                network.enable_gradient_checkpointing(lambda f, *args: checkpoint(f, *args, use_reentrant=False))
-            else:
-                checkpoint_blocks(network)
-        return network
+    def _checkpoint(self, network: Any) -> None:
+        # Of transformers, diffusers 0.42 recomputes Chroma's blocks without their attention mask.
+        if self.network_name == "unet" and network._supports_gradient_checkpointing:
+            network.enable_gradient_checkpointing(lambda f, *args: checkpoint(f, *args, use_reentrant=False))
+        else:
+            super()._checkpoint(network)
 
     def encode(self, batch: Batch, keys: SampleKeys) -> DiffusersInputs:
         """Encode images and captions, unless they are encoded; captions are dropped to the empty one."""
@@ -438,32 +404,6 @@ class DiffusersSpec(ModelSpec):
     def _files(self) -> ModelFiles:
         return ModelFiles.read(self.folder, self.class_name, self.components)
 
-    @torch.no_grad()
-    def init_from(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
-        """Load the weights of a run that trains the same parameters."""
-        own = {name: value.shape for name, value in network.state_dict().items() if self.is_saved(name)}
-        weights = read_lora(weights, list(own), self.network_class.__name__) or weights
-        if own != {name: value.shape for name, value in weights.items()}:
-            raise UserError(
-                f"The weights of {origin} do not fit the {self.network_name} of {self.folder}.",
-                "They have other names or shapes: of another model, or LoRA weights for a full network or the reverse.",
-                "Give LoRA of the same network, --lora_rank and --lora_targets."
-                if self.lora
-                else f"Give weights of the same network; `muralist export {origin} FOLDER` merges LoRA weights.",
-            )
-        if self.lora:
-            adapter = read_description(Path(origin)).get("lora")
-            weights = self.lora.rescaled(weights, Lora.from_description(adapter).scale if adapter else 1.0)
-        network.load_state_dict(weights, strict=False)
-
-    def is_saved(self, name: str) -> bool:
-        """Save everything; with LoRA, only the adapter: the rest is in the model's folder."""
-        return self.lora is None or is_adapter(name)
-
-    def flops_per_image(self) -> int:
-        """Forward FLOPs and twice as many backward (LoRA: as many); VAE and text encoders are not counted."""
-        return (2 if self.lora else 3) * self._forward_flops
-
     @cached_property
     def _forward_flops(self) -> int:
         call = self._prepare_size(self.size).to(torch.device("meta"))
@@ -507,12 +447,6 @@ class DiffusersSpec(ModelSpec):
 
     def describe(self) -> dict[str, Any]:
         """Name the folder, and everything that shapes the training."""
-        lora = None
-        if self.lora:
-            base = fingerprint(self.folder / self.network_name)
-            lora = {"rank": self.lora.rank, "targets": list(self.lora.targets), "base": base}
-            lora |= {"alpha": self.lora.alpha} if self.lora.alpha is not None else {}
-            lora |= {"dropout": self.lora.dropout} if self.lora.dropout else {}
         encoders = [part for part in self.components if part not in (self.network_name, "scheduler")]
         return {
             "family": DIFFUSERS.key,
@@ -524,47 +458,8 @@ class DiffusersSpec(ModelSpec):
             "frozen_parts": " ".join(fingerprint(self.folder / name) for name in encoders),
             "objective": self.levels.describe(),
             "uncond_p": self.uncond_p,
-            "lora": lora,
+            "lora": self._lora_description,
         }
-
-    @staticmethod
-    def trained_components(
-        weights: Mapping[str, Tensor], description: Mapping[str, Any], dtype: torch.dtype
-    ) -> dict[str, nn.Module]:
-        """Load the components that replace those of the base pipeline in `muralist generate`."""
-        network = _trained_network(weights, description)
-        nn.Module.to(network, dtype)  # diffusers' own `to` logs a warning
-        return {description["network"]: network}
-
-    @staticmethod
-    def export(weights: Mapping[str, Tensor], description: Mapping[str, Any], folder: Path) -> str:
-        """Write the trained network with the other components of the pipeline that it was trained from.
-
-        LoRA is merged into the network, and also written alone as the pipeline loads it.
-        """
-        base, lora, name = Path(description["folder"]), description.get("lora"), description["network"]
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder.absolute()} exists.", fix="Name a folder that does not exist yet.")
-        check_base(base, description)
-        class_name = read_index(base, "the run")[0]
-        with atomic_folder(folder) as temporary:
-            shutil.copytree(
-                base, temporary, ignore=shutil.ignore_patterns(name, LORA_FILE, PEFT_FOLDER, ".*"), dirs_exist_ok=True
-            )
-            _trained_network(weights, description).save_pretrained(temporary / name)
-            alone = f"; the LoRA alone, {write_beside(weights, description, temporary)}" if lora else ""
-        return f"for {class_name}.from_pretrained{alone}"
-
-
-def _trained_network(weights: Mapping[str, Tensor], description: Mapping[str, Any]) -> Any:
-    """Build the network with trained weights in float32; LoRA is merged."""
-    base, name, lora = Path(description["folder"]), description["network"], description.get("lora")
-    if lora:
-        return Lora.from_description(lora).merge(load_network(base / name), weights)
-    network_class = component_class(base / name)
-    network = network_class.from_config(network_class.load_config(base, subfolder=name))
-    network.load_state_dict(weights)
-    return network
 
 
 def _end_call(*inputs: Any, **named: Any) -> None:

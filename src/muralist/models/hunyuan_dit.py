@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,21 +24,15 @@ from transformers import AutoTokenizer, BertModel, T5EncoderModel
 from transformers.utils import logging as transformers_logging
 
 from muralist.core import rng
-from muralist.core.errors import UserError
 from muralist.core.formatting import loading_progress
 from muralist.core.rng import Purpose, SampleKeys
-from muralist.core.run_dir import atomic_folder
 from muralist.data.loader import Batch, select_posterior, to_unit_range
 from muralist.data.packed import LatentSource, TextTensors
-from muralist.diffusion import ddpm, flow
-from muralist.models import frozen_weights
-from muralist.models.blocks import checkpointed
-from muralist.models.components import checked_loading, load_network
-from muralist.models.integrity import check_base, fingerprint
-from muralist.models.lora import Lora, is_adapter, set_dropout_keys
-from muralist.models.lora_files import PEFT_FOLDER, read_lora, write_beside
-from muralist.models.spec import HUNYUAN_DIT, ModelSpec, resolve
-from muralist.models.weights import read_description
+from muralist.diffusion.noise_levels import NoiseLevels, alphas_cumprod
+from muralist.models.components import checked_loading
+from muralist.models.lora import Lora, set_dropout_keys
+from muralist.models.pipeline_spec import PipelineSpec
+from muralist.models.spec import HUNYUAN_DIT, resolve
 from muralist.settings import SampleSettings, TrainSettings
 from muralist.settings.train import BasePrecision
 
@@ -49,7 +42,6 @@ _PIXELS_PER_LATENT = 8
 _BLOCK = "HunyuanDiTBlock"
 _ROPE_GRID = 32  # tokens along a side of 512 pixels, the size at which RoPE was trained
 _GUIDANCE = 5.0
-_NOT_EXPORTED = shutil.ignore_patterns("transformer", PEFT_FOLDER, ".*")
 
 transformers_logging.disable_progress_bar()
 
@@ -159,14 +151,16 @@ class FrozenEncoders:
 
 
 @dataclass(frozen=True)
-class HunyuanDiTSpec(ModelSpec):
+class HunyuanDiTSpec(PipelineSpec):
     """A HunyuanDiT: its components, image size and caption dropout."""
+
+    network_class = HunyuanDiT2DModel
 
     encoders: FrozenEncoders
     config: dict[str, Any]  # of the transformer
     scheduler_config: dict[str, Any]  # beta_end differs between version 1.2 and those before
     size: tuple[int, int]  # height, width
-    folder: Path | None = None  # None: assembled by a caller, for sampling only
+    folder: Path = Path()  # not given where a caller assembles the components, for sampling only
     uncond_p: float = 0.0
     uncond_p_t5: float = 0.0
     random_flip: bool = False
@@ -199,9 +193,7 @@ class HunyuanDiTSpec(ModelSpec):
             uncond_p_t5=model.uncond_p_t5,
             random_flip=settings.data.random_flip,
             gradient_checkpointing=model.gradient_checkpointing,
-            lora=Lora(model.lora_rank, tuple(model.lora_targets), model.lora_alpha, model.lora_dropout)
-            if model.training_parts == "lora"
-            else None,
+            lora=Lora.from_settings(model),
             base_precision=HUNYUAN_DIT.base_precision(settings),
             seed=settings.seed,
             latents=latents,
@@ -218,43 +210,15 @@ class HunyuanDiTSpec(ModelSpec):
         """Move the frozen components; with encoded data, the text encoders only serve samples and stay on the CPU."""
         self.encoders.to(device, dtype, None if self.latents is None else torch.device("cpu"))
         # Cached before the loss is compiled: a tensor created inside a CUDA graph is overwritten by its next replay.
-        self.__dict__["_alphas_cumprod"] = self._alphas_cumprod.to(device)  # the cached value; the class is frozen
+        self.__dict__["_levels"] = self._levels.to(device)  # the cached value; the class is frozen
 
-    def network(self) -> nn.Module:
-        """Load the transformer, in float32 unless frozen weights are smaller; fresh LoRA does not change its output."""
-        assert self.folder is not None
-        folder = self.folder / "transformer"
-        with loading_progress(f"transformer of {self.folder}", folder):
-            if self.base_precision != "fp32":
-                network = self._empty_network()
-                device = next(self.encoders.vae.parameters()).device
-                frozen_weights.load(network, frozen_weights.stored_tensors(folder), device)
-            else:
-                network = load_network(folder)
-        network = self._prepare(network.train())
-        if self.lora:
-            self.lora.init_weights(network, self.seed)
-        return network
+    @property
+    def _device(self) -> torch.device:
+        return next(self.encoders.vae.parameters()).device  # type: ignore[no-any-return]
 
-    def meta_model(self) -> nn.Module:
-        """Build the transformer on the meta device."""
-        return self._prepare(self._empty_network())
-
-    def _empty_network(self) -> nn.Module:
+    def _build_network(self) -> nn.Module:
         with torch.device("meta"):
-            network: nn.Module = HunyuanDiT2DModel.from_config(self.config)
-        if self.base_precision != "fp32":
-            frozen_weights.prepare(network, [_BLOCK], self.base_precision)
-        return network
-
-    def _prepare(self, network: nn.Module) -> nn.Module:
-        network._no_split_modules = (_BLOCK,)  # type: ignore[assignment]
-        if self.lora:
-            self.lora.insert(network)
-        if self.gradient_checkpointing:  # diffusers has none for this network
-            for block in network.blocks:  # type: ignore[union-attr]
-                block.forward = checkpointed(block.forward)
-        return network
+            return HunyuanDiT2DModel.from_config(self.config)  # type: ignore[no-any-return]
 
     def encode(self, batch: Batch, keys: SampleKeys) -> HunyuanDiTInputs:
         """Encode images and captions; each text encoder drops captions on its own, to the empty caption."""
@@ -289,17 +253,17 @@ class HunyuanDiTSpec(ModelSpec):
     def loss(self, network: nn.Module, encoded: HunyuanDiTInputs, keys: SampleKeys) -> Tensor:
         """Compute the mean squared error of the predicted velocity, for each sample."""
         x = encoded.latents
-        t = ddpm.sample_timestep(keys)
-        e = flow.sample_noise(keys, tuple(x.shape[1:]))
-        a = self._alphas_cumprod[t]
+        level = self._levels.sample(keys)
+        e = keys.normal(Purpose.NOISE, tuple(x.shape[1:]))
         if self.lora and self.lora.dropout:
             set_dropout_keys(network, keys)
-        output = self._predict(network, ddpm.add_noise(x, e, a), t.float(), EncodedText(*encoded[1:]))
-        return (output.float() - ddpm.velocity(x, e, a)).square().mean(dim=(1, 2, 3))
+        output = self._predict(network, level.add_noise(x, e), level.timestep, EncodedText(*encoded[1:]))
+        return (output.float() - level.target(x, e)).square().mean(dim=(1, 2, 3))
 
     @cached_property
-    def _alphas_cumprod(self) -> Tensor:
-        return ddpm.alphas_cumprod(self.scheduler_config["beta_start"], self.scheduler_config["beta_end"])
+    def _levels(self) -> NoiseLevels:
+        alphas = alphas_cumprod(self.scheduler_config["beta_start"], self.scheduler_config["beta_end"])
+        return NoiseLevels("velocity", "uniform", len(alphas), alphas=alphas)
 
     def _predict(self, network: nn.Module, latents: Tensor, t: Tensor, text: EncodedText) -> Tensor:
         conditions: dict[str, Tensor | None] = {"image_meta_size": None, "style": None}
@@ -351,35 +315,6 @@ class HunyuanDiTSpec(ModelSpec):
             latents = scheduler.step(output, t, latents, return_dict=False)[0]
         return self.encoders.decode(latents)
 
-    @torch.no_grad()
-    def init_from(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
-        """Load the weights of a run that trains the same parameters."""
-        own = {name: value.shape for name, value in network.state_dict().items() if self.is_saved(name)}
-        weights = read_lora(weights, list(own), HunyuanDiT2DModel.__name__) or weights
-        if own == {name: value.shape for name, value in weights.items()}:
-            if self.lora:  # weights that are not of a run have scale 1
-                adapter = read_description(Path(origin)).get("lora")
-                weights = self.lora.rescaled(weights, Lora.from_description(adapter).scale if adapter else 1.0)
-            network.load_state_dict(weights, strict=False)
-            return
-        full, given_full = self.lora is None, not any(map(is_adapter, weights))
-        if full != given_full:
-            here, there = ("the full network", "LoRA weights") if full else ("LoRA", "a full network")
-            raise UserError(
-                f"The weights of {origin} do not fit: this run trains {here}, and they are {there}.",
-                fix=f"Merge them with `muralist export {origin} FOLDER`, and train with --model.path FOLDER.",
-            )
-        fix = "Give weights of the same network." if full else "Give the same --lora_rank and --lora_targets."
-        raise UserError(f"The weights of {origin} do not fit this HunyuanDiT.", fix=fix)
-
-    def is_saved(self, name: str) -> bool:
-        """Save everything; with LoRA, only the adapter: the rest is in the model's folder."""
-        return self.lora is None or is_adapter(name)
-
-    def flops_per_image(self) -> int:
-        """Forward FLOPs and twice as many backward (LoRA: as many); VAE and text encoders are not counted."""
-        return (2 if self.lora else 3) * self._forward_flops
-
     @cached_property
     def _forward_flops(self) -> int:
         config = self.config
@@ -406,64 +341,30 @@ class HunyuanDiTSpec(ModelSpec):
 
     def describe(self) -> dict[str, Any]:
         """Name the folder, and everything that shapes the training."""
-        *encoders, transformer = self._fingerprints.values()
-        lora = self.lora and {"rank": self.lora.rank, "targets": list(self.lora.targets), "base": transformer}
-        if lora and self.lora and self.lora.alpha is not None:
-            lora["alpha"] = self.lora.alpha
-        if lora and self.lora and self.lora.dropout:
-            lora["dropout"] = self.lora.dropout
         return {
             "family": HUNYUAN_DIT.key,
             "model": HUNYUAN_DIT.name,
             "img_size": self.size[0] if self.size[0] == self.size[1] else list(self.size),
             "label_names": [],
             "folder": str(self.folder),
-            "frozen_parts": " ".join(encoders),
+            "frozen_parts": self._frozen_parts,
             "beta_end": self.scheduler_config["beta_end"],
             "uncond_p": self.uncond_p,
             "uncond_p_t5": self.uncond_p_t5,
-            "lora": lora,
+            "lora": self._lora_description,
         }
 
     @cached_property
-    def _fingerprints(self) -> dict[str, str]:
-        """Identify the frozen components and the transformer that LoRA does not store."""
-        assert self.folder is not None
-        return HUNYUAN_DIT.encoder_fingerprints(self.folder) | {"transformer": fingerprint(self.folder / "transformer")}
+    def _frozen_parts(self) -> str:
+        return " ".join(HUNYUAN_DIT.encoder_fingerprints(self.folder).values())
 
     @staticmethod
     def trained_components(
         weights: Mapping[str, Tensor], description: Mapping[str, Any], dtype: torch.dtype
     ) -> dict[str, nn.Module]:
-        """Load the components that replace those of the base pipeline in `muralist generate`."""
-        network = _trained_transformer(weights, Path(description["folder"]), description.get("lora"))
-        nn.Module.to(network, dtype)  # diffusers' own `to` logs a warning
-        return {"transformer": _use_official_rope(network)}
-
-    @staticmethod
-    def export(weights: Mapping[str, Tensor], description: Mapping[str, Any], folder: Path) -> str:
-        """Write the trained transformer with the other components of the model it was trained from.
-
-        LoRA is merged into the transformer, and also written alone in PEFT's format.
-        """
-        base, lora = Path(description["folder"]), description.get("lora")
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder.absolute()} exists.", fix="Name a folder that does not exist yet.")
-        check_base(base, description)
-        with atomic_folder(folder) as temporary:
-            shutil.copytree(base, temporary, ignore=_NOT_EXPORTED, dirs_exist_ok=True)
-            _trained_transformer(weights, base, lora).save_pretrained(temporary / "transformer")
-            alone = f"; the LoRA alone, {write_beside(weights, description, temporary)}" if lora else ""
-        return f"for {HUNYUAN_DIT.pipeline_class}.from_pretrained{alone}"
-
-
-def _trained_transformer(weights: Mapping[str, Tensor], base: Path, lora: Mapping[str, Any] | None) -> Any:
-    """Build the transformer with trained weights in float32; LoRA is merged."""
-    if lora:
-        return Lora.from_description(lora).merge(load_network(base / "transformer"), weights)
-    network = HunyuanDiT2DModel.from_config(HunyuanDiT2DModel.load_config(base, subfolder="transformer"))
-    network.load_state_dict(weights)
-    return network
+        """Load the transformer, with the RoPE of training."""
+        components = PipelineSpec.trained_components(weights, description, dtype)
+        return {name: _use_official_rope(network) for name, network in components.items()}
 
 
 def _widen(stored: TextTensors) -> EncodedText:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from muralist.core import rng
 from muralist.core.rng import Purpose, SampleKeys, dropout
+from muralist.data.decode import Size, as_size, height_width
 from muralist.kernels.fp8 import Fp8Activation
 from muralist.kernels.ops import (
     Linear,
@@ -38,10 +39,7 @@ from muralist.models.configs import (
     JIT_CONFIGS,
     MLP_RATIO,
     TIME_FREQUENCIES,
-    Size,
-    as_size,
     check_image_size,
-    height_width,
     mlp_width,
     parse_jit_name,
 )

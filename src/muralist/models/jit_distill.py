@@ -19,6 +19,7 @@ from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes
 from muralist.core.hardware import can_compile
 from muralist.core.rng import SampleKeys
+from muralist.data.decode import height_width
 from muralist.data.loader import Batch
 from muralist.data.packed import LatentSource
 from muralist.diffusion import flow, samplers
@@ -170,7 +171,7 @@ class JiTStudent(JiTSpec):
 
     def encode(self, batch: Batch, keys: SampleKeys) -> Any:
         """Let the teacher sample from the noise of each sample, for the label of its image."""
-        shape = (configs.IMAGE_CHANNELS, *configs.height_width(self.img_size))
+        shape = (configs.IMAGE_CHANNELS, *height_width(self.img_size))
         noise = flow.sample_noise(keys, shape, self.objective.noise_scale)
         labels = batch.labels if self.label_names else torch.zeros_like(batch.labels)
         return TeacherPath(self._teacher.path(noise, labels, self._steps), labels)

@@ -22,12 +22,11 @@ from muralist.core.errors import UserError, closest_match
 from muralist.core.hardware import copy_to_device
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.core.run_dir import atomic_folder, atomic_write, atomic_write_json
-from muralist.data.decode import format_size
+from muralist.data.decode import Size, as_size, format_size, height_width
 from muralist.data.loader import Batch, to_unit_range
 from muralist.data.packed import LatentSource
 from muralist.diffusion import flow, samplers
 from muralist.models import configs, jit
-from muralist.models.configs import Size
 from muralist.models.spec import ModelSpec
 from muralist.models.weights import MAX_PIXELS, WEIGHTS_FILE, WeightSet, damaged_file, read_weights
 from muralist.settings import ObjectiveSettings, Precision, SampleSettings, TrainSettings
@@ -239,7 +238,7 @@ class JiTSpec(ModelSpec):
 
     def sample_noise(self, seeds: Sequence[int]) -> Tensor:
         """Draw the initial noise on the CPU: a seed gives the same noise on every device."""
-        shape = (configs.IMAGE_CHANNELS, *configs.height_width(self.img_size))
+        shape = (configs.IMAGE_CHANNELS, *height_width(self.img_size))
         return rng.normal_chunked(0, Purpose.SAMPLE_NOISE, torch.tensor(list(seeds), dtype=torch.int64), shape)
 
     @staticmethod
@@ -295,8 +294,8 @@ class JiTSpec(ModelSpec):
                     "Start from a run of the same model and size, or give --init_from none.",
                 )
             value.copy_(weights[name])
-        size = configs.as_size(_input_size(weights["pos_embed"], configs.parse_jit_name(self.name)[1]))
-        if configs.height_width(size) != configs.height_width(self.img_size):  # as many tokens in another shape
+        size = as_size(_input_size(weights["pos_embed"], configs.parse_jit_name(self.name)[1]))
+        if height_width(size) != height_width(self.img_size):  # as many tokens in another shape
             raise UserError(
                 f"The weights of {origin} do not fit {self.name} at {format_size(self.img_size)} px.",
                 f"They are those of a model at {format_size(size)} px.",
@@ -336,7 +335,7 @@ class JiTSpec(ModelSpec):
         config = infer_jit_config(weights)
         config |= {key: description[key] for key in ("label_names", "objective", "distilled") if key in description}
         write_jit_folder(folder, weights, config)
-        size = format_size(configs.as_size(config["input_size"]))
+        size = format_size(as_size(config["input_size"]))
         kind = (
             f", {distilled}"
             if (distilled := _validated("distilled", Distilled | None, config.get("distilled")))
@@ -415,10 +414,7 @@ def jit_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
 def _check_sizes(config: Mapping[str, Any], origin: str) -> None:
     """Refuse impossible sizes before anything of that size is allocated."""
     wrong = [f"{name} is {value!r:.60}" for name, value in jit_arguments(config).items() if not _is_size(name, value)]
-    if (
-        not wrong
-        and max(configs.height_width(config["input_size"])) // max(1, config["patch_size"]) > _MAX_TOKENS_PER_SIDE
-    ):
+    if not wrong and max(height_width(config["input_size"])) // max(1, config["patch_size"]) > _MAX_TOKENS_PER_SIDE:
         wrong = [f"{config['input_size']} pixels in patches of {config['patch_size']}"]
     if wrong:
         raise UserError(f"No network has the sizes in {origin}.", f"{wrong[0]}.", "Export the model again.")
@@ -513,7 +509,7 @@ def read_jit_spec(path: Path, description: Mapping[str, Any], which: WeightSet) 
 
 def spec_from_description(description: Mapping[str, Any]) -> JiTSpec:
     """Return the spec that a checkpoint's manifest, an export's config or `JiTSpec.describe` describes."""
-    given, img_size = description.get("objective"), configs.as_size(description["img_size"])
+    given, img_size = description.get("objective"), as_size(description["img_size"])
     objective = _validated("objective", Objective, given) if given else None
     names = _validated("label_names", list[str], description.get("label_names", []))
     distilled = _validated("distilled", Distilled | None, description.get("distilled"))

@@ -20,6 +20,7 @@ from muralist.core import rng
 from muralist.core.errors import UserError, closest_match
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.models.configs import HUNYUAN_LAYERS
+from muralist.settings import ModelSettings
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _ADAPTER_MARK = ".lora_"
@@ -115,6 +116,19 @@ class Lora:
         """Return the adapter that a checkpoint's description names."""
         targets, dropout = tuple(description["targets"]), description.get("dropout", 0.0)
         return cls(description["rank"], targets, description.get("alpha"), dropout)
+
+    @classmethod
+    def from_settings(cls, model: ModelSettings) -> Lora | None:
+        """Return the adapter that a run trains, if it trains one."""
+        if model.training_parts != "lora":
+            return None
+        return cls(model.lora_rank, tuple(model.lora_targets), model.lora_alpha, model.lora_dropout)
+
+    def describe(self, base: str) -> dict[str, Any]:
+        """Return the field `lora` of a checkpoint's description; `base` is the fingerprint of the frozen weights."""
+        description = {"rank": self.rank, "targets": list(self.targets), "base": base}
+        description |= {"alpha": self.alpha} if self.alpha is not None else {}
+        return description | ({"dropout": self.dropout} if self.dropout else {})
 
     def for_network(self, network: nn.Module) -> Lora:
         """Return the adapter with the targets that a network has, if they are the default ones.

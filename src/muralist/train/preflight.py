@@ -379,6 +379,7 @@ def settings_without_effect(settings: TrainSettings) -> list[str]:
         "--lr_schedule is not wsd": ("optim.lr_decay_fraction",) if optim.lr_schedule != "wsd" else (),
         "there is no --lr_rule": ("optim.lr_base_batch",) if optim.lr_rule == "none" and optim.blr is None else (),
         f"{model.name} is built from its name": () if family.pipeline_class else ("model.path",),
+        "--num_workers 0 has no processes": () if settings.data.num_workers else ("data.persistent_workers",),
         no_captions: () if family.uses_captions else ("data.caption", "model.uncond_p", "model.uncond_p_t5"),
         "there is no --enable_condition": ("objective.label_drop_prob", "samples.interval")
         if not family.uses_captions and not model.enable_condition

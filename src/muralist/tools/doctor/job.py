@@ -187,7 +187,9 @@ def check_prompts(context: CheckContext) -> Finding:
     assert context.generate
     table = open_prompts(context.generate)
     rows = table.rows(_subset(len(table)))
-    message = f"{len(table):,} rows, {len(rows)} of them read, such as {rows[0].prompt[:60]!r}"
+    message = (
+        f"{len(table):,} row{'' if len(table) == 1 else 's'}, {len(rows)} of them read, such as {rows[0].prompt[:60]!r}"
+    )
     if table.notes:
         return warning(f"{message}. {' '.join(table.notes)}", "The table may have been misread.", "Check the table.")
     return ok(message)
