@@ -1,4 +1,4 @@
-"""Few steps for a time: distill a CIFAR-10 JiT for some seconds, and score the student beside its teacher.
+"""Few steps for a time: distill a JiT for some seconds, and score the student beside its teacher.
 
 python bench/speedrun.py TEACHER.json --data cifar10.npz --inception_weights WEIGHTS --folder FOLDER --seconds 300
 python bench/distill_fid.py RECORD.json --data cifar10.npz --inception_weights WEIGHTS --folder FOLDER --seconds 300 \\

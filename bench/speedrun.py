@@ -1,12 +1,13 @@
-"""Quality for a time: train CIFAR-10 for some seconds from a cold process, generate, score, and write a record.
+"""Quality for a time: train a JiT for some seconds from a cold process, generate, score, and write a record.
 
 python bench/speedrun.py RECORD.json --data cifar10.npz --inception_weights WEIGHTS --folder FOLDER --seconds 600 \\
     [--recipe best p_mean0.4 p_mean0.4+b4 ...] [--seeds 0 1 2] [--guidance 1 1.5] [--images 50000] [flags of train]
 
-A recipe is configs/speedrun_cifar10.yaml with changes from RECIPES, joined by +. For each recipe and seed: `muralist train`,
-timed from before the process starts until it has ended, with an empty compile cache; then for every number of steps and
-guidance scale `muralist generate`, `muralist evaluate` against the training images, KID against the test images, and the
-distance of each image to its nearest training image beside those of test images.
+The data are CIFAR-10, or images in an .npz of the same form, such as that of bench/scenes_data.py; the model has their size
+and classes. A recipe is configs/speedrun_cifar10.yaml with changes from RECIPES, joined by +. For each recipe and seed:
+`muralist train`, timed from before the process starts until it has ended, with an empty compile cache; then for every number
+of steps and guidance scale `muralist generate`, `muralist evaluate` against the training images, KID, precision and recall
+against the test images, and the distance of each image to its nearest training image beside those of test images.
 
 The learning rate is a function of images seen, so a time limit must become a number of steps before training begins. A
 probe of the same settings with as cold a process measures the seconds outside of the steps and the images per second;
@@ -39,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from bench.cifar_fid import CLASSES, SIDE, CommandRunner
+from bench.cifar_fid import CommandRunner
 from bench.measure_training import hardware, versions
 from torch import Tensor
 
@@ -218,6 +219,8 @@ class Data:
 
     def __init__(self, path: Path, folder: Path, run: Callable[..., float], weights: Path) -> None:
         self.path, self.folder, self.run, self.weights = path, folder, run, weights
+        with np.load(path) as stored:
+            self.side, self.classes = stored["train_x"].shape[1], int(stored["train_y"].max()) + 1
         self.devices = share_devices(select_devices([]))
         self.device = next(iter(self.devices.values()))
         self.statistics = folder / "statistics-train.npz"
@@ -225,7 +228,7 @@ class Data:
 
     def prepare(self) -> dict[str, float]:
         """Write the statistics of training and test images, where they are not there yet; returns the seconds."""
-        tests = self.folder / "cifar10-test.npz"
+        tests = self.folder / "test-images.npz"
         if not tests.is_file():
             with np.load(self.path) as stored, atomic_open(tests) as file:
                 np.savez(file, train_x=stored["test_x"], train_y=stored["test_y"])
@@ -233,7 +236,7 @@ class Data:
         for name, source in (("train", self.path), ("test", tests)):
             output = self.folder / f"statistics-{name}.npz"
             if not output.is_file():
-                words = ("stats", source, "-o", output, "--img_size", SIDE, "--inception_weights", self.weights)
+                words = ("stats", source, "-o", output, "--img_size", self.side, "--inception_weights", self.weights)
                 seconds[f"statistics of {name} images"] = round(self.run(f"stats-{name}", *words), 1)
         return seconds
 
@@ -353,7 +356,8 @@ class Speedrun:
 
     def command(self) -> tuple[list[object], int]:
         """Return the command that trains, and its batch size unless a recipe has another."""
-        return ["train", "--config", CONFIG], yaml.safe_load(Path(CONFIG).read_text())["data"]["batch_size"]
+        words = ["train", "--config", CONFIG, "--img_size", self.data.side]
+        return words, yaml.safe_load(Path(CONFIG).read_text())["data"]["batch_size"]
 
     def train(self, name: str, flags: Flags) -> Record:
         """Train for the given number of images, or as many as fit into the limit; returns the record."""
@@ -474,7 +478,7 @@ class Speedrun:
     def prompts(self, count: int) -> Path:
         """Write a table of the classes in turn."""
         path = self.folder / f"prompts-{count}.csv"
-        path.write_text("prompt\n" + "".join(f"{row % CLASSES}\n" for row in range(count)))
+        path.write_text("prompt\n" + "".join(f"{row % self.data.classes}\n" for row in range(count)))
         return path
 
     @staticmethod
@@ -526,7 +530,9 @@ def commit() -> str:
 def add_options(parser: argparse.ArgumentParser, recipes: Mapping[str, str]) -> None:
     """Add the options of all trainings and scores."""
     parser.add_argument("record", type=Path, help="JSON file to write, or to go on with")
-    parser.add_argument("--data", type=Path, required=True, help="CIFAR-10 as by bench/cifar10_data.py")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="as by bench/cifar10_data.py: train_x, train_y, test_x, test_y"
+    )
     parser.add_argument("--inception_weights", type=Path, required=True, help="as of evaluate")
     parser.add_argument("--folder", type=Path, required=True, help="for runs, images and evaluations")
     length = parser.add_mutually_exclusive_group(required=True)

@@ -17,7 +17,6 @@ from bench.distill_fid import RECIPES, STUDENT, passes
 from bench.speedrun import read_flags, recipe_flags, to_words
 from PIL import Image
 
-from bench import distill_fid
 from muralist.settings import DISTILL_FLAT_NAMES, DistillSettings
 from muralist.settings.load import identity, load
 from tests.bench.test_speedrun import command, finish, python_path
@@ -43,13 +42,15 @@ def test_recipes_are_settings_of_distill_with_an_effect(recipe: str) -> None:
 
 @pytest.mark.slow
 def test_students_are_scored_beside_their_teacher(tmp_path: Path) -> None:
-    finish(command(tmp_path, "--train_images", 40, "--guidance", 1.5))
-    words = command(tmp_path, "--train_images", 40, "--recipe", "two", "one", "--solvers", "heun:3", "abm2:2",
-                    "--teacher_guidance", 1.5, "--teacher_images", 12, "--solver_steps", 2)  # fmt: skip
-    code = f"import bench.distill_fid as d; d.STUDENT = {distill_fid.STUDENT!r}.replace('=512', '=4'); d.main()"
+    """On driving scenes, whose size and number of classes are not those of CIFAR-10."""
+    data = tmp_path / "scenes.npz"
+    finish([sys.executable, "bench/scenes_data.py", str(data), "--side", "48", "--images", "60"])
+    finish(command(tmp_path, "--train_images", 40, "--guidance", 1.5, "--data", data))
+    words = command(tmp_path, "--data", data, "--train_images", 40, "--recipe", "two", "one", "--teacher_guidance", 1.5,
+                    "--solvers", "heun:3", "abm2:2", "--teacher_images", 12, "--solver_steps", 2)  # fmt: skip
     drop = {"--model", "--steps"}  # of the teacher, and of its sampler
     kept = [word for at, word in enumerate(words) if word not in drop and words[at - 1] not in drop]
-    words = [sys.executable, "-c", code, str(tmp_path / "students.json"), *kept[4:]]
+    words = [sys.executable, "bench/distill_fid.py", str(tmp_path / "students.json"), *kept[4:]]
     process = subprocess.Popen(words, env=python_path(), cwd=REPOSITORY, start_new_session=True)
     record = tmp_path / "students.json"
 
@@ -63,7 +64,11 @@ def test_students_are_scored_beside_their_teacher(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     before = json.loads(record.read_text())["runs"][0]
-    assert before["recipe"] == "two" and before["settings"]["distill"]["steps"] == 2
+    assert (
+        before["settings"]["model"]["img_size"] == 48
+        and before["recipe"] == "two"
+        and before["settings"]["distill"]["steps"] == 2
+    )
     said = finish(words)
     found = json.loads(record.read_text())
     assert [run["recipe"] for run in found["runs"]] == ["two", "one"] and found["runs"][0]["seconds"] == before[
@@ -84,5 +89,5 @@ def test_students_are_scored_beside_their_teacher(tmp_path: Path) -> None:
         "| teacher",
     }
     with Image.open(tmp_path / "work" / "sheet.png") as sheet:
-        assert sheet.height > 4 * 32
+        assert sheet.height > 4 * 48
     assert len(list((tmp_path / "work" / "examples").iterdir())) == 4
