@@ -47,19 +47,23 @@ _PAGE_BYTES, _CHUNK_BYTES = 4096, 1 << 24
 _SCAN_THREADS = 4  # 12 GB then take less than a second, also where eight processes load at once
 
 
-def export(settings: ExportSettings) -> str:
-    """Write weights as a folder in diffusers layout, and describe it."""
+def export(settings: ExportSettings, assembled: tuple[dict[str, Tensor], str] | None = None) -> str:
+    """Write weights as a folder in diffusers layout, and describe it.
+
+    `assembled` has other weights of the source than its files, and says what they are.
+    """
     source = Path(settings.source)
     fix = "Give a run, a checkpoint or a weights file on this machine; a model of the Hugging Face Hub needs no export."
     check_exists(source, "model", fix)
-    weights, description = read_weights(source, settings.weights), read_description(source)
+    weights, kind = assembled or (read_weights(source, settings.weights), f"{settings.weights} weights")
+    description = read_description(source)
     destination = Path(settings.destination)
     if settings.lora_format is None:
         spec = find_family_by_key(description.get("family", "jit")).spec_class()
         written = spec.export(weights, description or spec.describe_export(source), destination)
     else:
         written = "the LoRA alone, " + _export_lora(weights, description, settings.lora_format, destination)
-    return f"{settings.destination}: {settings.weights} weights of {source}, {written}"
+    return f"{settings.destination}: {kind} of {source}, {written}"
 
 
 def _export_lora(weights: Mapping[str, Tensor], description: Mapping[str, Any], kind: LoraFormat, folder: Path) -> str:
