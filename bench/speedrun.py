@@ -1,12 +1,13 @@
-"""Quality for a time: train CIFAR-10 for some seconds from a cold process, generate, score, and write a record.
+"""Quality for a time: train a JiT for some seconds from a cold process, generate, score, and write a record.
 
 python bench/speedrun.py RECORD.json --data cifar10.npz --inception_weights WEIGHTS --folder FOLDER --seconds 600 \\
     [--recipe best p_mean0.4 p_mean0.4+b4 ...] [--seeds 0 1 2] [--guidance 1 1.5] [--images 50000] [flags of train]
 
-A recipe is configs/speedrun_cifar10.yaml with changes from RECIPES, joined by +. For each recipe and seed: `muralist train`,
-timed from before the process starts until it has ended, with an empty compile cache; then for every number of steps and
-guidance scale `muralist generate`, `muralist evaluate` against the training images, KID against the test images, and the
-distance of each image to its nearest training image beside those of test images.
+The data are CIFAR-10, or images in an .npz of the same form, such as that of bench/scenes_data.py; the model has their size
+and classes. A recipe is configs/speedrun_cifar10.yaml with changes from RECIPES, joined by +. For each recipe and seed:
+`muralist train`, timed from before the process starts until it has ended, with an empty compile cache; then for every number
+of steps and guidance scale `muralist generate`, `muralist evaluate` against the training images, KID, precision and recall
+against the test images, and the distance of each image to its nearest training image beside those of test images.
 
 The learning rate is a function of images seen, so a time limit must become a number of steps before training begins. A
 probe of the same settings with as cold a process measures the seconds outside of the steps and the images per second;
@@ -30,7 +31,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean, median
@@ -39,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from bench.cifar_fid import CLASSES, SIDE, CommandRunner
+from bench.cifar_fid import CommandRunner
 from bench.measure_training import hardware, versions
 from torch import Tensor
 
@@ -111,13 +112,13 @@ def read_flags(words: Sequence[str]) -> Flags:
     return flags
 
 
-def recipe_flags(recipe: str, further: Flags) -> Flags:
+def recipe_flags(recipe: str, further: Flags, recipes: Mapping[str, str] = RECIPES) -> Flags:
     """Return what a recipe changes, on top of the flags that all recipes have."""
     flags = dict(further)
     for name in recipe.split("+"):
-        if name not in RECIPES:
-            raise SystemExit(f"There is no recipe {name}. There are {', '.join(RECIPES)}, which + joins.")
-        flags |= read_flags(shlex.split(RECIPES[name]))
+        if name not in recipes:
+            raise SystemExit(f"There is no recipe {name}. There are {', '.join(recipes)}, which + joins.")
+        flags |= read_flags(shlex.split(recipes[name]))
     return flags
 
 
@@ -218,6 +219,8 @@ class Data:
 
     def __init__(self, path: Path, folder: Path, run: Callable[..., float], weights: Path) -> None:
         self.path, self.folder, self.run, self.weights = path, folder, run, weights
+        with np.load(path) as stored:
+            self.side, self.classes = stored["train_x"].shape[1], int(stored["train_y"].max()) + 1
         self.devices = share_devices(select_devices([]))
         self.device = next(iter(self.devices.values()))
         self.statistics = folder / "statistics-train.npz"
@@ -225,7 +228,7 @@ class Data:
 
     def prepare(self) -> dict[str, float]:
         """Write the statistics of training and test images, where they are not there yet; returns the seconds."""
-        tests = self.folder / "cifar10-test.npz"
+        tests = self.folder / "test-images.npz"
         if not tests.is_file():
             with np.load(self.path) as stored, atomic_open(tests) as file:
                 np.savez(file, train_x=stored["test_x"], train_y=stored["test_y"])
@@ -233,7 +236,7 @@ class Data:
         for name, source in (("train", self.path), ("test", tests)):
             output = self.folder / f"statistics-{name}.npz"
             if not output.is_file():
-                words = ("stats", source, "-o", output, "--img_size", SIDE, "--inception_weights", self.weights)
+                words = ("stats", source, "-o", output, "--img_size", self.side, "--inception_weights", self.weights)
                 seconds[f"statistics of {name} images"] = round(self.run(f"stats-{name}", *words), 1)
         return seconds
 
@@ -261,9 +264,12 @@ class Data:
         items = hash_files(paths)
         encoder = InceptionEncoder.from_file(self.weights)
         features = compute_features(encoder, items, self.devices, cache).rows
-        kid = metrics.kid(features, self.features("test"), 0, self.device)
+        tests = self.features("test")
+        kid = metrics.kid(features, tests, 0, self.device)
+        neighbors, _ = metrics.neighbor_metrics(features, tests, 0, self.device)
         pixels = as_rows(np.stack([decode_pixels(item.read()) for item in items]))
-        found: Record = {"kid, test images": kid.value, "kid, test images, 95%": kid.interval(0)}
+        found: Record = {f"{name}, test images": neighbors[name].value for name in ("precision", "recall")}
+        found |= {"kid, test images": kid.value, "kid, test images, 95%": kid.interval(0)}
         for name, space, rows in zip(("pixels", "features"), self.spaces, (pixels, features), strict=True):
             comparison, distances, places = space.compare(rows)
             order = distances.argsort()[:SHOWN].tolist()
@@ -278,6 +284,8 @@ class Data:
 class Speedrun:
     """One call of this script."""
 
+    script, recipes = "bench/speedrun.py", RECIPES
+
     def __init__(self, options: argparse.Namespace, further: Flags) -> None:
         self.options, self.further = options, further
         self.folder: Path = options.folder
@@ -291,13 +299,13 @@ class Speedrun:
         atomic_write_json(self.options.record, self.record)
 
     def run(self) -> None:
-        """Run every recipe with every seed."""
+        """Write what is common to all runs, run them, and print the scores."""
         options = self.options
         if (before := self.record.get("limit, s", options.seconds)) != options.seconds:
             raise SystemExit(f"{options.record} is of runs of {before} s, not of {options.seconds} s: name another.")
         halved = any(value.dtype is torch.float16 for value in read_tensors(options.inception_weights).values())
         self.record |= {
-            "commands": [*self.record.get("commands", []), shlex.join(["python", "bench/speedrun.py", *sys.argv[1:]])],
+            "commands": [*self.record.get("commands", []), shlex.join(["python", self.script, *sys.argv[1:]])],
             "commit": options.commit or commit(),
             "hardware": hardware(),
             "versions": versions(),
@@ -308,14 +316,18 @@ class Speedrun:
         seconds = self.data.prepare()
         self.record["seconds"] = self.record.get("seconds", {}) | seconds
         self.save()
-        for seed in options.seeds:
-            for recipe in options.recipe:
-                self.run_recipe(recipe, seed)
+        self.run_all()
         print(self.table())
+
+    def run_all(self) -> None:
+        """Run every recipe with every seed."""
+        for seed in self.options.seeds:
+            for recipe in self.options.recipe:
+                self.run_recipe(recipe, seed)
 
     def run_recipe(self, recipe: str, seed: int) -> None:
         """Train one recipe with one seed, where the record has no training of it, and score it."""
-        flags = recipe_flags(recipe, self.further) | {"--seed": [str(seed)]}
+        flags = recipe_flags(recipe, self.further, self.recipes) | {"--seed": [str(seed)]}
         wanted = {"recipe": recipe, "seed": seed, "flags": to_words(flags), "images given": self.options.train_images}
         run = next((one for one in self.record["runs"] if one.items() >= wanted.items()), None)
         if run is None:
@@ -333,17 +345,24 @@ class Speedrun:
         for step in run["steps scored"]:
             is_last = step == run["steps"]
             images = self.options.images if is_last else self.options.curve_images
-            scales = self.options.guidance if is_last else self.options.guidance[:1]
-            for steps in self.options.steps if is_last else self.options.steps[:1]:
-                for guidance in scales:
-                    wanted = {"step": step, "sampler steps": steps, "guidance": guidance, "images": images}
-                    self.score(run, folder / "checkpoints" / f"step_{step:07d}", wanted)
+            for sampler in self.samplers() if is_last else self.samplers()[:1]:
+                wanted = {"step": step, **sampler, "images": images}
+                self.score(run, folder / "checkpoints" / f"step_{step:07d}", wanted)
+
+    def samplers(self) -> list[Record]:
+        """Return the samplers of the last checkpoint, of which the others have the first."""
+        options = self.options
+        return [{"sampler steps": steps, "guidance": scale} for steps in options.steps for scale in options.guidance]
+
+    def command(self) -> tuple[list[object], int]:
+        """Return the command that trains, and its batch size unless a recipe has another."""
+        words = ["train", "--config", CONFIG, "--img_size", self.data.side]
+        return words, yaml.safe_load(Path(CONFIG).read_text())["data"]["batch_size"]
 
     def train(self, name: str, flags: Flags) -> Record:
         """Train for the given number of images, or as many as fit into the limit; returns the record."""
         options = self.options
-        config = yaml.safe_load(Path(CONFIG).read_text())
-        batch = int(flags.get("--batch_size", [config["data"]["batch_size"]])[0])
+        batch = int(flags.get("--batch_size", [self.command()[1]])[0])
         key, planned = speed_key(flags), Record()
         if options.train_images:
             steps = options.train_images // batch
@@ -397,27 +416,9 @@ class Speedrun:
         """Train anew in a cold process; returns when it began, its seconds, and its folder."""
         options, run = self.options, self.folder / "runs" / name
         shutil.rmtree(run, ignore_errors=True)
-        words = [
-            "train",
-            "--config",
-            CONFIG,
-            "--data_path",
-            options.data,
-            "--results_dir",
-            run.parent,
-            "--run_name",
-            name,
-        ]
-        words += [
-            "--epochs",
-            10**6,
-            "--max_steps",
-            steps,
-            "--ckpt_every",
-            every,
-            "--keep_last",
-            options.checkpoints + 2,
-        ]
+        words, _ = self.command()
+        words += ["--data_path", options.data, "--results_dir", run.parent, "--run_name", name, "--epochs", 10**6,
+                  "--max_steps", steps, "--ckpt_every", every, "--keep_last", options.checkpoints + 2]  # fmt: skip
         print(f"{name}: {steps:,} steps", flush=True)
         with compile_cache(self.folder / "compiled", options.warm) as variables:
             began, started = time.time(), time.perf_counter()
@@ -438,15 +439,14 @@ class Speedrun:
         found = next((one for one in run["scores"] if one.items() >= wanted.items()), None)
         if found is None:
             run["scores"].append(found := dict(wanted))
-        words = "step{step}-{sampler steps}x{guidance:g}-{images}".format_map(wanted)
-        name = f"{run['recipe']}-{run['seed']}-{words}"
+        name = "-".join([run["recipe"], str(run["seed"]), f"step{wanted['step']}", self.sampler_name(wanted)])
+        name += f"-{wanted['images']}"
         images, output = self.folder / "images" / name, self.folder / "evaluations" / name
         weights = ("--inception_weights", self.options.inception_weights)
         if "fid" not in found:
             generate = ("generate", "--model_path", checkpoint, "--prompts_csv", self.prompts(wanted["images"]),
                         "--output_dir", images, "--weights", self.options.weights, "--batch_size",
-                        min(self.options.batch, wanted["images"]), "--guidance_scale", wanted["guidance"],
-                        "--num_inference_steps", wanted["sampler steps"])  # fmt: skip
+                        min(self.options.batch, wanted["images"]), *self.sampler_flags(wanted))  # fmt: skip
             found["seconds of generation"] = round(self.runner.run(f"generate-{name}", *generate), 1)
             self.save()
             evaluate = ("evaluate", "--images", images, "--reference", self.data.statistics, "--output_dir", output)
@@ -459,14 +459,26 @@ class Speedrun:
             found["seconds of the comparison with test images"] = round(time.perf_counter() - started, 1)
             self.save()
         print(f"{name}: FID {found['fid']:.3f}", flush=True)
+        self.keep_examples(name, images)
         if not self.options.keep:
             shutil.rmtree(images, ignore_errors=True)
             shutil.rmtree(output / "features", ignore_errors=True)
 
+    def sampler_name(self, wanted: Record) -> str:
+        """Name a sampler in the names of folders."""
+        return f"{wanted['sampler steps']}x{wanted['guidance']:g}"
+
+    def sampler_flags(self, wanted: Record) -> list[object]:
+        """Return the flags of generate for a sampler."""
+        return ["--guidance_scale", wanted["guidance"], "--num_inference_steps", wanted["sampler steps"]]
+
+    def keep_examples(self, name: str, images: Path) -> None:
+        """Keep some images before they are deleted."""
+
     def prompts(self, count: int) -> Path:
         """Write a table of the classes in turn."""
         path = self.folder / f"prompts-{count}.csv"
-        path.write_text("prompt\n" + "".join(f"{row % CLASSES}\n" for row in range(count)))
+        path.write_text("prompt\n" + "".join(f"{row % self.data.classes}\n" for row in range(count)))
         return path
 
     @staticmethod
@@ -515,22 +527,21 @@ def commit() -> str:
     return found.stdout.strip() or "?"
 
 
-def main() -> None:
-    """Read the options and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+def add_options(parser: argparse.ArgumentParser, recipes: Mapping[str, str]) -> None:
+    """Add the options of all trainings and scores."""
     parser.add_argument("record", type=Path, help="JSON file to write, or to go on with")
-    parser.add_argument("--data", type=Path, required=True, help="CIFAR-10 as by bench/cifar10_data.py")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="as by bench/cifar10_data.py: train_x, train_y, test_x, test_y"
+    )
     parser.add_argument("--inception_weights", type=Path, required=True, help="as of evaluate")
     parser.add_argument("--folder", type=Path, required=True, help="for runs, images and evaluations")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--seconds", type=float, help="limit of a training, from the start of its process to its end")
     length.add_argument("--train_images", type=int, help="length of a training, instead of a limit")
-    parser.add_argument("--recipe", nargs="+", default=["best"], help=f"{', '.join(RECIPES)}; + joins several")
+    parser.add_argument(
+        "--recipe", nargs="+", default=[next(iter(recipes))], help=f"{', '.join(recipes)}; + joins several"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--guidance", nargs="+", type=float, default=[1.0, 1.5], help="guidance scales; 1: none")
-    parser.add_argument("--steps", nargs="+", type=int, default=[25], help="of the sampler")
     parser.add_argument("--weights", default="ema1", choices=("model", "ema1", "ema2"))
     parser.add_argument("--images", type=int, default=50_000, help="generated and scored")
     parser.add_argument("--batch", type=int, default=1000, help="images generated at once")
@@ -540,12 +551,27 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help="keep compiled code from run to run: for ablations")
     parser.add_argument("--keep", action="store_true", help="keep images and features after they are scored")
     parser.add_argument("--commit", help="where the tree has no .git")
+
+
+def start(kind: type[Speedrun], parser: argparse.ArgumentParser) -> None:
+    """Read the options and run."""
     options, words = parser.parse_known_args()
     further = read_flags(words)
     for recipe in options.recipe:
-        recipe_flags(recipe, further)  # a name that does not exist fails before anything runs
+        recipe_flags(recipe, further, kind.recipes)  # a name that does not exist fails before anything runs
     options.folder.mkdir(parents=True, exist_ok=True)
-    Speedrun(options, further).run()
+    kind(options, further).run()
+
+
+def main() -> None:
+    """Measure trainings from scratch."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_options(parser, RECIPES)
+    parser.add_argument("--guidance", nargs="+", type=float, default=[1.0, 1.5], help="guidance scales; 1: none")
+    parser.add_argument("--steps", nargs="+", type=int, default=[25], help="of the sampler")
+    start(Speedrun, parser)
 
 
 if __name__ == "__main__":

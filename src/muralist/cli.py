@@ -159,8 +159,15 @@ def _export(settings: ExportSettings) -> int:
     from muralist.models.weights import export
     from muralist.train.checkpoint import require_intact
 
-    require_intact(Path(settings.source))
-    print(export(settings))
+    if settings.sigma_rel is None:
+        require_intact(Path(settings.source))
+        print(export(settings))
+        return 0
+    from muralist.tools.post_hoc_ema import assemble
+
+    if "weights" in settings.model_fields_set:
+        raise UserError(f"--weights {settings.weights} has no effect with --sigma_rel.", fix="Leave one of them out.")
+    print(export(settings, assemble(Path(settings.source), settings.sigma_rel)))
     return 0
 
 

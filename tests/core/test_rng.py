@@ -180,6 +180,14 @@ def test_numbers_drawn_in_parts_are_the_same(shape: tuple[int, ...]) -> None:
     assert torch.equal(parts, normal(3, Purpose.SAMPLE_NOISE, numbers, shape))
 
 
+@pytest.mark.parametrize("shape", [(3, 32, 32), (3, 16, 24), (3, 5, 7), (3, 64, 64), (3, 160, 160)])
+@pytest.mark.parametrize(("first", "count"), [(0, 64), (42, 23), (2**33 - 3, 7), (2**61, 1)])
+def test_images_drawn_at_once_have_the_bits_of_each_alone(shape: tuple[int, ...], first: int, count: int) -> None:
+    indices = torch.arange(first, first + count)
+    alone = torch.cat([normal_chunked(0, Purpose.SAMPLE_NOISE, index[None], shape) for index in indices])
+    assert torch.equal(normal_chunked(0, Purpose.SAMPLE_NOISE, indices, shape), alone)
+
+
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 

@@ -15,6 +15,7 @@ from muralist.core.errors import UserError
 from muralist.core.images import to_uint8_array
 from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
 from muralist.diffusion.samplers import SOLVERS, time_grid
+from muralist.generate import jit_pipeline
 from muralist.generate.model_info import inspect_model, settings_identity
 from muralist.generate.pipeline import Pipeline, SampleRequest, load_pipeline
 from muralist.models.jit_spec import JiTSpec
@@ -89,10 +90,31 @@ def test_noise_is_drawn_ahead_once(pets: Pets, monkeypatch: pytest.MonkeyPatch) 
     pipeline.prepare([DOG, CAT])
     pipeline.prepare([CAT, DOG, DOG])  # as the window moves on
     assert all(map(np.array_equal, generate(pipeline, DOG, CAT), unprepared))
-    assert sorted(drawn) == [[DOG.seed], [CAT.seed]]
+    assert drawn == [[DOG.seed, CAT.seed]]
     pipeline.prepare([CAT])  # the other is forgotten
     assert all(map(np.array_equal, generate(pipeline, DOG, CAT), unprepared))
-    assert drawn[2:] == [[DOG.seed, CAT.seed]]
+    assert drawn[1:] == [[DOG.seed, CAT.seed]]
+
+
+def test_noise_drawn_in_blocks_has_the_same_bits(pets: Pets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of requests that overlap, blocks that are not full, and seeds that come twice."""
+    pipeline: Any = load(pets[0])
+    blocks: list[list[int]] = []
+    draw = JiTSpec.sample_noise
+
+    def watched(spec: JiTSpec, seeds: list[int]) -> torch.Tensor:
+        blocks.append(list(seeds))
+        return draw(spec, seeds)
+
+    monkeypatch.setattr(JiTSpec, "sample_noise", watched)
+    monkeypatch.setattr(jit_pipeline, "_NOISE_BLOCK", 4 * 3 * SIDE**2)
+    seeds = [2**61, 5, 0, 2**33 + 1, 7, 5, 11, 3, 2, 1]
+    for window in (seeds[:7], seeds[3:], seeds[6:]):
+        requests = [SampleRequest("cat", "", seed) for seed in window]
+        pipeline.prepare(requests)
+        expected = torch.cat([draw(pipeline._spec, [seed]) for seed in window])
+        assert torch.equal(pipeline._noise_for(window), expected)
+    assert blocks == [[2**61, 5, 0, 2**33 + 1], [7, 11], [3, 2, 1]], "each is drawn once, the first ones first"
 
 
 def test_noise_is_drawn_again_after_an_error(pets: Pets, monkeypatch: pytest.MonkeyPatch) -> None:

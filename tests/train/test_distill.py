@@ -19,12 +19,14 @@ import muralist
 from muralist.cli import main
 from muralist.core import rng
 from muralist.core.images import to_uint8_array
-from muralist.core.rng import Purpose
+from muralist.core.rng import Purpose, SampleKeys
+from muralist.data.loader import Batch
 from muralist.diffusion import samplers
 from muralist.models.configs import parameter_count
 from muralist.models.jit import JiT
+from muralist.models.jit_distill import JiTStudent, TeacherPath
 from muralist.models.jit_spec import infer_jit_config, jit_arguments
-from muralist.models.weights import read_weights
+from muralist.models.weights import WEIGHTS_FILE, read_weights
 from muralist.settings import TrainSettings
 from muralist.settings.load import read_yaml
 from muralist.tools.estimate import read_measured
@@ -186,11 +188,78 @@ def test_other_runs_in_its_folder_are_refused(
     assert "distill.steps: 2 there, 4 here" in capsys.readouterr().err
     plain = ("--data_path", photo_folder, "--enable_condition", "--results_dir", tmp_path, "--val_fraction", 0.1)
     train(*plain, "--run_name", through.name, expect=1)
-    assert "distill.guidance: 1.5 there, 'auto' here" in capsys.readouterr().err
+    assert "which plain training cannot continue" in capsys.readouterr().err
+    assert read_yaml(TrainSettings, tmp_path / through.name / "config.yaml").distill.teacher
     train(*plain, "--run_name", "fork", "--resume", tmp_path / through.name, expect=1)
-    assert "is of another model: distilled" in capsys.readouterr().err
-    distill(through, "--results_dir", tmp_path, expect=1)
-    assert "was distilled to 2 steps with guidance 1.5 folded in already" in capsys.readouterr().err
+    assert "is that of a student, which plain training cannot continue" in capsys.readouterr().err
+    distill(teacher, "--resume", teacher, "--run_name", "fork", "--results_dir", tmp_path, expect=1)
+    assert "is of another model: distilled: None there" in capsys.readouterr().err
+
+
+def test_files_of_a_student_are_known_as_such_wherever_they_lie(
+    teacher: Path, through: Path, photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run, a checkpoint, one of its files, an export, an export of that, and a file without its folder."""
+    whole, half = tmp_path / "export", tmp_path / "half.safetensors"
+    assert main(["export", str(through), str(whole)]) == 0
+    assert main(["export", str(whole), str(tmp_path / "again")]) == 0
+    shutil.copy(tmp_path / "again" / WEIGHTS_FILE, half)
+    assert main(["export", str(half), str(tmp_path / "third")]) == 0
+    checkpoint = last_checkpoint(through)
+    plain = ("--data_path", photo_folder, "--enable_condition", "--results_dir", tmp_path / "results")
+    sources = (
+        through,
+        checkpoint,
+        checkpoint / "ema2.safetensors",
+        whole,
+        tmp_path / "again",
+        half,
+        tmp_path / "third",
+    )
+    images = []
+    for number, source in enumerate(sources):
+        capsys.readouterr()
+        distill(source, "--data_path", photo_folder, "--results_dir", tmp_path / "results", expect=1)
+        assert "was distilled to 2 steps with guidance 1.5 folded in already" in capsys.readouterr().err
+        train(*plain, "--run_name", f"start-{number}", "--init_from", source, expect=1)
+        assert "training cannot start from a student" in capsys.readouterr().err
+        command = ["generate", "--model_path", source, "--prompt", "sunrise", "--dtype", "fp32", "--output_dir"]
+        assert main([*map(str, command), str(tmp_path / "no"), "--num_inference_steps", "50"]) == 1
+        assert "its number of steps cannot be 50" in capsys.readouterr().err
+        assert main([*map(str, command), str(tmp_path / str(number))]) == 0
+        (image,) = (tmp_path / str(number)).glob("*.png")
+        with Image.open(image) as found:
+            images.append(np.asarray(found))
+    assert all(np.array_equal(images[0], image) for at, image in enumerate(images) if at != 2)  # ema2 is another one
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "distilled"}))
+    assert (
+        main(["generate", "--model_path", str(whole), "--prompt", "sunrise", "--output_dir", str(tmp_path / "no")]) == 1
+    )
+    assert "config.json is not the config of the weights beside it" in capsys.readouterr().err
+
+
+def test_no_run_is_trained_on_the_noise_of_its_val_loss(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[bool, list[torch.Tensor]] = {False: [], True: []}  # by whether a validation is under way
+    encode = JiTStudent.encode
+
+    def watched(self: JiTStudent, batch: Batch, keys: SampleKeys) -> TeacherPath:
+        path = encode(self, batch, keys)
+        drawn[not torch.is_grad_enabled()] += list(path.states[:, 0])
+        return path
+
+    monkeypatch.setattr(JiTStudent, "encode", watched)
+    held_out = []
+    for seed in (0, 7):
+        more = ("--results_dir", tmp_path, "--max_steps", 6, "--ckpt_every", 6, "--samples_per_gpu", 0)
+        distill(teacher, *more, "--val_fraction", 0.2, "--seed", seed, "--run_name", seed)
+        held_out.append(torch.stack(drawn[True]))
+        assert len(held_out[-1]) >= 4 and len(drawn[False]) >= 24
+        assert not (held_out[-1][:, None] == torch.stack(drawn[False])[None]).flatten(2).all(-1).any()
+        drawn[True].clear(), drawn[False].clear()
+    assert torch.equal(*held_out), "it is comparable between runs"
 
 
 def test_an_export_needs_a_data_set(

@@ -118,6 +118,8 @@ class JiTStudent(JiTSpec):
     teacher: GuidedTeacher | None = None
     origin: str = ""
     """Where the teacher was read, for the run summary."""
+    held_out_seed = -1
+    """Not that of any run, which is at least 0: the student is trained on noise, so other noise must be held out."""
 
     @classmethod
     def from_settings(

@@ -28,7 +28,15 @@ from muralist.data.packed import LatentSource
 from muralist.diffusion import flow, samplers
 from muralist.models import configs, jit
 from muralist.models.spec import ModelSpec
-from muralist.models.weights import MAX_PIXELS, WEIGHTS_FILE, WeightSet, damaged_file, read_weights
+from muralist.models.weights import (
+    MAX_PIXELS,
+    WEIGHTS_FILE,
+    WeightSet,
+    damaged_file,
+    description_metadata,
+    read_description,
+    read_weights,
+)
 from muralist.settings import ObjectiveSettings, Precision, SampleSettings, TrainSettings
 from muralist.settings.section import Fraction, Section
 from muralist.settings.train import PIPELINE_OBJECTIVE, StudentSteps
@@ -282,6 +290,14 @@ class JiTSpec(ModelSpec):
     @torch.no_grad()
     def init_from(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
         """Copy everything but the label embedding, whose rows are other classes."""
+        source = Path(origin)
+        found = (read_description(source) or self.describe_export(source)).get("distilled")
+        if distilled := _validated("distilled", Distilled | None, found):
+            raise UserError(
+                f"{origin} was {distilled}: training cannot start from a student.",
+                "It predicts the ends of its own steps, not the clean image at every time.",
+                f"Start from its teacher, whose weights have the fingerprint {distilled.teacher}.",
+            )
         own = network.state_dict()
         for name, value in own.items():
             if name.startswith(_LABEL_EMBEDDING):
@@ -330,11 +346,27 @@ class JiTSpec(ModelSpec):
         }
 
     @staticmethod
+    def describe_export(folder: Path) -> dict[str, Any]:
+        """Return the description that the config of an export holds; empty for another folder, or a file."""
+        if not (folder / CONFIG_FILE).is_file():
+            return {}
+        config = read_config(folder)
+        stored = read_description(folder / WEIGHTS_FILE)
+        if stored and stored["distilled"] != config.get("distilled"):
+            raise UserError(
+                f"{folder / CONFIG_FILE} is not the config of the weights beside it.",
+                "The weights are those of a student, which the config samples in another way.",
+                "Export the model again.",
+            )
+        facts = {"model": "JiT", "img_size": config["input_size"], "label_names": _indices(config["num_classes"])}
+        return facts | {key: config[key] for key in ("label_names", "objective", "distilled") if key in config}
+
+    @staticmethod
     def export(weights: Mapping[str, Tensor], description: Mapping[str, Any], folder: Path) -> str:
         """Write config.json and one weights file."""
         config = infer_jit_config(weights)
         config |= {key: description[key] for key in ("label_names", "objective", "distilled") if key in description}
-        write_jit_folder(folder, weights, config)
+        write_jit_folder(folder, weights, config, description_metadata(description))
         size = format_size(as_size(config["input_size"]))
         kind = (
             f", {distilled}"
@@ -342,6 +374,11 @@ class JiTSpec(ModelSpec):
             else ""
         )
         return f"{size} px, patch {config['patch_size']}, {config['num_classes']} classes{kind}"
+
+
+def _indices(classes: int) -> list[str]:
+    """Return names for classes that have none."""
+    return [str(index) for index in range(classes)] if classes > 1 else []
 
 
 def infer_jit_config(state: Mapping[str, Tensor], in_context_start: int | None = None) -> dict[str, Any]:
@@ -446,8 +483,13 @@ def _check_fit(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> None:
             )
 
 
-def write_jit_folder(folder: str | Path, state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Write config.json and the weights; an earlier export at this path is replaced.
+def write_jit_folder(
+    folder: str | Path,
+    state: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write config.json and the weights, which get the metadata; an earlier export at this path is replaced.
 
     The config holds the network's arguments and further facts for readers, such as `label_names` and `objective`.
     """
@@ -463,7 +505,7 @@ def write_jit_folder(folder: str | Path, state: Mapping[str, Tensor], config: Ma
             temporary / "model_index.json", {**_PIPELINE_INDEX, "_diffusers_version": version("diffusers")}
         )
         atomic_write(temporary / "pipeline.py", _PIPELINE_CODE)
-        save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_file(tensors, temporary / WEIGHTS_FILE, metadata={"format": "pt", **(metadata or {})})
 
 
 def _is_jit_folder(folder: Path) -> bool:
@@ -498,13 +540,11 @@ def read_jit_spec(path: Path, description: Mapping[str, Any], which: WeightSet) 
 
     Weights from elsewhere get the official ones, and indices as names of the classes.
     """
-    if description:
+    if description := description or JiTSpec.describe_export(path):
         return spec_from_description(description)
-    is_export = (path / CONFIG_FILE).is_file()
-    config = read_config(path) if is_export else infer_jit_config(read_weights(path, which, shapes_only=True))
-    classes = config["num_classes"]
-    indices = [str(index) for index in range(classes)] if classes > 1 else []
-    return spec_from_description({"label_names": indices} | config | {"model": "JiT", "img_size": config["input_size"]})
+    config = infer_jit_config(read_weights(path, which, shapes_only=True))
+    facts = {"label_names": _indices(config["num_classes"])}
+    return spec_from_description({"model": "JiT", "img_size": config["input_size"], **facts})
 
 
 def spec_from_description(description: Mapping[str, Any]) -> JiTSpec:

@@ -471,6 +471,8 @@ class ModelSpec(Protocol):
     """Whether the network sees the same few shapes in every batch, for each of which torch.compile builds a graph."""
     has_unused_weights: bool = False
     """Whether some trained weights may have no gradient."""
+    held_out_seed: int = 0
+    """Seed of the noise of val/loss: not the run's own, so that val/loss is comparable between runs."""
 
     def network(self) -> nn.Module:
         """Build the trainable network on the CPU; its initial weights depend on the seed alone."""

@@ -39,6 +39,7 @@ WeightSet = Literal["model", "ema1", "ema2"]
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 OFFICIAL_FILE = "checkpoint-last.pth"
+_DESCRIPTION = "muralist.model"  # in the metadata of a student's weights
 MAX_PIXELS = 1 << 16  # along one side, so that a wrong size in a file cannot exhaust the memory
 _OFFICIAL_NAMES = {"model": "model", "ema1": "model_ema1", "ema2": "model_ema2"}
 _OFFICIAL_PREFIX = "net."
@@ -46,19 +47,23 @@ _PAGE_BYTES, _CHUNK_BYTES = 4096, 1 << 24
 _SCAN_THREADS = 4  # 12 GB then take less than a second, also where eight processes load at once
 
 
-def export(settings: ExportSettings) -> str:
-    """Write weights as a folder in diffusers layout, and describe it."""
+def export(settings: ExportSettings, assembled: tuple[dict[str, Tensor], str] | None = None) -> str:
+    """Write weights as a folder in diffusers layout, and describe it.
+
+    `assembled` has other weights of the source than its files, and says what they are.
+    """
     source = Path(settings.source)
     fix = "Give a run, a checkpoint or a weights file on this machine; a model of the Hugging Face Hub needs no export."
     check_exists(source, "model", fix)
-    weights, description = read_weights(source, settings.weights), read_description(source)
+    weights, kind = assembled or (read_weights(source, settings.weights), f"{settings.weights} weights")
+    description = read_description(source)
     destination = Path(settings.destination)
     if settings.lora_format is None:
         spec = find_family_by_key(description.get("family", "jit")).spec_class()
-        written = spec.export(weights, description, destination)
+        written = spec.export(weights, description or spec.describe_export(source), destination)
     else:
         written = "the LoRA alone, " + _export_lora(weights, description, settings.lora_format, destination)
-    return f"{settings.destination}: {settings.weights} weights of {source}, {written}"
+    return f"{settings.destination}: {kind} of {source}, {written}"
 
 
 def _export_lora(weights: Mapping[str, Tensor], description: Mapping[str, Any], kind: LoraFormat, folder: Path) -> str:
@@ -156,20 +161,41 @@ class _Description(BaseModel):
 
 
 def read_description(source: Path) -> dict[str, Any]:
-    """Read the model's description from the manifest of a checkpoint or a run; empty for other weights."""
-    manifest = latest_checkpoint(source) / "manifest.json"
+    """Read the model's description from the manifest of a checkpoint or a run, or the file of a student's weights.
+
+    It is empty for other weights.
+    """
+    file = source if source.is_file() else latest_checkpoint(source) / "manifest.json"
     try:
-        description = dict(json.loads(manifest.read_text())["model"]) if manifest.is_file() else {}
+        description = _description_in(file) if file.is_file() else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{manifest} is damaged: it is not a checkpoint manifest.") from None
+        kind = "checkpoint manifest" if file.suffix == ".json" else "description of a model"
+        raise UserError(f"{file} is damaged: it is not a {kind}.") from None
     if description:
         try:
             _Description.model_validate(description)
         except ValidationError as error:
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-            raise UserError(f"{manifest} is damaged: invalid model description ({reason}).") from None
+            raise UserError(f"{file} is damaged: invalid model description ({reason}).") from None
     return description
+
+
+def _description_in(file: Path) -> dict[str, Any]:
+    if file.suffix == ".json":
+        return dict(json.loads(file.read_text())["model"])
+    if file.suffix != ".safetensors":
+        return {}
+    try:
+        _, metadata = read_header(file)
+    except UserError:
+        return {}  # reading its weights says what is wrong
+    return dict(json.loads(metadata.get(_DESCRIPTION, "{}")))
+
+
+def description_metadata(description: Mapping[str, Any]) -> dict[str, str]:
+    """Return metadata for a file of weights: of a student the description, because it has a sampler of its own."""
+    return {_DESCRIPTION: json.dumps(description)} if description.get("distilled") else {}
 
 
 def read_file(file: Path, shapes_only: bool = False) -> Any:

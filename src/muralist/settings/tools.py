@@ -46,6 +46,9 @@ class ExportSettings(Section):
     """Folder to write."""
     weights: Literal["model", "ema1", "ema2"] = "ema1"
     """Which weights: as trained, or one of the two EMAs."""
+    sigma_rel: Annotated[float, Field(gt=0.01, lt=0.28)] | None = None
+    """Instead of one of these: a power-function EMA of this relative length (EDM2), assembled from all checkpoints that the
+    run has kept."""
     lora_format: LoraFormat | None = None
     """Write the LoRA alone: diffusers (for `pipe.load_lora_weights`), comfy (for ComfyUI) or peft; default: merge it into
     the model, with the LoRA alone beside it."""

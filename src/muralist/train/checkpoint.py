@@ -40,7 +40,7 @@ from muralist.core.errors import UserError, first_line
 from muralist.core.formatting import format_duration
 from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error, find_os_error, fsync
 from muralist.models.spec import ModelSpec
-from muralist.models.weights import WeightSet, latest_checkpoint, read_weights
+from muralist.models.weights import WeightSet, description_metadata, latest_checkpoint, read_weights
 from muralist.settings import CheckpointSettings
 
 FORMAT = 1
@@ -161,7 +161,7 @@ def write(
                 if main:  # the others never hold more than one full tensor
                     complete[key] = value.detach().cpu().contiguous()
             if main and failure is None:
-                failure = _error_of(lambda: _write_weights(aside / f"{name}.safetensors", complete))  # noqa: B023
+                failure = _error_of(lambda: _write_weights(aside / f"{name}.safetensors", complete, facts))  # noqa: B023
         _raise_together(failure, group)
         dcp.save(dict(state), checkpoint_id=aside / "state", process_group=group, no_dist=group is None)
         failure = _error_of(lambda: _complete(aside, final, step, facts)) if main else None
@@ -210,8 +210,8 @@ def _prepare(aside: Path, weights: WeightSets, state: Tensors) -> None:
         )
 
 
-def _write_weights(file: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, file)
+def _write_weights(file: Path, tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
+    save_file(tensors, file, description_metadata(facts.get("model", {})) or None)
     # safetensors creates files that only the owner can read; restore the permissions of the user's umask.
     file.chmod(file.parent.stat().st_mode & 0o666)
 

@@ -40,6 +40,13 @@ def check_same_settings(run: RunDir, settings: TrainSettings) -> None:
     if not (run.config.exists() and list_checkpoints(run.checkpoints)):
         return
     before = read_yaml(TrainSettings, run.config)
+    if before.distill.teacher and not settings.distill.teacher:
+        raise SettingsMismatch(
+            f"The run {run.root} is a student of {before.distill.teacher}, which plain training cannot continue.",
+            "Its loss is the distance to its teacher's path.",
+            f"Continue it with `muralist train --config {run.config} --run_name {run.root.name}`, or give another "
+            "--run_name.",
+        )
     there, here = identity(before), identity(settings)
     if _decays_with_epochs(run):
         there, here = ({key: value for key, value in one.items() if key != "max_steps"} for one in (there, here))
@@ -117,9 +124,14 @@ def find_checkpoint(
     if found is None:
         return None
     then = found.manifest["model"]
+    if "distilled" in then and "distilled" not in model:
+        raise UserError(
+            f"The checkpoint {found.path} is that of a student, which plain training cannot continue.",
+            "Its loss is the distance to its teacher's path.",
+            "Resume its run with the same `muralist distill` command, or start from its teacher.",
+        )
     # A folder may move; its content has a key of its own.
-    keys = {**model, **{key: None for key in ("distilled",) if key in then}}  # of which other models have no key
-    if different := [key for key in keys if key != "folder" and then.get(key) != model.get(key)]:
+    if different := [key for key in model if key != "folder" and then.get(key) != model.get(key)]:
         raise UserError(
             f"The checkpoint {found.path} is of another model: {_differences(different, then, model)}.",
             fix="Give the settings it was trained with, or start a new run from weights that fit, with --init_from.",

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from muralist.train.watchdog import Watchdog
 
 log = logging.getLogger("muralist")
-VALIDATION_SEED = 0  # not the run's own: val/loss is comparable between runs
 
 
 class StepResult(NamedTuple):
@@ -283,7 +282,7 @@ def held_out_loss(
                 return None, error or UserError("Another process could not read a held-out image; see its message.")
             if on_broken:
                 on_broken(batch.broken)
-            losses = state.losses(batch.to(world.device), VALIDATION_SEED)
+            losses = state.losses(batch.to(world.device), state.spec.held_out_seed)
             total += losses.double()[counted[first : first + state.micro_batch].to(world.device)].sum()
     finally:
         state.network.train()
