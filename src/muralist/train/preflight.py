@@ -441,6 +441,9 @@ def run_summary(
     lines[1:1] = state.spec.notes()
     if warning := find_family(settings.model.name).warning(settings.model):
         lines.insert(1, f"warning    {warning}")
+    if optim.warmup_steps >= stop:
+        cut = "" if rate.schedule == "constant" else f", and {rate.schedule} does not begin"
+        lines.append(f"warning    the warm-up is longer than the run: the rate stays below {rate.peak:.3g}{cut}")
     lines += [f"warning    without effect: {unused}" for unused in settings_without_effect(settings, state.world.size)]
     rule = "linear" if optim.blr is not None else optim.lr_rule
     if rule != "none":
