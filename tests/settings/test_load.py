@@ -11,6 +11,7 @@ import tempfile
 import time
 import types
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -208,6 +209,19 @@ def test_two_names_of_a_setting_must_agree(yaml_file: Any, flags: str, values: d
     with pytest.raises(UserError, match="Both are names of the setting"):
         load_values(TrainSettings, values, TRAIN_FLAT_NAMES)
     assert "Both are names of the setting" in refusal("--config", yaml_file(json.dumps(values))).why
+
+
+@pytest.mark.parametrize("name", [name for name, path in TRAIN_FLAT_NAMES.items() if isinstance(path, str)])
+def test_every_flat_name_must_agree_with_its_setting(name: str) -> None:
+    path = str(TRAIN_FLAT_NAMES[name])
+    literals = [str(choice) for part in _parts(FIELDS[path].annotation) for choice in get_args(part)]
+    found: dict[str, list[str]] = {}
+    for value in ("true", "false", "7", "9", "0.3", "0.4", "0.2 0.4", "0.3 0.5", "something", "else", *literals):
+        with suppress(UserError):
+            found.setdefault(str(flatten(settings(f"--{path}", *value.split()))[path]), value.split())
+    first, second, *_ = found.values()
+    assert settings(f"--{name}", *first, f"--{path}", *first) == settings(f"--{path}", *first)
+    assert refusal(f"--{name}", *first, f"--{path}", *second).why == f"Both are names of the setting {path}."
 
 
 def test_two_names_of_a_setting_may_agree(yaml_file: Any) -> None:
