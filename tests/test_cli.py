@@ -141,8 +141,11 @@ def test_a_flag_that_must_be_given_says_what_it_is_for(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["0,1"], "--gpu_ids is '0,1': expected one or more of an integer at least 0.\nPut blanks between values"),
-        (["0", "x"], "--gpu_ids is '0 x': expected one or more of an integer at least 0.\n"),
+        (
+            ["0,1"],
+            "--gpu_ids is '0,1': expected one or more integers at least 0.\nPut blanks between values: --gpu_ids 0 1",
+        ),
+        (["0", "x"], "--gpu_ids is '0 x': expected one or more integers at least 0.\n"),
     ],
 )
 def test_a_list_of_numbers_says_how_it_is_written(

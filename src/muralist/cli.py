@@ -192,7 +192,8 @@ def _launch(arguments: Sequence[str]) -> int:
     if first is None:
         raise UserError(
             "`muralist launch` needs a command to start.",
-            fix="For example: muralist launch --nproc 4 train --config base_config.yaml",
+            next(filter(None, (closest_match(word, COMMANDS) for word in arguments if word[:1] != "-")), ""),
+            "For example: muralist launch --nproc 4 train --config base_config.yaml",
         )
     settings = load(LaunchSettings, arguments[:first], {})
     if settings.slurm:

@@ -72,6 +72,7 @@ def test_flops_are_those_torch_counts(name, size):
         ("JiT-B/0", "Did you mean JiT-B/"),
         ("JiT-B/16 ", "Did you mean JiT-B/16?"),
         ("unet", "An example is JiT-B/16."),
+        ("org/unet", "A pipeline is named by its folder or its id on the Hugging Face Hub: --model.path org/unet"),
         ("", "An example is JiT-B/16."),
     ],
 )

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from muralist.core.errors import UserError
 from muralist.demo.small_hunyuan_dit import build_small_hunyuan_dit
+from muralist.models.hub import find_model
 from tests.support.hub import serve
 from tests.support.jit_models import family, network_of
 from tests.support.runs import finish, metrics, start
@@ -82,6 +84,21 @@ def test_ids_are_found_in_the_cache_or_downloaded(tmp_path: Path) -> None:
     assert "muralist: The model org/new was not found, neither on this machine nor in the cache of the Hugging" in said
     assert f"HF_HUB_OFFLINE is set, and it is not complete in the cache {tmp_path / 'cache' / 'hub'}." in said
     assert "\nCheck the path. If it is an id on the Hub, unset HF_HUB_OFFLINE, or copy a cache from where" in said
+
+
+def test_mistyped_paths_are_not_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run or a weights file that was mistyped has the form of an id."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first" / "checkpoints").mkdir(parents=True)
+    for name, why in (
+        ("runs/frist", "has no entry frist. Did you mean first?"),
+        ("results/first", "results does not exist."),
+        ("loras/style.safetensors", "loras does not exist."),
+    ):
+        with pytest.raises(UserError) as caught:
+            find_model(name, "--init_from")
+        assert caught.value.what == f"The model {name} was not found." and why in caught.value.why
+        assert caught.value.fix.endswith("or the id of a model on the Hugging Face Hub, as --init_from.")
 
 
 USE = """

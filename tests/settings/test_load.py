@@ -11,6 +11,7 @@ import tempfile
 import time
 import types
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -161,7 +162,7 @@ def test_a_command_line_of_diffusers_keeps_its_meaning(yaml_file: Any) -> None:
         ),
         (
             "--report_to wandb --no_use_wandb",
-            "--report_to is 'wandb', which means --use_wandb true, and --no_use_wandb",
+            "--report_to is 'wandb', which means --use_wandb true, and --no_use_wandb is given. Leave one of them out.",
         ),
         ("--output_dir x", "--results_dir is the folder of all runs"),
         ("--num_processes 4", "muralist launch --nproc N train"),
@@ -208,6 +209,19 @@ def test_two_names_of_a_setting_must_agree(yaml_file: Any, flags: str, values: d
     with pytest.raises(UserError, match="Both are names of the setting"):
         load_values(TrainSettings, values, TRAIN_FLAT_NAMES)
     assert "Both are names of the setting" in refusal("--config", yaml_file(json.dumps(values))).why
+
+
+@pytest.mark.parametrize("name", [name for name, path in TRAIN_FLAT_NAMES.items() if isinstance(path, str)])
+def test_every_flat_name_must_agree_with_its_setting(name: str) -> None:
+    path = str(TRAIN_FLAT_NAMES[name])
+    literals = [str(choice) for part in _parts(FIELDS[path].annotation) for choice in get_args(part)]
+    found: dict[str, list[str]] = {}
+    for value in ("true", "false", "7", "9", "0.3", "0.4", "0.2 0.4", "0.3 0.5", "something", "else", *literals):
+        with suppress(UserError):
+            found.setdefault(str(flatten(settings(f"--{path}", *value.split()))[path]), value.split())
+    first, second, *_ = found.values()
+    assert settings(f"--{name}", *first, f"--{path}", *first) == settings(f"--{path}", *first)
+    assert refusal(f"--{name}", *first, f"--{path}", *second).why == f"Both are names of the setting {path}."
 
 
 def test_two_names_of_a_setting_may_agree(yaml_file: Any) -> None:
@@ -388,7 +402,12 @@ def test_empty_files_and_sections(yaml_file: Any) -> None:
         (["--sample_prompts"], ["--sample_prompts", "needs a value"]),
         (["--config"], ["--config", "needs a value"]),
         (["stray"], ["'stray'", "--name value"]),
-        (["--use_amp", "maybe"], ["'maybe'"]),
+        (["--use_amp", "maybe"], ["--use_amp is 'maybe': expected true or false, or no value."]),
+        (["--no_use_amp", "true"], ["--no_use_amp takes no value, and 'true' follows it."]),
+        (["--scale_lr", "maybe"], ["--scale_lr is 'maybe': expected true or false, or no value."]),
+        (["--img_size", "16x24"], ["or 2 integers above 0.", "Put blanks between values: --img_size 16 24"]),
+        (["--img_size", "16,24"], ["Put blanks between values: --img_size 16 24"]),
+        (["--data_weights", "3,1"], ["one or more numbers above 0. Put blanks between values: --data_weights 3 1"]),
         (["-x"], ["'-x'"]),
         (["--"], ["--"]),
         (["--lr_schedule", "cosin"], ["--lr_schedule", "'cosin'", "constant, cosine or wsd"]),
@@ -398,7 +417,7 @@ def test_empty_files_and_sections(yaml_file: Any) -> None:
         (["--beta2", "1"], ["--beta2", "at least 0 and below 1"]),
         (["--val_fraction", "1.1"], ["--val_fraction", "at least 0 and at most 1"]),
         (["--micro_batch_size", "some"], ["--micro_batch_size", "an integer above 0 or auto"]),
-        (["--sample_interval", "0.1"], ["--sample_interval", "2 numbers"]),
+        (["--sample_interval", "0.1"], ["--sample_interval", "2 numbers at least 0 and at most 1"]),
         (["--sample_interval", "0.1", "2"], ["--sample_interval", "2 numbers"]),
         (["--seed", str(2**63)], ["--seed", "below"]),
         (["--model"], ["--model", "needs a value"]),
@@ -710,7 +729,8 @@ def test_every_setting_says_what_it_accepts() -> None:
     assert describe(FIELDS["epochs"]) == "an integer above 0"
     assert describe(FIELDS["optim.beta1"]) == "a number at least 0 and below 1"
     assert describe(FIELDS["optim.lr_rule"]) == "none, linear or sqrt"
-    assert describe(FIELDS["compile"]) == "true or false or auto"
+    assert describe(FIELDS["compile"]) == "true, false or auto"
+    assert describe(FIELDS["data.weights"]) == "one or more numbers above 0"
     assert describe(FIELDS["checkpoint.keep_every"]) == "an integer above 0 or none"
     for path, field in FIELDS.items():
         assert "typing" not in describe(field), path

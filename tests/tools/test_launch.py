@@ -66,6 +66,8 @@ def test_command_is_required(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert main(["launch", "--nproc", "2"]) == 1
     assert "needs a command to start" in capfd.readouterr().err
+    assert main(["launch", "--nproc", "2", "trian", "--data_path", "x"]) == 1
+    assert "Did you mean train?" in capfd.readouterr().err
 
 
 def test_invalid_slurm_options_are_refused(

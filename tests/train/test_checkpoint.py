@@ -252,8 +252,17 @@ def test_json_that_is_not_a_manifest_is_refused(copied: Path, content: str) -> N
 def test_missing_checkpoint_lists_existing_ones(tmp_path: Path) -> None:
     write(tmp_path, 5)
     sentence = refusal(tmp_path / "step_0000006")
-    assert f"There is no checkpoint at {tmp_path / 'step_0000006'}" in sentence
-    assert "step_0000005" in sentence
+    assert f"The run or checkpoint {tmp_path / 'step_0000006'} was not found." in sentence
+    assert sentence.endswith("The checkpoints there are step_0000005.")
+    (tmp_path / "step_0000007").write_text("")
+    assert "step_0000007 is a file, not a run or a checkpoint." in refusal(tmp_path / "step_0000007")
+
+
+def test_mistyped_run_names_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path / "results" / "first" / "checkpoints", 5)
+    sentence = refusal(tmp_path / "results" / "frist")
+    assert f"{tmp_path / 'results'} has no entry frist. Did you mean first?" in sentence
+    assert sentence.endswith("Give the folder of a run, or of one of its checkpoints.")
 
 
 # Many checkpoints

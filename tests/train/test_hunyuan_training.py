@@ -240,7 +240,7 @@ def test_images_without_captions_are_warned_about(trained: Path, photo_folder: P
     log = (run / "logs" / "train.log").read_text()
     assert (
         log.count("None of the images that were checked has a caption")
-        == log.count("Set --data.caption to the name of a column")
+        == log.count("Set --caption to the name of a column")
         == 1
     )
     assert "found      48 images, 2 classes: meadow, sunrise; 48 without captions\n" in log

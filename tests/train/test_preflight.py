@@ -101,6 +101,7 @@ def test_largest_batch() -> None:
         ),
         ("--sample_solver abm2 --samples.official_last_step true", "--sample_solver abm2 has no official last step."),
         ("--model HunyuanDiT --sample_solver heun", "heun does not sample from HunyuanDiT. Use dpm++ or ddim, or"),
+        ("--lora_target to_q to_v", "--lora_targets to_q to_v has no effect without --training_parts lora. Give both"),
         ("--rank 8", "--lora_rank 8 has no effect without --training_parts lora. Give both"),
     ],
 )
@@ -135,6 +136,29 @@ def test_settings_without_effect_are_named_with_the_reason(
     assert not preflight.settings_without_effect(settings(*hunyuan.split()))
     for config in CONFIG_NAMES:
         assert not preflight.settings_without_effect(settings("--config", config)), config
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--network transformer_2", ["--network (for diffusers models only)"]),
+        ("--model HunyuanDiT --attn_dropout 0.1", ["--attn_dropout (for JiT models only)"]),
+        ("--model HunyuanDiT --sample_interval 0.2 0.8", ["--sample_interval (for JiT models only)"]),
+        ("--uncond_p_t5 0.3", ["--uncond_p_t5 (for HunyuanDiT models only)"]),
+        ("--sample_steps 5 --samples_per_gpu 0", ["--sample_steps (--samples_per_gpu is 0)"]),
+        ("--wandb_project p --wandb_name n", ["--wandb_project, --wandb_name (there is no --use_wandb)"]),
+        ("--distill.steps 4", ["--distill.steps (for `muralist distill`)"]),
+        ("--strategy fsdp2", ["--strategy (there is one process)"]),
+        (
+            "--strategy ddp --enable_condition --sample_interval 0.2 0.8 --attn_dropout 0.1 --use_wandb --wandb_name n",
+            [],
+        ),
+        ("--model HunyuanDiT --uncond_p_t5 0.3 --sample_steps 5", []),
+    ],
+)
+def test_settings_of_other_models_and_commands_are_named(words: str, told: list[str]) -> None:
+    assert preflight.settings_without_effect(settings(*words.split()), processes=1) == told
+    assert not preflight.settings_without_effect(settings("--strategy", "fsdp2"), processes=2)
 
 
 def test_precision_decides_before_use_amp() -> None:

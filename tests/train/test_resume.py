@@ -174,6 +174,23 @@ def test_cosine_ends_where_training_ends(
     assert rates == pytest.approx([1e-5 + 9.9e-4 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(4)])
     train(*common[:-4], "--run_name", "constant", "--lr_decay_steps", "8", expect=1)
     assert "--lr_decay_steps 8 has no effect under a constant learning rate" in capsys.readouterr().err
+    train(*common, "--run_name", "none", "--lr_decay_steps", "8", "--warmup_steps", "8", expect=1)
+    assert "--lr_decay_steps 8 is not after the warm-up of 8 steps." in capsys.readouterr().err
+
+
+def test_warm_up_that_does_not_end_is_warned_about(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = [*cosine(photo_folder, tmp_path), "--max_steps", "4", "--dry_run"]
+    told = "warning    the warm-up is longer than the run: the rate stays below 0.001"
+    for more, line in (
+        (["--warmup_steps", "4"], f"{told}, and cosine does not begin"),
+        (["--warmup_steps", "4", "--lr_schedule", "constant"], told),
+        (["--warmup_steps", "3"], None),
+    ):
+        train(*common, *more)
+        lines = capsys.readouterr().out.splitlines()
+        assert [found for found in lines if "warm-up is longer" in found] == ([line] if line else [])
 
 
 def test_wsd_resumes_to_the_bit_and_decays_a_constant_run(

@@ -140,7 +140,7 @@ def test_resume_from_a_missing_path_is_an_error(
     photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train("--data_path", photo_folder, "--results_dir", tmp_path, "--resume", tmp_path / "nowhere", expect=1)
-    assert "There is no checkpoint at" in capfd.readouterr().err
+    assert f"The run or checkpoint {tmp_path / 'nowhere'} was not found." in capfd.readouterr().err
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 

@@ -74,10 +74,11 @@ def unknown_model(name: str, patterns: Sequence[str]) -> UserError:
     known = [f"JiT-{letter}/{patch}" for letter in JIT_CONFIGS for patch in (2, 4, 8, 16, 32, 64)]
     # Upper case first: for "jit-b/4" every letter would otherwise be equally near.
     guess = closest_match(name.upper().replace("JIT", "JiT"), known)
+    pipeline = f"A pipeline is named by its folder or its id on the Hugging Face Hub: --model.path {name}"
     return UserError(
         f"There is no model named {name}.",
         f"A model name is {', or '.join(patterns)}.",
-        guess or "An example is JiT-B/16.",
+        guess or (pipeline if "/" in name else "An example is JiT-B/16."),
     )
 
 

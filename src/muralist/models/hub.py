@@ -17,7 +17,8 @@ from typing import Any
 
 from muralist.core.errors import UserError, first_line
 from muralist.core.formatting import format_bytes
-from muralist.core.run_dir import check_exists
+from muralist.core.run_dir import check_exists, exists
+from muralist.settings import TrainSettings
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _INDEX = "model_index.json"
@@ -26,6 +27,7 @@ _DESCRIPTIONS = (_INDEX, "*config.json")
 _WEIGHTS = ("*model.safetensors", "*model-?????-of-?????.safetensors", "pytorch_lora_weights.safetensors")
 _FILES = ("*.json", "*.txt", "*.model", "*.jinja", *_WEIGHTS)
 _IN_FOLDERS = "*/*"
+_WEIGHT_FILES = (".safetensors", ".pth")
 
 
 def find_model(name: str, flag: str, kind: str = "model") -> Path:
@@ -34,10 +36,19 @@ def find_model(name: str, flag: str, kind: str = "model") -> Path:
     try:
         check_exists(Path(name), kind, fix)
     except UserError as error:
-        if not _HUB_ID.fullmatch(name):
+        if not _may_be_id(name):
             raise
         return _find_snapshot(name, kind, error.why)
     return Path(name)
+
+
+def _may_be_id(name: str) -> bool:
+    """Return whether a name that does not exist here may be an id on the Hub; a mistyped run or weights file is not."""
+    if not _HUB_ID.fullmatch(name) or Path(name).suffix in _WEIGHT_FILES:
+        return False
+    folder = Path(name).parent
+    holds_runs = exists(folder) and any(folder.glob("*/checkpoints"))
+    return not holds_runs and folder.name != TrainSettings.model_fields["results_dir"].default
 
 
 @cache

@@ -62,6 +62,8 @@ class ModelFamily:
     """The values of `--sample_solver` besides auto; empty: any."""
     objective_settings: tuple[str, ...] = ()
     """The settings of the objective that have an effect."""
+    own_settings: tuple[str, ...] = ()
+    """Other settings that have an effect on this family only."""
     pixels_per_token: int = 1
     """Divides both sides of every image."""
     has_formulas: bool = False
@@ -371,6 +373,7 @@ JIT = JiTFamily(
     distillation="muralist.models.jit_distill:JiTStudent",
     solvers=("heun", "euler", "abm2"),
     objective_settings=tuple(name for name in ObjectiveSettings.model_fields if name not in PIPELINE_OBJECTIVE),
+    own_settings=("model.attn_dropout", "model.proj_dropout", "samples.interval", "samples.official_last_step"),
 )
 HUNYUAN_DIT = HunyuanDiTFamily(
     key="hunyuandit",
@@ -381,6 +384,7 @@ HUNYUAN_DIT = HunyuanDiTFamily(
     supports_latents=True,
     supports_lora=True,
     solvers=("dpm++", "ddim"),
+    own_settings=("model.uncond_p_t5",),
     pixels_per_token=16,  # the VAE's factor of 8 and patches of 2
     pipeline_class="HunyuanDiTPipeline",
 )
@@ -395,6 +399,7 @@ DIFFUSERS = DiffusersFamily(
     solvers=("auto",),  # the pipeline's own scheduler
     supports_swap=True,
     objective_settings=PIPELINE_OBJECTIVE,
+    own_settings=("model.network",),
     pixels_per_token=16,  # a VAE's factor of 8 and patches of 2; a pipeline that needs more says so itself
     pipeline_class="DiffusionPipeline",
 )

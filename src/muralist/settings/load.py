@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 import reprlib
 import sys
 import types
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -62,7 +63,9 @@ _OVERRIDING = {
     "precision": "precision says whether matmuls run in 16 bits or fewer, and use_amp says the opposite.",
 }
 """Settings beside which others have no effect, and why."""
-_TYPE_NAMES = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "none"}
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "text", type(None): "none"}
+_PLURALS = {int: "integers", float: "numbers", str: "values"}
+_JOINED = re.compile(r"(?<=\w),(?=\w)|(?<=\d)x(?=\d)")  # between values: 16,24 or 16x24
 
 
 @dataclass(frozen=True)
@@ -228,7 +231,8 @@ def _parse(names: FlagTable, path: str, item: SettingValue) -> Any:
 def _quote(names: FlagTable, path: str, item: SettingValue) -> str:
     """Say what was written and, for a name with values of its own, what it means."""
     if item.word is None:
-        return f"{item.origin} is {_shown_value(item)}"
+        is_switch = isinstance(item.value, bool) and item.origin.startswith("--")
+        return f"{item.origin} is {'given' if is_switch else _shown_value(item)}"
     flag = f"{'--' if item.origin.startswith('--') else ''}{names.flags[path]}"
     return f"{item.origin} is {item.word!r}, which means {flag} {str(item.value).lower()}"
 
@@ -243,7 +247,7 @@ def _read_flags(
         token = queue.pop(0)
         if not token.startswith("--"):
             if not waiting:
-                raise UserError(f"Unexpected argument {token!r}.", "Every setting is given as --name value.")
+                raise _unexpected(token, arguments[: len(arguments) - len(queue) - 1])
             name = waiting[0]
             if _is_list(names.fields[name]):  # the last positional argument takes all remaining values
                 before = written[name][name].value if name in written else []
@@ -279,6 +283,15 @@ def _read_flags(
     for items in written.values():
         _add(names, given, items)
     return given, config
+
+
+def _unexpected(token: str, before: Sequence[str]) -> UserError:
+    """Return the error for a word that no flag takes; after a flag, which is then a switch, it is the wrong value."""
+    if before and before[-1].startswith("--no"):
+        return UserError(f"{before[-1]} takes no value, and {token!r} follows it.")
+    if before and before[-1].startswith("--"):
+        return UserError(f"{before[-1]} is {token!r}: expected true or false, or no value.")
+    return UserError(f"Unexpected argument {token!r}.", "Every setting is given as --name value.")
 
 
 def _argument(path: str) -> str:
@@ -370,11 +383,10 @@ def _plain(field: FieldInfo, item: SettingValue) -> Any:
 
 
 def _refused(item: SettingValue, field: FieldInfo) -> UserError:
-    joined = any("," in word for word in _words(item) if isinstance(word, str))
-    return UserError(
-        f"{item.origin} is {_shown_value(item)}: expected {describe(field)}.",
-        fix="Put blanks between values, not commas." if joined else "",
-    )
+    text, fix = _shown_value(item), ""
+    if item.origin.startswith("--") and (_is_list(field) or _may_be_list(field)) and _JOINED.search(text):
+        fix = f"Put blanks between values: {item.origin} {_JOINED.sub(' ', text).strip(chr(39))}"
+    return UserError(f"{item.origin} is {text}: expected {describe(field)}.", fix=fix)
 
 
 def _words(item: SettingValue) -> list[Any]:
@@ -427,15 +439,17 @@ def describe(field: FieldInfo) -> str:
             return [word for part in get_args(annotation) for word in words(part)]
         if get_origin(annotation) is Literal:
             return [str(choice) for choice in get_args(annotation)]
-        if get_origin(annotation) is tuple:
-            return [f"{len(get_args(annotation))} numbers"]
-        if get_origin(annotation) is list:
-            (element,) = get_args(annotation)
-            if get_origin(element) is Literal:
-                return [f"one or more of {', '.join(words(element))}"]
-            return ["one or more values" if element is str else f"one or more of {words(element)[0]}"]
-        if hasattr(annotation, "__metadata__"):
+        if get_origin(annotation) in (list, tuple):
+            elements = get_args(annotation)
+            if get_origin(elements[0]) is Literal:
+                return [f"one or more of {', '.join(words(elements[0]))}"]
+            count = "one or more" if get_origin(annotation) is list else len(elements)
+            limits = getattr(elements[0], "__metadata__", ())
+            return [f"{count} {_PLURALS[getattr(elements[0], '__origin__', elements[0])]}{_limits(limits)}"]
+        if get_origin(annotation) is Annotated:
             return [f"{words(get_args(annotation)[0])[0]}{_limits(annotation.__metadata__)}"]
+        if annotation is bool:
+            return ["true", "false"]
         return [_TYPE_NAMES.get(annotation, str(annotation))]
 
     return _join(words(field.annotation)) + limits

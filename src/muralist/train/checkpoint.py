@@ -38,7 +38,14 @@ from torch.distributed.tensor import DTensor
 
 from muralist.core.errors import UserError, first_line
 from muralist.core.formatting import format_duration
-from muralist.core.run_dir import atomic_write, atomic_write_json, disk_write_error, find_os_error, fsync
+from muralist.core.run_dir import (
+    atomic_write,
+    atomic_write_json,
+    check_exists,
+    disk_write_error,
+    find_os_error,
+    fsync,
+)
 from muralist.models.spec import ModelSpec
 from muralist.models.weights import WeightSet, description_metadata, latest_checkpoint, read_weights
 from muralist.settings import CheckpointSettings
@@ -249,7 +256,13 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / "manifest.json"
     if not checkpoint.is_dir():
         known = ", ".join(path.name for path in list_checkpoints(checkpoint.parent)[-5:])
-        raise UserError(f"There is no checkpoint at {checkpoint}.", fix=f"Known here: {known}." if known else "")
+        fix = (
+            f"The checkpoints there are {known}."
+            if known
+            else "Give the folder of a run, or of one of its checkpoints."
+        )
+        check_exists(checkpoint, "run or checkpoint", fix)
+        raise UserError(f"{checkpoint} is a file, not a run or a checkpoint.", fix=fix)
     try:
         manifest = json.loads(path.read_text())
         version, seal = manifest["format"], manifest.pop("sha256", None)

@@ -28,7 +28,7 @@ from muralist.train.distributed import World
 _CAPTIONS_CHECKED = 32  # images
 NO_CAPTIONS = (
     "None of the images that were checked has a caption: the model will learn images, but not to follow a prompt. "
-    "Set --data.caption to the name of a column or to a text such as 'A photo of {label}', or write the caption of "
+    "Set --caption to the name of a column or to a text such as 'A photo of {label}', or write the caption of "
     "image.jpg into image.txt beside it."
 )
 
@@ -144,7 +144,7 @@ def _refuse_labels_among_captions(parts: dict[str, Source]) -> None:
             f"{labeled[0]} has class labels and no captions, and {max(captioned, key=captioned.__getitem__)} has captions.",
             "This model is trained on captions: images without one would have an empty prompt.",
             f"Write captions for {labeled[0]} (image.txt beside image.jpg), or train on it alone with "
-            "--data.caption 'A photo of {label}'.",
+            "--caption 'A photo of {label}'.",
         )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes, format_count, format_duration
 from muralist.models.hub import find_model
-from muralist.models.spec import families_with, find_family, frozen_bytes
+from muralist.models.spec import FAMILIES, families_with, find_family, frozen_bytes
 from muralist.settings import (
     TRAIN_FLAT_NAMES,
     ModelSettings,
@@ -154,10 +155,11 @@ def _check_samples(settings: TrainSettings) -> None:
 def check_model_settings(model: ModelSettings) -> None:
     """Refuse a model that does not exist, is incomplete, or cannot be trained like this."""
     family = find_family(model.name)
-    for name in ("lora_rank", "lora_alpha", "lora_dropout"):
+    for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"):
         if model.training_parts != "lora" and (value := getattr(model, name)) != getattr(ModelSettings(), name):
+            words = " ".join(value) if isinstance(value, list) else f"{value:g}"
             raise UserError(
-                f"--{name} {value:g} has no effect without --training_parts lora.",
+                f"--{name} {words} has no effect without --training_parts lora.",
                 fix=f"Give both, or leave --{name} out.",
             )
     _check_frozen_weights(model)
@@ -370,17 +372,28 @@ def estimate_memory(settings: TrainSettings, ranks: int, compiled: bool) -> Memo
     return MemoryEstimate(0 if lora else count, state, per_image)
 
 
-def settings_without_effect(settings: TrainSettings) -> list[str]:
+def settings_without_effect(settings: TrainSettings, processes: int = 0) -> list[str]:
     """Name the settings that were changed and have no effect beside the others, with the reason."""
     model, optim, family = settings.model, settings.optim, find_family(settings.model.name)
     no_captions = f"{model.name} is trained without captions"
-    rules = {
+    sharded = settings.distributed.strategy not in ("auto", "ddp")
+    sampling = [f"samples.{name}" for name in type(settings.samples).model_fields if name != "per_gpu"]
+    distilling = [f"distill.{name}" for name in type(settings.distill).model_fields]
+    rules: dict[str, Sequence[str]] = {
+        f"for {other.name} models only": [path for path in other.own_settings if path not in family.own_settings]
+        for other in FAMILIES
+    }
+    rules |= {
+        "--samples_per_gpu is 0": sampling if settings.samples.per_gpu == 0 else (),
+        "there is no --use_wandb": () if settings.log.use_wandb else ("log.wandb_project", "log.wandb_name"),
+        "for `muralist distill`": () if settings.distill.teacher else distilling,
+        "there is one process": ("distributed.strategy",) if processes == 1 and sharded else (),
         "the learning rate is constant": ("optim.min_lr",) if optim.lr_schedule == "constant" else (),
         "--lr_schedule is not wsd": ("optim.lr_decay_fraction",) if optim.lr_schedule != "wsd" else (),
         "there is no --lr_rule": ("optim.lr_base_batch",) if optim.lr_rule == "none" and optim.blr is None else (),
         f"{model.name} is built from its name": () if family.pipeline_class else ("model.path",),
         "--num_workers 0 has no processes": () if settings.data.num_workers else ("data.persistent_workers",),
-        no_captions: () if family.uses_captions else ("data.caption", "model.uncond_p", "model.uncond_p_t5"),
+        no_captions: () if family.uses_captions else ("data.caption", "model.uncond_p"),
         "there is no --enable_condition": ("objective.label_drop_prob", "samples.interval")
         if not family.uses_captions and not model.enable_condition
         else (),
@@ -429,7 +442,10 @@ def run_summary(
     lines[1:1] = state.spec.notes()
     if warning := find_family(settings.model.name).warning(settings.model):
         lines.insert(1, f"warning    {warning}")
-    lines += [f"warning    without effect: {unused}" for unused in settings_without_effect(settings)]
+    if optim.warmup_steps >= stop:
+        cut = "" if rate.schedule == "constant" else f", and {rate.schedule} does not begin"
+        lines.append(f"warning    the warm-up is longer than the run: the rate stays below {rate.peak:.3g}{cut}")
+    lines += [f"warning    without effect: {unused}" for unused in settings_without_effect(settings, state.world.size)]
     rule = "linear" if optim.blr is not None else optim.lr_rule
     if rule != "none":
         lines.append(f"rule       {rule} with the total batch: {rates_by_gpus(rate, rule, plan)} GPUs")

@@ -156,6 +156,11 @@ def learning_rate(optim: OptimSettings, clock: TrainingClock, last_step: int | N
             f"--lr_decay_steps {optim.lr_decay_steps} has no effect under a constant learning rate.",
             fix="Add --lr_schedule cosine or wsd, or leave --lr_decay_steps out.",
         )
+    if optim.lr_decay_steps and optim.lr_decay_steps <= optim.warmup_steps:
+        raise UserError(
+            f"--lr_decay_steps {optim.lr_decay_steps} is not after the warm-up of {optim.warmup_steps} steps.",
+            fix=f"The schedule {schedule} begins after the warm-up: raise --lr_decay_steps, or lower --warmup_steps.",
+        )
     if schedule != "constant" and optim.min_lr > peak:
         raise UserError(
             f"--min_lr {optim.min_lr:g} is above the learning rate of {peak:g} ({reason}).",
