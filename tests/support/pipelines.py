@@ -510,7 +510,7 @@ def latte() -> Any:
 
 def lumina() -> Any:
     """Time counts from noise to data, and the output is its negative."""
-    tokenizer, text_encoder = tiny_text.gemma(first=True)
+    tokenizer, text_encoder = tiny_text.gemma()
     transformer = diffusers.LuminaNextDiT2DModel(
         sample_size=4, patch_size=2, in_channels=4, hidden_size=32, num_layers=1, num_attention_heads=2, num_kv_heads=1,
         multiple_of=32, cross_attention_dim=WIDTH,
@@ -617,6 +617,11 @@ def krea2() -> Any:
 def sd_pag() -> Any:
     """Guided by a second scale, in a batch of twice the size."""
     return diffusers.StableDiffusionPAGPipeline(**sd().components, requires_safety_checker=False)
+
+
+def ltx_condition() -> Any:
+    """Hands its scheduler the negative output, and a timestep for each token."""
+    return diffusers.LTXConditionPipeline(**ltx().components)
 
 
 def allegro() -> Any:
@@ -727,6 +732,7 @@ UNPREPARED_BUILDERS: dict[str, Callable[[], Any]] = {
         kandinsky5,
         krea2,
         sd_pag,
+        ltx_condition,
         kandinsky5_image,
         allegro,
         skyreels,

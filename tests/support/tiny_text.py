@@ -88,15 +88,15 @@ def clip(projected: bool = False) -> tuple[Any, Any]:
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77), model
 
 
-def gemma(first: bool = False) -> tuple[Any, Any]:
-    """`first`: every text begins with a token of its own, as Gemma's."""
+def gemma() -> tuple[Any, Any]:
+    """With a first token in every text."""
     vocabulary = _numbered(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", "\n", *_SIGNS])
     config = Gemma2Config(
         vocab_size=len(vocabulary), hidden_size=WIDTH, num_key_value_heads=1, head_dim=8, sliding_window=64,
         query_pre_attn_scalar=8, **(_LAYERS | {"num_hidden_layers": 1}), **_STRONG,
     )  # fmt: skip
     tokenizer = GemmaTokenizer(vocab=vocabulary, merges=[])
-    return _with_first(tokenizer, "<bos>") if first else tokenizer, Gemma2Model(config)
+    return _with_first(tokenizer, "<bos>"), Gemma2Model(config)
 
 
 def _with_first(tokenizer: Any, token: str) -> Any:

@@ -36,7 +36,13 @@ from muralist.diffusion.noise_levels import NoiseLevels
 from muralist.models import frozen_weights
 from muralist.models.blocks import block_classes, checkpoint_blocks
 from muralist.models.components import component_class, load_network, load_pipeline
-from muralist.models.frozen_encoders import PipelineEncoders, PromptEmbeddings, check_stored, stored_texts
+from muralist.models.frozen_encoders import (
+    PipelineEncoders,
+    PromptEmbeddings,
+    check_stored,
+    stored_texts,
+    unconditional_text,
+)
 from muralist.models.integrity import check_base, fingerprint, read_json
 from muralist.models.lora import Lora, is_adapter, set_dropout_keys
 from muralist.models.lora_files import LORA_FILE, PEFT_FOLDER, read_lora, write_beside
@@ -174,7 +180,8 @@ class DiffusersSpec(ModelSpec):
         """Load the frozen components for images of this height and width."""
         spec = cls.from_settings(TrainSettings(model=ModelSettings(path=str(folder), img_size=size)), [])
         spec.to_device(device, dtype)
-        return PipelineEncoders(spec.probe, spec._prepare_size(size), size, spec.vae_posterior)
+        call = spec._prepare_size(size)
+        return PipelineEncoders(call, spec.vae_posterior, lambda caption: spec._text_arguments(caption, size))
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the frozen components, and find out how the network is called at the run's image size.
@@ -207,7 +214,7 @@ class DiffusersSpec(ModelSpec):
         try:
             for prompt in [*dict.fromkeys(prompts)][: 1 if self.latents is None else None]:
                 with suppress(CallEnded):
-                    self._call_pipeline(_end_call, [prompt], [0], settings)
+                    self._call_pipeline(self.probe.recorder([], 1), [prompt], [0], settings)
         except Exception as error:  # whatever a pipeline raises
             raise UserError(
                 f"{self.class_name} cannot make samples: {first_line(error)}.",
@@ -343,12 +350,28 @@ class DiffusersSpec(ModelSpec):
 
     def _text(self, caption: str) -> list[Any]:
         assert self._call is not None, "encode() comes first"
-        call, size = self._call, self._call_size
         if self._text_cache is None:
-            values = self.probe.text_arguments(call, caption, size)
+            values = self._text_arguments(caption, self._call_size)
             held = sum(tensor.nbytes for tensor in tree_leaves(values) if isinstance(tensor, Tensor))
             self._text_cache = LruCache(max(2, min(_CACHED_CAPTIONS, _CACHED_BYTES // max(1, held))))
-        return self._text_cache.get((caption, size), lambda _: self.probe.text_arguments(call, caption, size))
+        return self._text_cache.get((caption, self._call_size), lambda key: self._text_arguments(*key))
+
+    def _text_arguments(self, caption: str, size: tuple[int, int]) -> list[Any]:
+        """Encode a caption; an empty one, as of dropped captions, is what samples are guided away from."""
+        call = self._prepare_size(size)
+        values = self.probe.text_arguments(call, caption, size)
+        return values if caption else unconditional_text(call, values, lambda more: self._guided_calls(size, more))
+
+    def _guided_calls(self, size: tuple[int, int], more: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the arguments of the network in the first two calls of a sample with the prompt ""."""
+        calls: list[dict[str, Any]] = []
+        try:
+            self._call_pipeline(self.probe.recorder(calls, 2), [""], [0], SampleSettings(), size, more)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # CallEnded, or whatever a pipeline raises that lacks a negative prompt or another setting
+            pass
+        return calls
 
     def _collate(self, texts: list[list[Any]], empty: list[Any], drop: Tensor) -> list[Any]:
         """Batch the text arguments of single captions; those of dropped captions are the empty caption's."""
@@ -402,16 +425,24 @@ class DiffusersSpec(ModelSpec):
         return images.float() * 2.0 - 1.0
 
     def _call_pipeline(
-        self, forward: Any, prompts: Sequence[str], seeds: Sequence[int], settings: SampleSettings
+        self,
+        forward: Any,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        settings: SampleSettings,
+        size: tuple[int, int] | None = None,
+        more: Mapping[str, Any] | None = None,
     ) -> Tensor:
         native = native_settings(self._files)
         parameters = inspect.signature(type(self.pipe).__call__).parameters
         steps = native.settings.get("num_inference_steps", 50) if settings.steps == "auto" else settings.steps
         guidance = native.settings.get("guidance_scale", 1.0) if settings.guidance == "auto" else settings.guidance
+        height, width = size or self.size
         given = {
+            **(more or {}),
             "prompt": list(prompts),
-            "height": self.size[0],
-            "width": self.size[1],
+            "height": height,
+            "width": width,
             "num_inference_steps": steps,
             "guidance_scale": guidance,
             **CALL_SETTINGS,
@@ -565,10 +596,6 @@ def _trained_network(weights: Mapping[str, Tensor], description: Mapping[str, An
     network = network_class.from_config(network_class.load_config(base, subfolder=name))
     network.load_state_dict(weights)
     return network
-
-
-def _end_call(*inputs: Any, **named: Any) -> None:
-    raise CallEnded
 
 
 def _to_meta(value: Any) -> Any:

@@ -238,6 +238,18 @@ class PipelineProbe:
         by_name = dict(_flatten(self.network_arguments(caption, size))[0])
         return [by_name[argument.name] for argument in call.text]
 
+    def recorder(self, calls: list[dict[str, Any]], count: int) -> Callable[..., Any]:
+        """Return a stand-in for the network that adds the arguments of its calls to a list, and ends the last call."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = self._signature.bind(*args, **kwargs).arguments
+            calls.append(dict(_flatten(given)[0]))
+            if len(calls) == count:
+                raise CallEnded
+            return self._fake_output(given)
+
+        return forward
+
     def _network_call(self, size: tuple[int, int]) -> NetworkCall:
         short, long, empty = _CAPTIONS
         for self._guidance in _GUIDANCE_OFF:
@@ -345,7 +357,7 @@ class PipelineProbe:
 
         height, width = size
         settings: dict[str, Any] = {"prompt": captions, "height": height, "width": width, **CALL_SETTINGS}
-        settings |= {"guidance_scale": self._guidance, "pag_scale": 0.0}
+        settings |= {"guidance_scale": self._guidance, "pag_scale": 0.0, "sag_scale": 0.0}
         settings = {key: value for key, value in settings.items() if key in self._parameters}
         with (
             self._replaced(forward, step, decode, self.times[0] if time is None else time),
@@ -460,7 +472,10 @@ def _two_step_scheduler(scheduler: Any, time: float, on_step: Callable[[Tensor, 
         @functools.wraps(base.step)
         def step(self, *args: Any, **kwargs: Any) -> Any:
             given = signature.bind(self, *args, **kwargs).arguments  # the sample is not everywhere the third
-            latents = on_step(given["model_output"], given["sample"], self.mu)
+            output = given["model_output"]
+            if given.get("per_token_timesteps") is not None:
+                output = -output  # FlowMatchEuler counts such steps from data to noise, as LTXConditionPipeline does
+            latents = on_step(output, given["sample"], self.mu)
             return (latents, latents) if kwargs.get("return_dict") is False else _StepOutput(latents, latents)
 
         def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
