@@ -29,6 +29,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3VLConfig,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -155,3 +156,14 @@ def qwen25_vl(template: str) -> tuple[Any, Any]:
     vision = {"depth": 1, "hidden_size": WIDTH, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": WIDTH}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
     return tokenizer, Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_vl(vocabulary: int) -> Any:
+    """The config of a Qwen3-VL."""
+    rope = {"rope_type": "default", "mrope_section": [2, 2, 4], "mrope_interleaved": True, "rope_theta": 10000.0}
+    text = {"vocab_size": vocabulary, "hidden_size": WIDTH, "head_dim": 16, "num_key_value_heads": 1,
+            "rope_parameters": rope, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32,
+            **_STRONG}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": WIDTH, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": WIDTH,
+              "deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # fmt: skip
+    return Qwen3VLConfig(text_config=text, vision_config=vision)

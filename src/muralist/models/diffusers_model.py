@@ -340,6 +340,8 @@ class DiffusersSpec(ModelSpec):
     def vae_posterior(self, images: Tensor, dimensions: int) -> tuple[Tensor, Tensor | None]:
         """Mean and standard deviation of the VAE's latents, of `dimensions` each; None for a deterministic VAE."""
         vae = self.pipe.vae
+        if vae.config.get("in_channels") == 4:  # Qwen-Image 2.1: opaque
+            images = torch.cat([images, torch.ones_like(images[:, :1])], dim=1)
         images = images.unsqueeze(2) if dimensions == 4 else images
         parts = images.to(vae.dtype).split(1 if self._vae_batch == 1 else len(images))
         encoded = [vae.encode(part) for part in parts]
@@ -360,13 +362,14 @@ class DiffusersSpec(ModelSpec):
         """Encode a caption; an empty one, as of dropped captions, is what samples are guided away from."""
         call = self._prepare_size(size)
         values = self.probe.text_arguments(call, caption, size)
-        return values if caption else unconditional_text(call, values, lambda more: self._guided_calls(size, more))
+        sized = {"height": size[0], "width": size[1]}
+        return values if caption else unconditional_text(call, values, lambda more: self._guided_calls(**sized, **more))
 
-    def _guided_calls(self, size: tuple[int, int], more: dict[str, Any]) -> list[dict[str, Any]]:
+    def _guided_calls(self, **more: Any) -> list[dict[str, Any]]:
         """Return the arguments of the network in the first two calls of a sample with the prompt ""."""
         calls: list[dict[str, Any]] = []
         try:
-            self._call_pipeline(self.probe.recorder(calls, 2), [""], [0], SampleSettings(), size, more)
+            self._call_pipeline(self.probe.recorder(calls, 2), [""], [0], SampleSettings(), **more)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # CallEnded, or whatever a pipeline raises that lacks a negative prompt or another setting
@@ -422,31 +425,24 @@ class DiffusersSpec(ModelSpec):
             for other in self._other_networks:
                 nn.Module.to(other, "cpu")
         images = images[:, 0] if images.ndim == 5 else images  # the only frame of a clip
-        return images.float() * 2.0 - 1.0
+        return images[:, :3].float() * 2.0 - 1.0  # without opacity
 
     def _call_pipeline(
-        self,
-        forward: Any,
-        prompts: Sequence[str],
-        seeds: Sequence[int],
-        settings: SampleSettings,
-        size: tuple[int, int] | None = None,
-        more: Mapping[str, Any] | None = None,
+        self, forward: Any, prompts: Sequence[str], seeds: Sequence[int], settings: SampleSettings, **more: Any
     ) -> Tensor:
         native = native_settings(self._files)
         parameters = inspect.signature(type(self.pipe).__call__).parameters
         steps = native.settings.get("num_inference_steps", 50) if settings.steps == "auto" else settings.steps
         guidance = native.settings.get("guidance_scale", 1.0) if settings.guidance == "auto" else settings.guidance
-        height, width = size or self.size
         given = {
-            **(more or {}),
             "prompt": list(prompts),
-            "height": height,
-            "width": width,
+            "height": self.size[0],
+            "width": self.size[1],
             "num_inference_steps": steps,
             "guidance_scale": guidance,
             **CALL_SETTINGS,
             "generator": [torch.Generator().manual_seed(seed) for seed in seeds],
+            **more,
         }
         if "true_cfg_scale" in parameters and self._files.network.get("guidance_embeds") is not True:
             given |= {"true_cfg_scale": guidance, "negative_prompt": [_NEGATIVE] * len(prompts)}

@@ -147,14 +147,22 @@ def unconditional_text(
 
 def _other_than(empty: list[Any], call: NetworkCall, calls: Sequence[Mapping[str, Any]]) -> list[Any] | None:
     """Return the text arguments of the first row of some calls that are not those of the empty prompt."""
+    noisy = next(argument.name for argument in call.arguments if argument.depends == "latents")
     for arguments in calls:
-        given = [(arguments.get(argument.name), argument.per_row) for argument in call.text]
-        rows = max((len(value) for value, per_row in given if per_row and value is not None), default=1)
+        rows = len(arguments[noisy])
         for row in range(rows):
-            values = [value[row : row + 1] if per_row and value is not None else value for value, per_row in given]
+            values = [_row(arguments.get(each.name), row, rows, each.is_list) for each in call.text]
             if not all(map(_alike, values, empty)):
                 return values
     return None
+
+
+def _row(value: Any, row: int, rows: int, is_list: bool) -> Any:
+    """Return the part of one of several images in a text argument, as a batch of one image would have it."""
+    one = slice(row, row + 1)
+    if rows == 1 or is_list:
+        return value if rows == 1 else value[one]
+    return tree_map_only(Tensor, lambda part: part[one] if part.ndim and len(part) == rows else part, value)
 
 
 def _alike(one: Any, other: Any) -> bool:
