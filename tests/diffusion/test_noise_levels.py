@@ -123,6 +123,11 @@ def test_min_snr_weights(prediction: str) -> None:
         (FlowMatchEulerDiscreteScheduler(), {"min_snr_gamma": 5.0}, "--min_snr_gamma has no effect"),
         (DDPMScheduler(), {"sampling": "logit_normal"}, "--timestep_sampling logit_normal is for flow matching"),
         (SCMScheduler(), {}, "SCMScheduler cannot be trained yet"),
+        (
+            EulerDiscreteScheduler(prediction_type="v_prediction", timestep_type="continuous"),
+            {},
+            "EulerDiscreteScheduler cannot be trained yet.*discrete timesteps",  # the network is told log(sigma) / 4
+        ),
     ],
 )
 def test_settings_without_meaning_are_refused(scheduler: Any, asked: dict[str, Any], said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -39,6 +40,17 @@ def test_frozen_component_without_some_weights_is_refused(part: str, folder: Pat
     load(folder)
     name = drop_last_tensor(folder / part)
     with pytest.raises(UserError, match=f"{part} are incomplete: {name} missing"):
+        load(folder)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_missing_package_of_a_component_is_named(folder: Path) -> None:
+    """The message of transformers begins with an empty line; the processor of Qwen-Image 2.1 needs torchvision."""
+    shutil.copytree(folder / "tokenizer", folder / "feature_extractor")
+    config = {"image_processor_type": "Qwen2VLImageProcessor"}
+    (folder / "feature_extractor" / "preprocessor_config.json").write_text(json.dumps(config))
+    change(folder / "model_index.json", feature_extractor=["transformers", "Qwen3VLProcessor"])
+    with pytest.raises(UserError, match="VideoProcessor requires the Torchvision library .* `pip install torchv"):
         load(folder)
 
 

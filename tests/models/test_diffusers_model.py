@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import re
 import shutil
@@ -12,9 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from diffusers import CogVideoXDPMScheduler, DiffusionPipeline, StableDiffusionPipeline
+from diffusers import (
+    AutoencoderKL,
+    CogVideoXDPMScheduler,
+    CogVideoXTransformer3DModel,
+    DiffusionPipeline,
+    StableDiffusionPipeline,
+)
 from torch import Tensor, nn
 
 from muralist.core.errors import UserError
@@ -226,6 +234,20 @@ def test_dropped_captions_are_empty_ones(name: str, tiny_pipeline: Callable[[str
     assert torch.equal(own, expected) and not torch.equal(own, kept)
 
 
+def test_vae_with_an_opacity_is_given_opaque_images(tiny_pipeline: Callable[[str], Path], tmp_path: Path) -> None:
+    """That of Qwen-Image 2.1 has four channels; samples have three."""
+    pipe: Any = DiffusionPipeline.from_pretrained(tiny_pipeline("sd"))
+    vae = AutoencoderKL.from_config({**pipe.vae.config, "in_channels": 4, "out_channels": 4}).eval()
+    pipe.register_modules(vae=vae)
+    pipe.save_pretrained(tmp_path)
+    spec = build(tmp_path)
+    images = IMAGES.permute(0, 3, 1, 2).float() / 127.5 - 1
+    with torch.no_grad():
+        expected = vae.encode(torch.nn.functional.pad(images, (0, 0, 0, 0, 0, 1), value=1.0)).latent_dist.mean
+    torch.testing.assert_close(spec.vae_posterior(images, 3)[0], expected)
+    assert spec.sample(spec.network().eval(), ["a car"], [0], SampleSettings(steps=2)).shape == (1, 3, SIZE, SIZE)
+
+
 def test_scheduler_whose_step_takes_the_sample_late(tiny_pipeline: Callable[[str], Path], tmp_path: Path) -> None:
     """Published CogVideoX models have CogVideoXDPMScheduler: step(output, old output, t, previous t, sample)."""
     folder = shutil.copytree(tiny_pipeline("cogvideox"), tmp_path / "cogvideox")
@@ -278,6 +300,38 @@ def test_other_classes_are_refused(
     with pytest.raises(UserError) as caught:
         build(folder)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("renamed", "part", "said"),
+    [
+        ("LTX2Pipeline", "audio_vae", "it makes sound beside the images."),
+        ("Ideogram4Pipeline", "unconditional_transformer", "it guides its samples with a second network"),
+        ("GlmImagePipeline", "vision_language_encoder", "tokens that a language model draws."),
+        ("StableUnCLIPPipeline", "prior", "an image's embedding that a prior draws."),
+    ],
+)
+def test_classes_that_need_another_training_are_refused_by_their_components(
+    renamed: str, part: str, said: str, tiny_pipeline: Callable[[str], Path], tmp_path: Path
+) -> None:
+    assert part in inspect.signature(getattr(diffusers, renamed)).parameters
+    folder = shutil.copytree(tiny_pipeline("flux"), tmp_path / "model")
+    shutil.copytree(folder / "vae", folder / part)
+    index = json.loads((folder / "model_index.json").read_text()) | {"_class_name": renamed}
+    index |= {part: index["vae"], "tokenizer": [None, None], "tokenizer_2": [None, None]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"{renamed} cannot be trained yet: .*{said}"):
+        find_family("diffusers").check(settings(folder).model)
+
+
+def test_latents_that_are_padded_are_refused(tiny_pipeline: Callable[[str], Path], tmp_path: Path) -> None:
+    """CogVideoX 1.5 denoises frames in pairs, and drops the first of a single one."""
+    pipe: Any = DiffusionPipeline.from_pretrained(tiny_pipeline("cogvideox"))
+    config = dict(pipe.transformer.config) | {"patch_size_t": 2, "patch_bias": False}
+    pipe.register_modules(transformer=CogVideoXTransformer3DModel.from_config(config))
+    pipe.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="it denoises 512 numbers, of which the VAE decodes 256"):
+        build(tmp_path)
 
 
 def test_argument_that_some_captions_lack_is_refused(

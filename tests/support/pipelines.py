@@ -510,7 +510,7 @@ def latte() -> Any:
 
 def lumina() -> Any:
     """Time counts from noise to data, and the output is its negative."""
-    tokenizer, text_encoder = tiny_text.gemma(first=True)
+    tokenizer, text_encoder = tiny_text.gemma()
     transformer = diffusers.LuminaNextDiT2DModel(
         sample_size=4, patch_size=2, in_channels=4, hidden_size=32, num_layers=1, num_attention_heads=2, num_kv_heads=1,
         multiple_of=32, cross_attention_dim=WIDTH,
@@ -594,22 +594,16 @@ def kandinsky5_image() -> Any:
 
 def krea2() -> Any:
     """A list of numbers among its components; guided at every scale above 0, by a second call of the network."""
-    rope = {"rope_type": "default", "mrope_section": [2, 2, 4], "mrope_interleaved": True, "rope_theta": 10000.0}
-    text = {"vocab_size": len(tiny_text.qwen_tokenizer()), "hidden_size": WIDTH, "head_dim": 16,
-            "num_key_value_heads": 1, "rope_parameters": rope, "num_hidden_layers": 3, "num_attention_heads": 2,
-            "intermediate_size": 32, "initializer_range": 0.3}  # fmt: skip
-    vision = {"depth": 1, "hidden_size": WIDTH, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": WIDTH,
-              "deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # fmt: skip
+    tokenizer = tiny_text.qwen_tokenizer()
     transformer = diffusers.Krea2Transformer2DModel(
         in_channels=16, num_layers=1, attention_head_dim=16, num_attention_heads=2, num_key_value_heads=1,
         intermediate_size=32, timestep_embed_dim=16, text_hidden_dim=WIDTH, num_text_layers=2,
         text_num_attention_heads=2, text_num_key_value_heads=1, text_intermediate_size=32, num_layerwise_text_blocks=1,
         num_refiner_text_blocks=1, axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
     return diffusers.Krea2Pipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=qwenimage().vae,
-        text_encoder=transformers.Qwen3VLModel(config), tokenizer=tiny_text.qwen_tokenizer(),
+        text_encoder=transformers.Qwen3VLModel(tiny_text.qwen3_vl(len(tokenizer))), tokenizer=tokenizer,
         transformer=_awake(transformer), text_encoder_select_layers=(1, 2),
     )  # fmt: skip
 
@@ -617,6 +611,11 @@ def krea2() -> Any:
 def sd_pag() -> Any:
     """Guided by a second scale, in a batch of twice the size."""
     return diffusers.StableDiffusionPAGPipeline(**sd().components, requires_safety_checker=False)
+
+
+def ltx_condition() -> Any:
+    """Hands its scheduler the negative output, and a timestep for each token."""
+    return diffusers.LTXConditionPipeline(**ltx().components)
 
 
 def allegro() -> Any:
@@ -727,6 +726,7 @@ UNPREPARED_BUILDERS: dict[str, Callable[[], Any]] = {
         kandinsky5,
         krea2,
         sd_pag,
+        ltx_condition,
         kandinsky5_image,
         allegro,
         skyreels,

@@ -29,6 +29,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    Qwen3VLConfig,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -88,15 +89,15 @@ def clip(projected: bool = False) -> tuple[Any, Any]:
     return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=77), model
 
 
-def gemma(first: bool = False) -> tuple[Any, Any]:
-    """`first`: every text begins with a token of its own, as Gemma's."""
+def gemma() -> tuple[Any, Any]:
+    """With a first token in every text."""
     vocabulary = _numbered(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", "\n", *_SIGNS])
     config = Gemma2Config(
         vocab_size=len(vocabulary), hidden_size=WIDTH, num_key_value_heads=1, head_dim=8, sliding_window=64,
         query_pre_attn_scalar=8, **(_LAYERS | {"num_hidden_layers": 1}), **_STRONG,
     )  # fmt: skip
     tokenizer = GemmaTokenizer(vocab=vocabulary, merges=[])
-    return _with_first(tokenizer, "<bos>") if first else tokenizer, Gemma2Model(config)
+    return _with_first(tokenizer, "<bos>"), Gemma2Model(config)
 
 
 def _with_first(tokenizer: Any, token: str) -> Any:
@@ -155,3 +156,14 @@ def qwen25_vl(template: str) -> tuple[Any, Any]:
     vision = {"depth": 1, "hidden_size": WIDTH, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": WIDTH}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
     return tokenizer, Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_vl(vocabulary: int) -> Any:
+    """The config of a Qwen3-VL."""
+    rope = {"rope_type": "default", "mrope_section": [2, 2, 4], "mrope_interleaved": True, "rope_theta": 10000.0}
+    text = {"vocab_size": vocabulary, "hidden_size": WIDTH, "head_dim": 16, "num_key_value_heads": 1,
+            "rope_parameters": rope, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32,
+            **_STRONG}  # fmt: skip
+    vision = {"depth": 1, "hidden_size": WIDTH, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": WIDTH,
+              "deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # fmt: skip
+    return Qwen3VLConfig(text_config=text, vision_config=vision)

@@ -1,6 +1,7 @@
 """How each pipeline class is trained, written by hand from the papers and diffusers' training scripts, one image at a time.
 
-Nothing here watches a pipeline: packing, normalization, arguments, signs and timesteps are spelled out per class.
+Nothing here watches a pipeline: packing, normalization, arguments, signs and timesteps are spelled out per class. The
+empty caption, which dropped captions become, is what the class guides its samples away from.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     "krea2": {"vae": {"latents_mean": _MEAN, "latents_std": _STD}},
 }
 _BATCH_NORM = ("bn.running_mean", "bn.running_var")
-_STATISTICS = {"ltx": ("latents_mean", "latents_std"), "klein": _BATCH_NORM, "flux2": _BATCH_NORM, "ernie": _BATCH_NORM}
+_LTX = ("latents_mean", "latents_std")
+_STATISTICS = {"ltx": _LTX, "ltx_condition": _LTX, "klein": _BATCH_NORM, "flux2": _BATCH_NORM, "ernie": _BATCH_NORM}
 
 
 def publish(name: str, folder: Path) -> Path:
@@ -118,6 +120,8 @@ def _lcm(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
 
 def _sdxl(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
     text, _, pooled, _ = pipe.encode_prompt(caption, device="cpu", do_classifier_free_guidance=False)
+    if not caption:
+        text, pooled = torch.zeros_like(text), torch.zeros_like(pooled)
     sizes = torch.tensor([[SIZE, SIZE, 0, 0, SIZE, SIZE]], dtype=torch.float32)  # original, crop, target
     return pipe.unet(x, t, text, added_cond_kwargs={"text_embeds": pooled, "time_ids": sizes})[0]
 
@@ -187,12 +191,16 @@ def _hunyuan(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
     return output.chunk(2, dim=1)[0]
 
 
-def _instruction(pipe: Any) -> Any:
-    return inspect.signature(type(pipe).__call__).parameters["complex_human_instruction"].default
+def _sana_text(pipe: Any, caption: str) -> tuple[Tensor, Tensor]:
+    words = inspect.signature(type(pipe).__call__).parameters["complex_human_instruction"].default
+    text, mask, *_ = pipe.encode_prompt(
+        caption, False, device="cpu", complex_human_instruction=words if caption else None
+    )
+    return text, mask
 
 
 def _sana(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
-    text, mask, *_ = pipe.encode_prompt(caption, False, device="cpu", complex_human_instruction=_instruction(pipe))
+    text, mask = _sana_text(pipe, caption)
     return pipe.transformer(x, text, t * pipe.transformer.config.timestep_scale, encoder_attention_mask=mask)[0]
 
 
@@ -207,7 +215,7 @@ def _zimage(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
 
 
 def _qwenimage(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
-    text, mask = pipe.encode_prompt(caption, device="cpu", max_sequence_length=512)
+    text, mask = pipe.encode_prompt(caption or " ", device="cpu", max_sequence_length=512)
     side = math.isqrt(x.shape[1])
     return pipe.transformer(x, text, mask, t / 1000, [[(1, side, side)]])[0]
 
@@ -218,12 +226,15 @@ def _auraflow(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
 
 
 def _lumina2(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
-    text, mask, *_ = pipe.encode_prompt(caption, False, device="cpu")
+    words = f"{pipe.system_prompt} <Prompt Start> "
+    text, mask = pipe._get_gemma_prompt_embeds(words + caption if caption else "", "cpu", 256)
     return -pipe.transformer(x, 1 - t / 1000, text, mask)[0]
 
 
 def _cogview(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
     text, _ = pipe.encode_prompt(caption, None, False, device="cpu")
+    if not caption and type(pipe).__name__ == "CogView3PlusPipeline":
+        text = torch.zeros_like(text)
     size, corner = torch.tensor([[SIZE, SIZE]], dtype=torch.float32), torch.zeros(1, 2)
     return pipe.transformer(x, text, t, size, size, corner)[0]
 
@@ -233,6 +244,12 @@ def _ltx(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
     side, vae = math.isqrt(x.shape[1]), pipe.vae
     scale = (vae.temporal_compression_ratio / 25, vae.spatial_compression_ratio, vae.spatial_compression_ratio)
     return pipe.transformer(x, text, t, mask, 1, side, side, rope_interpolation_scale=scale)[0]
+
+
+def _ltx_condition(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
+    text, mask, *_ = pipe.encode_prompt(caption, do_classifier_free_guidance=False, device="cpu")
+    places = pipe.vae.spatial_compression_ratio * _positions(math.isqrt(x.shape[1])).mT[None]  # seconds, pixels, pixels
+    return pipe.transformer(x, text, t[:, None], mask, video_coords=places)[0]
 
 
 def _cogvideox(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
@@ -268,7 +285,7 @@ def _hunyuanvideo15(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
 
 
 def _sana_video(pipe: Any, x: Tensor, t: Tensor, caption: str) -> Tensor:
-    text, mask, *_ = pipe.encode_prompt(caption, False, device="cpu", complex_human_instruction=_instruction(pipe))
+    text, mask = _sana_text(pipe, caption)
     return pipe.transformer(x, text, t, encoder_attention_mask=mask)[0]
 
 
@@ -417,4 +434,5 @@ REFERENCES = {
     "kandinsky5": Reference("flow", _kandinsky5, _kandinsky5_latents, shift=5.0),
     "krea2": Reference("flow", _krea2, _qwen_latents, _flux_shift(16, 0.5, 1.15)),
     "sd_pag": Reference("epsilon", _sd),
+    "ltx_condition": Reference("flow", _ltx_condition, _ltx_latents),
 }  # fmt: skip

@@ -41,7 +41,7 @@ def _shorten(text: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type where it has none, for use inside a sentence."""
-    return (str(error) or type(error).__name__).splitlines()[0][:200].rstrip(".")
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200].rstrip(".")
 
 
 def closest_match(name: str, choices: Iterable[str]) -> str:

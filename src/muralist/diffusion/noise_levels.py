@@ -150,10 +150,12 @@ def from_scheduler(
             range,
         )
     prediction = _PREDICTIONS.get(str(config.get("prediction_type", "epsilon")))
-    if prediction is None or alphas is None:
+    # With continuous timesteps, EulerDiscrete tells the network the logarithm of the noise level.
+    continuous = prediction == "velocity" and config.get("timestep_type") == "continuous"
+    if prediction is None or alphas is None or continuous:
         raise UserError(
             f"A model with the scheduler {name} cannot be trained yet.",
-            "Flow matching and DDPM schedules are supported.",
+            "Flow matching and DDPM schedules with discrete timesteps are supported.",
             "Give another --model.path.",
         )
     if sampling == "logit_normal":

@@ -62,6 +62,12 @@ def load_pipeline(folder: Path, class_name: str, given: Mapping[str, Any], devic
             pipe: Any = DiffusionPipeline.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except UserError:
         raise
+    except ImportError as error:  # transformers needs torchvision for processors of video, as Qwen3-VL has one
+        raise UserError(
+            f"The {class_name} in {folder} cannot be loaded: {first_line(error).partition('. ')[0]}.",
+            "A component needs a package that is not installed.",
+            "Install the package, for example with `pip install torchvision`.",
+        ) from error
     except Exception as error:  # whatever a class needs to be built
         raise UserError(
             f"The {class_name} in {folder} cannot be loaded: {first_line(error)}.",

@@ -32,7 +32,13 @@ from muralist.data.source import LruCache
 from muralist.diffusion import noise_levels
 from muralist.diffusion.noise_levels import NoiseLevels
 from muralist.models.components import component_class, load_pipeline
-from muralist.models.frozen_encoders import PipelineEncoders, PromptEmbeddings, check_stored, stored_texts
+from muralist.models.frozen_encoders import (
+    PipelineEncoders,
+    PromptEmbeddings,
+    check_stored,
+    stored_texts,
+    unconditional_text,
+)
 from muralist.models.integrity import fingerprint, read_json
 from muralist.models.lora import Lora, set_dropout_keys
 from muralist.models.native_settings import ModelFiles, native_settings
@@ -167,7 +173,8 @@ class DiffusersSpec(PipelineSpec):
         """Load the frozen components for images of this height and width."""
         spec = cls.from_settings(TrainSettings(model=ModelSettings(path=str(folder), img_size=size)), [])
         spec.to_device(device, dtype)
-        return PipelineEncoders(spec.probe, spec._prepare_size(size), size, spec.vae_posterior)
+        call = spec._prepare_size(size)
+        return PipelineEncoders(call, spec.vae_posterior, lambda caption: spec._text_arguments(caption, size))
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the frozen components, and find out how the network is called at the run's image size.
@@ -200,7 +207,7 @@ class DiffusersSpec(PipelineSpec):
         try:
             for prompt in [*dict.fromkeys(prompts)][: 1 if self.latents is None else None]:
                 with suppress(CallEnded):
-                    self._call_pipeline(_end_call, [prompt], [0], settings)
+                    self._call_pipeline(self.probe.recorder([], 1), [prompt], [0], settings)
         except Exception as error:  # whatever a pipeline raises
             raise UserError(
                 f"{self.class_name} cannot make samples: {first_line(error)}.",
@@ -299,6 +306,8 @@ class DiffusersSpec(PipelineSpec):
     def vae_posterior(self, images: Tensor, dimensions: int) -> tuple[Tensor, Tensor | None]:
         """Mean and standard deviation of the VAE's latents, of `dimensions` each; None for a deterministic VAE."""
         vae = self.pipe.vae
+        if vae.config.get("in_channels") == 4:  # Qwen-Image 2.1: opaque
+            images = torch.cat([images, torch.ones_like(images[:, :1])], dim=1)
         images = images.unsqueeze(2) if dimensions == 4 else images
         parts = images.to(vae.dtype).split(1 if self._vae_batch == 1 else len(images))
         encoded = [vae.encode(part) for part in parts]
@@ -309,12 +318,29 @@ class DiffusersSpec(PipelineSpec):
 
     def _text(self, caption: str) -> list[Any]:
         assert self._call is not None, "encode() comes first"
-        call, size = self._call, self._call_size
         if self._text_cache is None:
-            values = self.probe.text_arguments(call, caption, size)
+            values = self._text_arguments(caption, self._call_size)
             held = sum(tensor.nbytes for tensor in tree_leaves(values) if isinstance(tensor, Tensor))
             self._text_cache = LruCache(max(2, min(_CACHED_CAPTIONS, _CACHED_BYTES // max(1, held))))
-        return self._text_cache.get((caption, size), lambda _: self.probe.text_arguments(call, caption, size))
+        return self._text_cache.get((caption, self._call_size), lambda key: self._text_arguments(*key))
+
+    def _text_arguments(self, caption: str, size: tuple[int, int]) -> list[Any]:
+        """Encode a caption; an empty one, as of dropped captions, is what samples are guided away from."""
+        call = self._prepare_size(size)
+        values = self.probe.text_arguments(call, caption, size)
+        sized = {"height": size[0], "width": size[1]}
+        return values if caption else unconditional_text(call, values, lambda more: self._guided_calls(**sized, **more))
+
+    def _guided_calls(self, **more: Any) -> list[dict[str, Any]]:
+        """Return the arguments of the network in the first two calls of a sample with the prompt ""."""
+        calls: list[dict[str, Any]] = []
+        try:
+            self._call_pipeline(self.probe.recorder(calls, 2), [""], [0], SampleSettings(), **more)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # CallEnded, or whatever a pipeline raises that lacks a negative prompt or another setting
+            pass
+        return calls
 
     def _collate(self, texts: list[list[Any]], empty: list[Any], drop: Tensor) -> list[Any]:
         """Batch the text arguments of single captions; those of dropped captions are the empty caption's."""
@@ -365,10 +391,10 @@ class DiffusersSpec(PipelineSpec):
             for other in self._other_networks:
                 nn.Module.to(other, "cpu")
         images = images[:, 0] if images.ndim == 5 else images  # the only frame of a clip
-        return images.float() * 2.0 - 1.0
+        return images[:, :3].float() * 2.0 - 1.0  # without opacity
 
     def _call_pipeline(
-        self, forward: Any, prompts: Sequence[str], seeds: Sequence[int], settings: SampleSettings
+        self, forward: Any, prompts: Sequence[str], seeds: Sequence[int], settings: SampleSettings, **more: Any
     ) -> Tensor:
         native = native_settings(self._files)
         parameters = inspect.signature(type(self.pipe).__call__).parameters
@@ -382,6 +408,7 @@ class DiffusersSpec(PipelineSpec):
             "guidance_scale": guidance,
             **CALL_SETTINGS,
             "generator": [torch.Generator().manual_seed(seed) for seed in seeds],
+            **more,
         }
         if "true_cfg_scale" in parameters and self._files.network.get("guidance_embeds") is not True:
             given |= {"true_cfg_scale": guidance, "negative_prompt": [_NEGATIVE] * len(prompts)}
@@ -460,10 +487,6 @@ class DiffusersSpec(PipelineSpec):
             "uncond_p": self.uncond_p,
             "lora": self._lora_description,
         }
-
-
-def _end_call(*inputs: Any, **named: Any) -> None:
-    raise CallEnded
 
 
 def _to_meta(value: Any) -> Any:

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_any, tree_map_only
+from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
 
 from muralist.core.errors import UserError
 from muralist.data.packed import LatentSource, TextTensors
-from muralist.models.pipeline_probe import NetworkCall, PipelineProbe
+from muralist.models.pipeline_probe import NetworkCall
 
 _CPU = torch.device("cpu")
 
@@ -28,10 +28,9 @@ _CPU = torch.device("cpu")
 class PipelineEncoders:
     """The frozen components of a pipeline at one image size, for `muralist pack --encode`."""
 
-    probe: PipelineProbe
     call: NetworkCall
-    size: tuple[int, int]
     posterior: Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
+    text_arguments: Callable[[str], list[Any]]
 
     def encode_images(self, images: Tensor) -> Tensor:
         """Return mean and deviation, or the latents alone, of images in [-1, 1]: [B, 2 or 1, ...]."""
@@ -40,7 +39,7 @@ class PipelineEncoders:
 
     def encode_captions(self, captions: Sequence[str]) -> list[dict[str, Any]]:
         """Return the text arguments of the network for each caption, by name."""
-        found = [self.probe.text_arguments(self.call, caption, self.size) for caption in captions]
+        found = [self.text_arguments(caption) for caption in captions]
         return [
             {each.name: value[0] if each.is_list else value for each, value in zip(self.call.text, values, strict=True)}
             for values in found
@@ -128,6 +127,52 @@ def _join(rows: Sequence[Any]) -> Any:
     if all(row is None for row in rows):
         return None
     raise ValueError("the results of single prompts cannot be joined")
+
+
+def unconditional_text(
+    call: NetworkCall, empty: list[Any], guided_calls: Callable[[dict[str, Any]], list[dict[str, Any]]]
+) -> list[Any]:
+    """Return what a pipeline gives its network where samples are guided away from; `empty` encodes the prompt "".
+
+    Most encode an empty negative prompt as any prompt. SDXL has zeros instead, and Sana and Lumina 2 leave out the words
+    that they put before every prompt. `guided_calls` returns the arguments of the network in one step with the prompt "".
+    """
+    found = _other_than(empty, call, guided_calls({}))
+    if found is None or any(leaf.any() for leaf in tree_leaves(found) if isinstance(leaf, Tensor)):
+        # Kandinsky 5 has words of its own for a negative prompt that is not given; EasyAnimate cannot do without one.
+        found = _other_than(empty, call, guided_calls({"negative_prompt": [""]}))
+    shapes = [[leaf.shape for leaf in tree_leaves(values) if isinstance(leaf, Tensor)] for values in (empty, found)]
+    return empty if found is None or (shapes[0] != shapes[1] and not call.ragged) else found
+
+
+def _other_than(empty: list[Any], call: NetworkCall, calls: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+    """Return the text arguments of the first row of some calls that are not those of the empty prompt."""
+    noisy = next(argument.name for argument in call.arguments if argument.depends == "latents")
+    for arguments in calls:
+        rows = len(arguments[noisy])
+        for row in range(rows):
+            values = [_row(arguments.get(each.name), row, rows, each.is_list) for each in call.text]
+            if not all(map(_alike, values, empty)):
+                return values
+    return None
+
+
+def _row(value: Any, row: int, rows: int, is_list: bool) -> Any:
+    """Return the part of one of several images in a text argument, as a batch of one image would have it."""
+    one = slice(row, row + 1)
+    if rows == 1 or is_list:
+        return value if rows == 1 else value[one]
+    return tree_map_only(Tensor, lambda part: part[one] if part.ndim and len(part) == rows else part, value)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two text arguments are equal but for what a text encoder rounds otherwise in another batch."""
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return bool(one == other)
+    close = 1e-2 * float(other.float().abs().max()) if other.numel() else 0.0
+    return one.shape == other.shape and torch.allclose(one.float(), other.float(), rtol=1e-2, atol=close)
 
 
 def stored_texts(call: NetworkCall, text: TextTensors, examples: Sequence[Any]) -> list[list[Any]]:

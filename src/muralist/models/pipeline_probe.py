@@ -34,6 +34,8 @@ CALL_SETTINGS = {
     **dict.fromkeys(("num_frames", "frames", "video_length"), 1),
     "use_resolution_binning": False,  # the size is the user's
     **dict.fromkeys(("clean_caption", "enable_prompt_rewrite", "use_pe"), False),  # and so is the caption
+    "use_kv_cache": False,  # Qwen-Image 2.1 would compute its text in the first step only
+    "sag_scale": 0.0,  # self-attention guidance reads the attention of the pipeline's own network
 }
 """Arguments of a pipeline that are the same in training and in its samples."""
 
@@ -105,6 +107,8 @@ class NetworkCall:
     input_place: Tensor | None  # where they are in an input that has constants too, such as an empty image's latents
     output_source: Tensor | None
     sign: float  # of the network's output in what the scheduler is given
+    output_count: int | None  # how many numbers of an image the network must return; None: as many as a trial showed
+    output_at_end: bool  # what the network returns of the latents comes after what it returns of the text
     ragged: bool  # texts of different captions differ in shape: the network is called for one image at a time
     mu: float | None  # the shift that the pipeline asks of a scheduler with `use_dynamic_shifting`
 
@@ -157,7 +161,7 @@ class NetworkCall:
             else:
                 named.append(_repeated(argument, len(latents)))
         output = network(**tree_unflatten(named, self.structure))
-        return self._model_output(output, latents)
+        return self._model_output(network, output, latents)
 
     def _noisy(self, argument: _Argument, latents: Tensor) -> Any:
         shape = (argument.value[0] if argument.is_list else argument.value).shape
@@ -170,13 +174,22 @@ class NetworkCall:
             return [row.reshape(shape) for row in flat]
         return flat.reshape(len(latents), *shape[1:])
 
-    def _model_output(self, output: Any, latents: Tensor) -> Tensor:
+    def _model_output(self, network: nn.Module, output: Any, latents: Tensor) -> Tensor:
         while not isinstance(output, Tensor):
             if isinstance(output, list) and len(output) == len(latents):
                 output = torch.stack([row.flatten() for row in output])
             else:
                 output = output[0]
         flat = output.flatten(1)
+        if self.output_at_end:
+            flat = flat[:, -(self.output_count or 0) :]
+        if self.output_count not in (None, flat.shape[1]):
+            raise UserError(
+                f"{type(network).__name__} cannot be trained yet: it returns {flat.shape[1]:,} numbers for an image where "
+                f"{self.output_count:,} were expected.",
+                "What the pipeline does with the others is unknown.",
+                "Give another --model.path.",
+            )
         # Without a source the order is the same; further channels are a learned variance that no sampler uses.
         count = latents[0].numel()
         flat = flat[:, :count] if self.output_source is None else flat[:, self.output_source]
@@ -206,6 +219,8 @@ class PipelineProbe:
         self._parameters = inspect.signature(type(pipe).__call__).parameters
         self._guidance = _GUIDANCE_OFF[0]
         self._shapes: dict[Any, list[torch.Size]] = {}
+        self._exact_output = True  # whether the network itself said what shape its output has
+        self._more_tokens = 0  # that it returns before those of the image
 
     def network_call(self, size: tuple[int, int]) -> NetworkCall:
         """Find how the network is called for images of this height and width."""
@@ -237,6 +252,18 @@ class PipelineProbe:
         """Encode a caption as the pipeline does: the network's arguments of `call.text`, for one image."""
         by_name = dict(_flatten(self.network_arguments(caption, size))[0])
         return [by_name[argument.name] for argument in call.text]
+
+    def recorder(self, calls: list[dict[str, Any]], count: int) -> Callable[..., Any]:
+        """Return a stand-in for the network that adds the arguments of its calls to a list, and ends the last call."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = self._signature.bind(*args, **kwargs).arguments
+            calls.append(dict(_flatten(given)[0]))
+            if len(calls) == count:
+                raise CallEnded
+            return self._fake_output(given)
+
+        return forward
 
     def _network_call(self, size: tuple[int, int]) -> NetworkCall:
         short, long, empty = _CAPTIONS
@@ -294,10 +321,30 @@ class PipelineProbe:
         if kinds.count("latents") != 1 or "time" not in kinds:
             raise UnsupportedPipeline("its network is not given the latents and a timestep each as one argument.")
         sign, output_source = _output_map(base.model_output, count)
+        output_count, output_at_end = self._guessed_output(lambda: self._run([short], size, ramp), base)
         latents = _latent_map(tuple(shape), base.decoded, moved.decoded, later.decoded, latest.decoded)
         return NetworkCall(
-            tuple(arguments), structure, latents, input_source, input_place, output_source, sign, ragged, base.mu
-        )
+            tuple(arguments), structure, latents, input_source, input_place, output_source, sign, output_count,
+            output_at_end, ragged, base.mu,
+        )  # fmt: skip
+
+    def _guessed_output(self, run: Callable[[], _Observation], base: _Observation) -> tuple[int | None, bool]:
+        """Say how many numbers the network must return, if its config alone says so, and whether those at the end count.
+
+        A network that also returns the text's tokens, as that of Qwen-Image 2.1, returns more.
+        """
+        if self._exact_output:
+            return None, False
+        leaf = next(value for value in tree_leaves(base.arguments) if isinstance(value, Tensor))
+        count = self._shape_by_config(leaf.shape).numel() // len(leaf)
+        self._more_tokens = 1
+        try:
+            longer, shorter = run().model_output.abs(), base.model_output.abs()
+        except Exception:  # whatever a pipeline raises of an output of another shape
+            return count, False
+        finally:
+            self._more_tokens = 0
+        return count, longer.shape == shorter.shape and bool((longer > shorter).all())
 
     @staticmethod
     def _input_map(name: str, value: Any, moved: Any, count: int) -> tuple[Tensor | None, Tensor | None]:
@@ -406,8 +453,12 @@ class PipelineProbe:
         leaves = tree_leaves(dict(arguments))
         key = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else str(leaf) for leaf in leaves)
         if key not in self._shapes:  # even on the meta device, a network takes a while
-            self._shapes[key] = self._output_shapes(arguments) or [self._shape_by_config(row.shape) for row in rows]
+            found = self._output_shapes(arguments)
+            self._exact_output = found is not None
+            self._shapes[key] = found or [self._shape_by_config(row.shape) for row in rows]
         shapes = self._shapes[key]
+        if self._more_tokens:
+            shapes = [torch.Size([shape[0], shape[1] + self._more_tokens, *shape[2:]]) for shape in shapes]
         outputs = []
         for shape in shapes:
             batch = 1 if isinstance(first, list) else shape[0]
@@ -460,7 +511,10 @@ def _two_step_scheduler(scheduler: Any, time: float, on_step: Callable[[Tensor, 
         @functools.wraps(base.step)
         def step(self, *args: Any, **kwargs: Any) -> Any:
             given = signature.bind(self, *args, **kwargs).arguments  # the sample is not everywhere the third
-            latents = on_step(given["model_output"], given["sample"], self.mu)
+            output = given["model_output"]
+            if given.get("per_token_timesteps") is not None:
+                output = -output  # FlowMatchEuler counts such steps from data to noise, as LTXConditionPipeline does
+            latents = on_step(output, given["sample"], self.mu)
             return (latents, latents) if kwargs.get("return_dict") is False else _StepOutput(latents, latents)
 
         def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
@@ -546,7 +600,9 @@ def _latent_map(shape: tuple[int, ...], zero: Tensor, one: Tensor, high: Tensor,
         raise UnsupportedPipeline("the VAE's decoder is given numbers that are not latents.")
     digits = [((value[0].double() - offset) / scale) for value in (high, low)]
     place = (digits[0].round() * _DIGIT + digits[1].round()).flatten().long()  # of each number of z in the latents
-    if place.numel() != torch.Size(shape).numel() or not torch.equal(place.sort().values, torch.arange(len(place))):
+    if place.numel() < (count := torch.Size(shape).numel()):  # CogVideoX 1.5 pads its latents to two frames
+        raise UnsupportedPipeline(f"it denoises {count:,} numbers, of which the VAE decodes {place.numel():,}.")
+    if place.numel() != count or not torch.equal(place.sort().values, torch.arange(len(place))):
         raise UnsupportedPipeline("the VAE's latents are not the pipeline's, in another order.")
     source = torch.empty_like(place)
     source[place] = torch.arange(len(place))

@@ -256,6 +256,16 @@ class HunyuanDiTFamily(ModelFamily):
         return resolve("muralist.demo.small_hunyuan_dit:build_small_hunyuan_dit")(folder)
 
 
+_UNTRAINED = {
+    "audio_vae": "it makes sound beside the images.",
+    "sound_tokenizer": "it makes sound beside the images.",
+    "unconditional_transformer": "it guides its samples with a second network, unconditional_transformer.",
+    "vision_language_encoder": "its network is given tokens that a language model draws.",
+    "prior": "its network is given an image's embedding that a prior draws.",
+}
+"""Components of pipelines that need another training than that of one network on images and captions."""
+
+
 class DiffusersFamily(ModelFamily):
     """Any text-to-image or text-to-video pipeline in diffusers layout."""
 
@@ -279,6 +289,8 @@ class DiffusersFamily(ModelFamily):
                 f"Its components are {', '.join(components)}.",
                 f"Give another {_FLAG}.",
             )
+        for part in _UNTRAINED.keys() & set(components):
+            raise UserError(f"{name} cannot be trained yet: {_UNTRAINED[part]}", fix=f"Give another {_FLAG}.")
         if "img_size" not in model.model_fields_set:
             native = self._native(folder).settings
             own = f"{native['height']} {native['width']}" if {"height", "width"} <= native.keys() else "HEIGHT WIDTH"
