@@ -119,7 +119,8 @@ def test_every_metric_of_a_few_images(tmp_path: Path, clip: Path, capsys: pytest
     for text in (
         "3 images are fewer than the 2,048 features",
         "3 images are few for Precision, Recall, Density, Coverage: the distance to the nearest neighbors grows",
-        "1 prompts are longer than the 77 tokens CLIP reads",
+        "1 prompt is longer than the 77 tokens CLIP reads, and is truncated.",
+        "CMMD is computed with CLIP ViT/8 at 16 px: published values use ViT-L/14 at 336 px ",
     ):
         assert any(text in warning for warning in found["warnings"])
     # All three are within the manifold: the interval of 3 of 3 is not 1 to 1.

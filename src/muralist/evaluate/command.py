@@ -488,6 +488,11 @@ class Evaluation:
         if self._wants("cmmd"):
             cmmd = metrics.cmmd(images.rows, reference.rows, self.metrics_device)
             self._add("cmmd", cmmd, f"{name}, Gaussian kernel of width 10")
+            if (size := self.clip[0].size) != encoders.CMMD_REPORTED:
+                self.warnings.append(
+                    f"CMMD is computed with CLIP {size}: published values use {encoders.CMMD_REPORTED} "
+                    "(openai/clip-vit-large-patch14-336) and are not comparable."
+                )
         if not self._wants("clip_score"):
             return
         prompts = [_look_up(self.prompts, self.images[index]) for index in images.indices]
@@ -498,11 +503,7 @@ class Evaluation:
         texts = [prompt for _, prompt in known]
         embeddings = self._features(self.clip[1], hash_texts(texts), "prompts").rows
         values = metrics.clip_scores(images.rows[[place for place, _ in known]], embeddings)
-        if truncated := self.clip[1].count_truncated(texts):
-            self.warnings.append(
-                f"{truncated:,} prompts are longer than the {encoders.TEXT_LENGTH} tokens CLIP reads, "
-                "and are truncated."
-            )
+        self.warnings += encoders.truncation_warnings(self.clip[1].count_truncated(texts), encoders.TEXT_LENGTH, "CLIP")
         if len(known) < len(prompts):
             without = len(prompts) - len(known)
             self.warnings.append(f"{without:,} of {len(prompts):,} images have no known prompt and no CLIP score.")
@@ -530,7 +531,8 @@ class Evaluation:
                     f"{len(items) - count:,} of {len(items):,} images have no {info.title}, which applies to "
                     f"{score.applies_to}."
                 )
-            self.warnings += score.warnings(texts)
+            said = score.warnings([items[place] for place in places], texts)
+            self.warnings += [text for text in said if text not in self.warnings]  # two scores share the questions
             self._add_mean(key, of_all, f"{score.note}; mean of {count:,} images")
 
     def _add_mean(self, name: str, values: np.ndarray, note: str) -> None:

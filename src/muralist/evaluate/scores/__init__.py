@@ -159,7 +159,7 @@ class ImageScore(ABC):
     def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
         """Return the score of each image, float64 [N]; NaN for an image to which the score does not apply."""
 
-    def warnings(self, prompts: Sequence[str]) -> list[str]:
+    def warnings(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[str]:
         """Return what a reader of the score has to know."""
         return []
 

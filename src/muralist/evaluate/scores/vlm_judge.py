@@ -23,7 +23,7 @@ from muralist.evaluate.decoders import FeatureItem
 from muralist.evaluate.encoders import Encoder, LoadedEncoder
 from muralist.evaluate.features import pair_items
 from muralist.evaluate.inputs import prompt_id
-from muralist.evaluate.scores import ImageScore, load_checkpoint, unusable
+from muralist.evaluate.scores import SCORES, ImageScore, load_checkpoint, unusable
 from muralist.settings import EvaluateSettings
 
 if TYPE_CHECKING:
@@ -103,15 +103,33 @@ def _input_builder(folder: Path) -> InputBuilder:
     if AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type.startswith("qwen"):
         return qwen_builder(folder)
     processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    switch = _switch_thinking_off(folder, processor, processor.chat_template)
 
     def build(image: Any, question: str) -> tuple[Mapping[str, Tensor], Any]:
         message = {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}
         inputs = processor.apply_chat_template(
-            [message], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            [message], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **switch
         )
         return inputs, processor.tokenizer
 
     return build
+
+
+def _switch_thinking_off(folder: Path, templates: Any, template: str | None) -> dict[str, bool]:
+    """Return the argument of a chat template that makes a model answer at once; refuse a model that cannot."""
+    switch = {"enable_thinking": False} if "enable_thinking" in str(template) else {}
+    content = [{"type": "text", "text": ""}]
+    text = templates.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, chat_template=template,
+        **switch,
+    )  # fmt: skip
+    if text.rstrip().endswith("<think>"):
+        raise UserError(
+            f"The model in {folder} thinks before it answers.",
+            "The probability of Yes as its first word says nothing about the image.",
+            f"Give a model that answers at once, such as {SCORES['vqascore'].downloads[0].origin}.",
+        )
+    return switch
 
 
 def qwen_builder(folder: Path, added_tokens: Sequence[str] = (), image_tokens: int | None = None) -> InputBuilder:
@@ -131,6 +149,7 @@ def qwen_builder(folder: Path, added_tokens: Sequence[str] = (), image_tokens: i
     template = tokenizer.chat_template
     if template is None and (file := folder / "chat_template.json").is_file():
         template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    switch = _switch_thinking_off(folder, tokenizer, template)
     mark = tokenizer.convert_ids_to_tokens(config.image_token_id)
     pixels = image_tokens and image_tokens * (processor.patch_size * processor.merge_size) ** 2
     size = {"size": {"shortest_edge": pixels, "longest_edge": pixels}} if pixels else {}
@@ -138,8 +157,9 @@ def qwen_builder(folder: Path, added_tokens: Sequence[str] = (), image_tokens: i
     def build(image: Any, question: str) -> tuple[Mapping[str, Tensor], Any]:
         content = [{"type": "image"}, {"type": "text", "text": question.replace(mark, "")}]
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, chat_template=template
-        )
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, chat_template=template,
+            **switch,
+        )  # fmt: skip
         try:
             seen = processor(images=[image], return_tensors="pt", **size)
         except ValueError as error:  # of an image 200 times as long as wide
@@ -214,6 +234,18 @@ class SoftTifa(JudgedScore):
             means.append(100 * mean if len(found) else np.nan)
         return np.array(means)
 
+    def warnings(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[str]:
+        """Count the prompts without an image."""
+        found = {prompt.strip() for prompt in prompts}.intersection(self.questions)
+        return _warn_of_missing("GenEval 2", len(self.questions) - len(found), len(self.questions))
+
+
+def _warn_of_missing(benchmark: str, missing: int, prompts: int) -> list[str]:
+    text = (
+        f"No image belongs to {missing:,} of the {prompts:,} prompts of {benchmark}: published values average over all."
+    )
+    return [text] if missing else []
+
 
 def read_geneval2(path: Path) -> dict[str, list[Question]]:
     """Read the questions of GenEval 2 by prompt."""
@@ -260,12 +292,21 @@ class DpgBench(JudgedScore):
     """By prompt, and by the name of the prompt's file."""
     applies_to = "images with a prompt of --dpg_questions, or the name of one"
 
-    def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
-        """Return the score of each image."""
-        of_images = [
+    def _questions_of(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[Sequence[DpgQuestion]]:
+        return [
             self.questions.get(prompt.strip(), self.questions.get(prompt_id(image.content), ()))
             for image, prompt in zip(images, prompts, strict=True)
         ]
+
+    def warnings(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[str]:
+        """Count the prompts without an image."""
+        known = {id(questions) for questions in self.questions.values()}  # each is known by its prompt and its name
+        found = known.intersection(map(id, self._questions_of(images, prompts)))
+        return _warn_of_missing("DPG-Bench", len(known) - len(found), len(known))
+
+    def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
+        """Return the score of each image."""
+        of_images = self._questions_of(images, prompts)
         asked = [[Question(f"{q.text} Answer in one word.", _YES) for q in questions] for questions in of_images]
         shares = []
         for questions, answers in zip(of_images, self.ask(images, asked, compute), strict=True):
@@ -320,6 +361,8 @@ def _judge(key: str, folder: Path, sha256: str) -> JudgeEncoder:
     load_checkpoint(key, folder, AutoModelForImageTextToText, dtype="auto", device_map="meta")
     try:
         _input_builder(folder)
+    except UserError:
+        raise
     except Exception as error:  # of a foreign folder
         raise unusable(key, folder, error) from None
     return JudgeEncoder(folder, sha256, 2, "judge", key=key)
