@@ -471,6 +471,11 @@ def test_prompts_of_a_benchmark_without_an_image(images: Path, judge: Path, tmp_
         "No image belongs to 2 of the 3 prompts of GenEval 2: published values average over all.",
         "No image belongs to 1 of the 2 prompts of DPG-Bench: published values average over all.",
     ]
+    (tmp_path / "geneval2.jsonl").write_text("\n".join(map(json.dumps, lines[:2])))
+    other, _ = scored(images, tmp_path / "out", "--judge_weights", judge, *flags)
+    same = {key: report["settings"][f"{key}_sha256"] == other["settings"][f"{key}_sha256"] for key in SCORES if key in
+            report["scores"]}  # fmt: skip
+    assert same == {"geneval2": False, "geneval2_am": False, "dpg": True}, "of the judge and the questions"
 
 
 @pytest.mark.parametrize("template", ["<think>", "{% if enable_thinking is not defined %}<think>{% endif %}"])

@@ -6,6 +6,7 @@ aesthetic score is a chain of linear layers on the embeddings of OpenAI's ViT-L/
 
 from __future__ import annotations
 
+import hashlib
 import html
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -325,7 +326,8 @@ def _open_aesthetic(folder: Path, sha256: str, settings: EvaluateSettings) -> Im
             "It was trained on the embeddings of OpenAI's ViT-L/14.",
             "Give a copy of openai/clip-vit-large-patch14 as --clip_path.",
         )
-    return AestheticScore(folder, sha256, clip, layers)
+    both = hashlib.sha256(f"{sha256}{clip.sha256}".encode()).hexdigest()
+    return AestheticScore(folder, both, clip, layers)
 
 
 OPENERS = {"pickscore": _open_pickscore, "hpsv2": _open_hpsv2, "aesthetic": _open_aesthetic}

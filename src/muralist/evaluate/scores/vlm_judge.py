@@ -6,6 +6,7 @@ answer is that of its first token.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from muralist.core.errors import UserError, first_line
 from muralist.data.decode import ImageDecodeError, decode_image
 from muralist.data.tables import table_rows
 from muralist.evaluate.decoders import FeatureItem
-from muralist.evaluate.encoders import Encoder, LoadedEncoder
+from muralist.evaluate.encoders import Encoder, LoadedEncoder, file_sha256
 from muralist.evaluate.features import pair_items
 from muralist.evaluate.inputs import prompt_id
 from muralist.evaluate.scores import SCORES, ImageScore, load_checkpoint, unusable
@@ -368,15 +369,22 @@ def _judge(key: str, folder: Path, sha256: str) -> JudgeEncoder:
     return JudgeEncoder(folder, sha256, 2, "judge", key=key)
 
 
+def _with_questions(sha256: str, questions: Path) -> str:
+    """Return a hash of judge and questions: values of other questions are not comparable."""
+    return hashlib.sha256(f"{sha256}{file_sha256(questions)}".encode()).hexdigest()
+
+
 def _open_vqascore(folder: Path, sha256: str, settings: EvaluateSettings) -> ImageScore:
     about = 'P("Yes") to: Does this figure show "PROMPT"? Please answer Yes or No.'
     return VqaScore(folder, sha256, _judge("vqascore", folder, sha256), about)
 
 
 def _open_geneval2(folder: Path, sha256: str, settings: EvaluateSettings, is_geometric: bool = True) -> ImageScore:
-    questions = read_geneval2(Path(settings.geneval2_questions or ""))
+    file = Path(settings.geneval2_questions or "")
+    questions = read_geneval2(file)
     about = f"Soft-TIFA, {'geometric' if is_geometric else 'arithmetic'} mean over the questions of a prompt, x 100"
-    return SoftTifa(folder, sha256, _judge("geneval2", folder, sha256), about, questions, is_geometric)
+    judge = _judge("geneval2", folder, sha256)
+    return SoftTifa(folder, _with_questions(sha256, file), judge, about, questions, is_geometric)
 
 
 def _open_geneval2_am(folder: Path, sha256: str, settings: EvaluateSettings) -> ImageScore:
@@ -384,9 +392,10 @@ def _open_geneval2_am(folder: Path, sha256: str, settings: EvaluateSettings) -> 
 
 
 def _open_dpg(folder: Path, sha256: str, settings: EvaluateSettings) -> ImageScore:
-    questions = read_dpg(Path(settings.dpg_questions or ""))
+    file = Path(settings.dpg_questions or "")
+    questions = read_dpg(file)
     about = "share of questions answered with yes, with their dependencies, x 100; published values use mPLUG-large"
-    return DpgBench(folder, sha256, _judge("dpg", folder, sha256), about, questions)
+    return DpgBench(folder, _with_questions(sha256, file), _judge("dpg", folder, sha256), about, questions)
 
 
 OPENERS = {
