@@ -381,7 +381,11 @@ def soft_tifa(judge: Path, image: Image.Image) -> list[float]:
 
 
 def test_scores_by_a_judge(images: Path, judge: Path, tmp_path: Path) -> None:
-    lines = [{"prompt": prompt, "atom_count": 3, "vqa_list": GENEVAL2, "skills": []} for prompt in PROMPTS[:2]]
+    skills = ["count", "attribute", "object"]
+    lines = [
+        {"prompt": prompt, "atom_count": atoms, "vqa_list": GENEVAL2, "skills": skills}
+        for prompt, atoms in zip(PROMPTS[:2], (3, 10), strict=True)
+    ]
     (tmp_path / "geneval2.jsonl").write_text("\n".join(map(json.dumps, lines)))
     write_dpg(tmp_path / "dpg.csv")
     flags = ("--vqascore_weights", judge, "--judge_weights", judge)
@@ -404,6 +408,19 @@ def test_scores_by_a_judge(images: Path, judge: Path, tmp_path: Path) -> None:
     assert columns["dpg"][:2] == [None, None]
     assert columns["dpg"][2] == pytest.approx(dpg_bench(judge, opened(images)[2])) and 0 < columns["dpg"][2] < 100
     assert "judge small-vl" in report["scores"]["dpg"]["note"]
+    # The parts that papers list: Soft-TIFA GM by atoms, AM by skill, and DPG-Bench by category.
+    by_atoms, by_skill = (report["categories"][f"GenEval 2 {name}"] for name in ("atom count", "skill"))
+    assert [part["scores"]["geneval2"]["value"] for part in by_atoms.values()] == pytest.approx(geometric, rel=1e-3)
+    assert list(by_atoms) == ["3", "10"] and [part["count"] for part in by_skill.values()] == [2, 2, 2]
+    for place, skill in enumerate(skills):
+        found = by_skill[skill]["scores"]["geneval2_am"]
+        assert found["value"] == pytest.approx(100 * atoms[:, place].mean(), rel=1e-3)
+        assert found["low"] <= found["value"] <= found["high"]
+    expected = {category: 100 * np.mean(answers) for category, answers in dpg_answers(judge, opened(images)[2]).items()}
+    found = {name: part["scores"]["dpg"]["value"] for name, part in report["categories"]["DPG-Bench category"].items()}
+    assert found == pytest.approx(expected) and list(found) == ["attribute", "entity", "global"]
+    page = (tmp_path / "out" / "report" / "index.html").read_text()
+    assert "<h3>By DPG-Bench category</h3>" in page and "<h3>By GenEval 2 skill</h3>" in page
 
 
 def test_a_judge_of_another_family(images: Path, tmp_path: Path) -> None:
@@ -429,13 +446,27 @@ DPG_PARENTS = [(), (1,), (2,), (1, 3), ()]
 DPG_TEXTS = ["Is there a field?", "Is the field green?", "Is the sky blue?", "Is the light warm?", "Is it 1?"]
 
 
+DPG_TUPLES = ["entity - whole (field)", "attribute - color (field, green)", "attribute - color (sky, blue)"]
+DPG_TUPLES += ["global - (light, warm)", "entity - part (1)"]
+
+
+def dpg_answers(judge: Path, image: Image.Image) -> dict[str, list[float]]:
+    """The answers by category, before those that depend on others are changed."""
+    found: dict[str, list[float]] = {}
+    for number, about in enumerate(DPG_TUPLES):
+        found.setdefault(about.split("(")[0].strip().split("-")[0].strip(), []).append(dpg_answer(judge, image, number))
+    return found
+
+
+def dpg_answer(judge: Path, image: Image.Image, number: int) -> float:
+    logits, tokenizer = asked(judge, image, f"{DPG_TEXTS[number]} Answer in one word.")
+    yes = [tokenizer.encode(text)[0] for text in ("Yes", "yes", " yes", " Yes")]
+    return float(int(logits.argmax()) in yes)
+
+
 def dpg_bench(judge: Path, image: Image.Image) -> float:
     """As compute_dpg_one_sample() of TencentQQGYLab/ELLA at 3c228f1, without the grid."""
-    scores = {}
-    for number in range(1, len(DPG_PARENTS) + 1):
-        logits, tokenizer = asked(judge, image, f"{DPG_TEXTS[number - 1]} Answer in one word.")
-        yes = [tokenizer.encode(text)[0] for text in ("Yes", "yes", " yes", " Yes")]
-        scores[number] = float(int(logits.argmax()) in yes)
+    scores = {number + 1: dpg_answer(judge, image, number) for number in range(len(DPG_PARENTS))}
     for number, parents in enumerate(DPG_PARENTS, start=1):
         if any(scores[parent] == 0 for parent in parents):
             scores[number] = 0.0
@@ -444,7 +475,7 @@ def dpg_bench(judge: Path, image: Image.Image) -> float:
 
 def test_dependent_questions_of_dpg_bench(images: Path, tmp_path: Path) -> None:
     """No to a question is no to those that depend on it, however many steps away."""
-    questions = [DpgQuestion(n, f"Is it {n}?", parents) for n, parents in enumerate(DPG_PARENTS, start=1)]
+    questions = [DpgQuestion(n, f"Is it {n}?", parents, "") for n, parents in enumerate(DPG_PARENTS, start=1)]
     items = hash_files(sorted(images.iterdir())[:1])
 
     def answering(no: set[int]) -> float:
@@ -731,7 +762,7 @@ def write_dpg(file: Path) -> None:
     rows = [f"{header}question_natural_language"]
     for number, parents in enumerate(DPG_PARENTS, start=1):
         above = ", ".join(map(str, parents or (0,)))
-        rows.append(f'000002,other,,{number},"{above}",,,,{DPG_TEXTS[number - 1]}')
+        rows.append(f'000002,other,,{number},"{above}",,,"{DPG_TUPLES[number - 1]}",{DPG_TEXTS[number - 1]}')
     file.write_text("\n".join(rows))
 
 

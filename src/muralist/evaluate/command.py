@@ -199,6 +199,7 @@ class Evaluation:
                 f"for {len(table.ambiguous):,} of {len(self.images):,} images, whose prompts the table does not tell."
             )
         self.scores: dict[str, dict[str, Any]] = {}
+        self.breakdowns: dict[str, dict[str, Any]] = {}
         # Scores of each readable image, by metric; None where a score does not apply, such as without a prompt.
         self.per_image: dict[str, list[float | None]] = {}
         no_weights = f"{reason} The other metrics are computed without it."
@@ -380,7 +381,7 @@ class Evaluation:
             for name, cells in self.table_columns.items()
         }
         write_scores(self.output, readable, prompts, self.per_image, others)
-        categories = self._categories(others)
+        categories = self._categories(others) | {name: parts for name, parts in self.breakdowns.items() if parts}
         if self.settings.geneval_layout:
             files = [self.images[index] for index in images.indices]
             count = write_layout(Path(self.settings.geneval_layout), self.geneval, files, self.table_rows)
@@ -547,9 +548,19 @@ class Evaluation:
                     f"{len(items) - count:,} of {len(items):,} images have no {info.title}, which applies to "
                     f"{score.applies_to}."
                 )
-            said = score.warnings([items[place] for place in places], texts)
+            of_items = [items[place] for place in places]
+            said = score.warnings(of_items, texts)
             self.warnings += [text for text in said if text not in self.warnings]  # two scores share the questions
             self._add_mean(key, of_all, f"{score.note}; mean of {count:,} images")
+            for heading, parts in score.breakdown(of_items, texts, of_all[places], self._features).items():
+                self.breakdowns[heading] = {name: self._part(key, *part) for name, part in parts.items()}
+
+    def _part(self, key: str, points: np.ndarray, questions: np.ndarray) -> dict[str, Any]:
+        """Return the score of a part of a benchmark, a quotient of sums, as `_categories` does."""
+        value = float(points.sum() / questions.sum())
+        estimate = metrics.MetricEstimate(value, ((points - value * questions) / questions.mean(),))
+        low, high = estimate.interval(self.settings.seed) or (None, None)
+        return {"count": int((questions > 0).sum()), "scores": {key: {"value": value, "low": low, "high": high}}}
 
     def _add_mean(self, name: str, values: np.ndarray, note: str) -> None:
         """Add the mean of the images' scores; NaN where an image has none."""

@@ -211,18 +211,27 @@ class VqaScore(JudgedScore):
         return np.array([answer.probability for (answer,) in self.ask(images, questions, compute)])
 
 
+class GenEval2Prompt(NamedTuple):
+    """What is asked about the images of a prompt."""
+
+    questions: Sequence[Question]
+    skills: Sequence[str]
+    """Of each question; empty where the file does not tell."""
+    atoms: int | None
+    """How many objects, attributes, counts and relations the prompt has."""
+
+
 @dataclass(frozen=True)
 class SoftTifa(JudgedScore):
     """The mean probability of the right answers to the questions of a prompt, in percent (GenEval 2)."""
 
-    questions: Mapping[str, Sequence[Question]]
-    """By prompt."""
+    prompts: Mapping[str, GenEval2Prompt]
     is_geometric: bool
     applies_to = "images with a prompt of --geneval2_questions"
 
     def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
         """Return the score of each image."""
-        answers = self.ask(images, [self.questions.get(prompt.strip(), ()) for prompt in prompts], compute)
+        answers = self._answers(images, prompts, compute)
         means = []
         for of_image in answers:
             found = np.array([answer.probability for answer in of_image])
@@ -237,8 +246,43 @@ class SoftTifa(JudgedScore):
 
     def warnings(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[str]:
         """Count the prompts without an image."""
-        found = {prompt.strip() for prompt in prompts}.intersection(self.questions)
-        return _warn_of_missing("GenEval 2", len(self.questions) - len(found), len(self.questions))
+        found = {prompt.strip() for prompt in prompts}.intersection(self.prompts)
+        return _warn_of_missing("GenEval 2", len(self.prompts) - len(found), len(self.prompts))
+
+    def _answers(
+        self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures
+    ) -> list[list[Answer]]:
+        known = [self.prompts.get(prompt.strip()) for prompt in prompts]
+        return self.ask(images, [of_prompt.questions if of_prompt else () for of_prompt in known], compute)
+
+    def breakdown(
+        self, images: Sequence[FeatureItem], prompts: Sequence[str], values: np.ndarray, compute: ComputeFeatures
+    ) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """Return the score by the number of atoms, or that of atoms by their skill, as soft_tifa_analysis.py does."""
+        known = [self.prompts.get(prompt.strip()) for prompt in prompts]
+        if self.is_geometric:
+            rows = [
+                [(str(of_prompt.atoms), value)] if of_prompt and of_prompt.atoms else []
+                for of_prompt, value in zip(known, values, strict=True)
+            ]
+            return {"GenEval 2 atom count": _by_part(rows)}
+        skills = [of_prompt.skills if of_prompt else () for of_prompt in known]
+        rows = [
+            [(skill, 100 * answer.probability) for skill, answer in zip(of_prompt, of_image, strict=False)]
+            for of_prompt, of_image in zip(skills, self._answers(images, prompts, compute), strict=True)
+        ]
+        return {"GenEval 2 skill": _by_part(rows)}
+
+
+def _by_part(rows: Sequence[Sequence[tuple[str, float]]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return points and questions of each image by part; an image that the judge cannot take has none."""
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for index, of_image in enumerate(rows):
+        for name, points in of_image if np.isfinite([points for _, points in of_image]).all() else ():
+            of_part = found.setdefault(name, (np.zeros(len(rows)), np.zeros(len(rows))))
+            of_part[0][index] += points
+            of_part[1][index] += 1
+    return dict(sorted(found.items(), key=lambda part: part[0].zfill(2) if part[0].isdigit() else part[0]))
 
 
 def _warn_of_missing(benchmark: str, missing: int, prompts: int) -> list[str]:
@@ -248,8 +292,8 @@ def _warn_of_missing(benchmark: str, missing: int, prompts: int) -> list[str]:
     return [text] if missing else []
 
 
-def read_geneval2(path: Path) -> dict[str, list[Question]]:
-    """Read the questions of GenEval 2 by prompt."""
+def read_geneval2(path: Path) -> dict[str, GenEval2Prompt]:
+    """Read GenEval 2 by prompt."""
     found = {}
     for number, cells in _rows(path, _GENEVAL2_FILE):
         pairs = cells.get("vqa_list")
@@ -265,7 +309,12 @@ def read_geneval2(path: Path) -> dict[str, list[Question]]:
             raise _bad_questions(
                 path, f"line {number} has no prompt with a vqa_list of questions and answers", _GENEVAL2_FILE
             )
-        found[prompt.strip()] = [_soft_tifa_question(*pair) for pair in pairs]
+        skills, atoms = cells.get("skills"), cells.get("atom_count")
+        found[prompt.strip()] = GenEval2Prompt(
+            [_soft_tifa_question(*pair) for pair in pairs],
+            tuple(map(str, skills)) if isinstance(skills, list) and len(skills) == len(pairs) else (),
+            atoms if isinstance(atoms, int) else None,
+        )
     return found
 
 
@@ -283,6 +332,7 @@ class DpgQuestion(NamedTuple):
     number: int
     text: str
     parents: tuple[int, ...]
+    category: str
 
 
 @dataclass(frozen=True)
@@ -308,15 +358,35 @@ class DpgBench(JudgedScore):
     def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
         """Return the score of each image."""
         of_images = self._questions_of(images, prompts)
-        asked = [[Question(f"{q.text} Answer in one word.", _YES) for q in questions] for questions in of_images]
         shares = []
-        for questions, answers in zip(of_images, self.ask(images, asked, compute), strict=True):
+        for questions, answers in zip(of_images, self._answers(images, of_images, compute), strict=True):
             yes = {question.number: answer.is_first for question, answer in zip(questions, answers, strict=True)}
             for question in questions:
                 yes[question.number] &= all(yes[parent] for parent in question.parents)
             is_known = yes and not any(np.isnan(answer.probability) for answer in answers)
             shares.append(100 * sum(yes.values()) / len(yes) if is_known else np.nan)
         return np.array(shares)
+
+    def _answers(
+        self, images: Sequence[FeatureItem], of_images: Sequence[Sequence[DpgQuestion]], compute: ComputeFeatures
+    ) -> list[list[Answer]]:
+        asked = [[Question(f"{q.text} Answer in one word.", _YES) for q in questions] for questions in of_images]
+        return self.ask(images, asked, compute)
+
+    def breakdown(
+        self, images: Sequence[FeatureItem], prompts: Sequence[str], values: np.ndarray, compute: ComputeFeatures
+    ) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """Return the questions answered with yes by their category, whatever the questions they depend on."""
+        of_images = self._questions_of(images, prompts)
+        rows = [
+            [
+                (question.category, 100 * float(answer.is_first) if np.isfinite(answer.probability) else np.nan)
+                for question, answer in zip(questions, answers, strict=True)
+                if question.category
+            ]
+            for questions, answers in zip(of_images, self._answers(images, of_images, compute), strict=True)
+        ]
+        return {"DPG-Bench category": _by_part(rows)}
 
 
 def read_dpg(path: Path) -> dict[str, list[DpgQuestion]]:
@@ -327,7 +397,8 @@ def read_dpg(path: Path) -> dict[str, list[DpgQuestion]]:
         try:
             name, text = str(cells["item_id"]), str(cells["question_natural_language"])
             parents = (int(parent) for parent in str(cells["dependency"]).split(","))
-            question = DpgQuestion(int(str(cells["proposition_id"])), text, tuple(filter(None, parents)))
+            category = str(cells.get("tuple") or "").partition("(")[0].partition("-")[0].strip()
+            question = DpgQuestion(int(str(cells["proposition_id"])), text, tuple(filter(None, parents)), category)
             prompts[name] = str(cells["text"]).strip()
         except (KeyError, ValueError) as error:
             raise _bad_questions(path, f"line {number} is not one of DPG-Bench ({error})", _DPG_FILE) from None
