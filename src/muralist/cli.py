@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,6 +14,7 @@ from muralist.core.errors import UserError, closest_match, report_errors
 
 if TYPE_CHECKING:
     from muralist.settings import (
+        EvaluateSettings,
         ExportSettings,
         GenerateSettings,
         LaunchSettings,
@@ -155,6 +157,17 @@ def _generate(settings: GenerateSettings) -> int:
     return generate(settings, preflight=check_generation).status
 
 
+def _evaluate(settings: EvaluateSettings) -> int:
+    from muralist.evaluate.decoders import workers_before_torch
+
+    no_workers = nullcontext()  # a dry run computes nothing
+    output = Path(settings.output_dir)
+    with no_workers if settings.dry_run else workers_before_torch(settings.gpu_ids, output) as pool:
+        from muralist.evaluate.command import evaluate
+
+        return evaluate(settings, pool)
+
+
 def _export(settings: ExportSettings) -> int:
     from muralist.models.weights import export
     from muralist.train.checkpoint import require_intact
@@ -256,7 +269,7 @@ COMMANDS = {
     "hydit": Command(_hydit, "TrainSettings"),
     "pack": _command("PackSettings", _pack, *_SOURCE_AND_DESTINATION),
     "generate": _command("GenerateSettings", _generate),
-    "evaluate": _command("EvaluateSettings", "muralist.evaluate.command:evaluate"),
+    "evaluate": _command("EvaluateSettings", _evaluate),
     "sweep": _command("SweepSettings", "muralist.tools.sweep:sweep"),
     "stats": _command("StatsSettings", "muralist.evaluate.command:stats", "source"),
     "export": _command("ExportSettings", _export, *_SOURCE_AND_DESTINATION),

@@ -27,7 +27,7 @@ from muralist.data.sources import open_source
 from muralist.evaluate.encoders import InceptionEncoder
 from muralist.evaluate.features import compute_features, hash_files
 from muralist.evaluate.inception import load_classifier, load_inception
-from muralist.evaluate.inputs import match_table, read_ledger
+from muralist.evaluate.inputs import find_images, match_table, read_ledger
 from muralist.evaluate.metrics import inception_score
 from tests.support.evaluating import evaluate, inception_weights, scenes, write_images
 
@@ -119,7 +119,8 @@ def test_every_metric_of_a_few_images(tmp_path: Path, clip: Path, capsys: pytest
     for text in (
         "3 images are fewer than the 2,048 features",
         "3 images are few for Precision, Recall, Density, Coverage: the distance to the nearest neighbors grows",
-        "1 prompts are longer than the 77 tokens CLIP reads",
+        "1 prompt is longer than the 77 tokens CLIP reads, and is truncated.",
+        "CMMD is computed with CLIP ViT/8 at 16 px: published values use ViT-L/14 at 336 px ",
     ):
         assert any(text in warning for warning in found["warnings"])
     # All three are within the manifold: the interval of 3 of 3 is not 1 to 1.
@@ -267,7 +268,9 @@ def test_a_dry_run_checks_all_inputs_and_writes_nothing(
     assert told[0] == "Scores to be computed: clip_score."
     compares = "it compares two sets, and no --reference was given."
     assert told[1] == f"No {', '.join(AGAINST_REFERENCE)}, cmmd, fd_dinov2: {compares}"
-    assert told[2].startswith("No inception_score: ") and told[3] == f"No images are in {tmp_path / 'later'} now."
+    assert told[2].startswith("No inception_score: ") and told[3] == f"{tmp_path / 'later'} holds no images yet."
+    assert main([*arguments, "--metrics", "clip"]) == 0
+    assert "\nNo " not in capsys.readouterr().out, "by which run_full_evaluation.sh knows that scores are missing"
     plan = muralist.evaluate(tmp_path / "later", None, tmp_path / "out", clip_path=clip, dry_run=True)
     assert plan["metrics"] == ["clip_score"] and plan["missing"][0] == {"metric": "fid", "reason": compares}
     broken = tmp_path / "broken"
@@ -317,7 +320,7 @@ def test_prompts_are_matched_to_files(tmp_path: Path) -> None:
     table = tmp_path / "prompts.csv"
     table.write_text("image_id,prompt,seed\na,one,1\nb,two,1\nb,three,2\nc_seed5,four,\n")
     names = ["a.png", "a_seed9.png", "b_seed1.png", "b_seed2.png", "b_seed3.png", "c_seed5.jpg", "d.png"]
-    assert match_table(str(table), [tmp_path / name for name in names]).prompts == {
+    assert match_table(str(table), [tmp_path / name for name in names], {}).prompts == {
         "a.png": "one",
         "a_seed9.png": "one",
         "b_seed1.png": "two",
@@ -325,6 +328,52 @@ def test_prompts_are_matched_to_files(tmp_path: Path) -> None:
         "c_seed5.jpg": "four",
     }
     assert read_ledger(tmp_path).speed == {}
+
+
+def test_rows_that_share_an_id_are_told_apart_by_the_ledger(tmp_path: Path, clip: Path) -> None:
+    """As the captions of one photograph do: no image gets the prompt of another row."""
+    images = write_images(tmp_path / "images", scenes(3, 0))
+    for number, name in enumerate(("7_seed42", "7_seed43", "8_seed44")):
+        (images / f"{number:06d}.png").rename(images / f"{name}.png")
+    table = tmp_path / "prompts.csv"
+    table.write_text("image_id,prompt,category\n7,a cat,one\n7,a dog,two\n8,a car,three\n")
+    common = ("--images", images, "--prompts_csv", table, "--clip_path", clip, "--metrics", "clip")
+    found = evaluate(tmp_path / "out", *common)
+    assert found["per_image"]["prompt"] == [None, None, "a car"]
+    told = (
+        f"Several rows of {table} with other prompts share the id of 7_seed42.png; so it is for 2 of 3 images, whose "
+    )
+    assert any(text.startswith(told) for text in found["warnings"])
+    lines = [
+        line(number, "done", file=f"{name}.png", prompt=prompt)
+        for number, (name, prompt) in enumerate((("7_seed42", "a cat"), ("7_seed43", "a dog"), ("8_seed44", "a car")))
+    ]
+    (images / "ledger.jsonl").write_text('{"format": "muralist ledger", "version": 1}\n' + "".join(lines))
+    found = evaluate(tmp_path / "out", *common)
+    assert found["per_image"]["prompt"] == ["a cat", "a dog", "a car"] and found["warnings"] == []
+    assert {name: part["count"] for name, part in found["categories"]["category"].items()} == {
+        "one": 1, "two": 1, "three": 1,
+    }  # fmt: skip
+
+
+def test_images_are_found_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In linked folders, as by train, and in the output folder; a link to nothing is an error, not an image less."""
+    images = write_images(tmp_path / "out" / "images", scenes(2, 0))
+    elsewhere = write_images(tmp_path / "elsewhere", scenes(3, 1))
+    (images / "linked").symlink_to(elsewhere)
+    (elsewhere / "around").symlink_to(images)
+    write_images(images / ".hidden", scenes(1, 2))
+    (images / "evaluation").mkdir()
+    (images / "evaluation" / "page.png").write_bytes(b"")
+    found = [file.relative_to(images).as_posix() for file in find_images(images, "--images", images / "evaluation")]
+    assert found == ["000000.png", "000001.png", *(f"linked/00000{number}.png" for number in range(3))]
+    assert len(find_images(images, "--images", tmp_path / "out")) == 6, "the folder of the images is below the output"
+    (images / "lost.png").symlink_to(tmp_path / "nowhere.png")
+    evaluate(tmp_path / "report", "--images", images, expect=1)
+    assert "lost.png could not be read: No such file" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    evaluate(tmp_path / "file", "--images", images, expect=1)
+    assert f"--output_dir {tmp_path / 'file'} is not a folder." in capsys.readouterr().err
 
 
 def generated_in_both_modes(folder: Path) -> Path:

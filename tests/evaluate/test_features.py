@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,12 +15,13 @@ import pytest
 import torch
 
 from muralist.core.errors import UserError
-from muralist.evaluate import features
+from muralist.core.hardware import select_devices, share_devices
+from muralist.evaluate import decoders, features
 from muralist.evaluate.decoders import FeatureItem
 from muralist.evaluate.encoders import ClipEncoder
 from muralist.evaluate.features import BATCH, compute_features, hash_files, hash_texts, start_ahead
 from tests.support.colors import MeanColor
-from tests.support.evaluating import scenes, write_images
+from tests.support.evaluating import scenes, small_clip, write_images
 
 ALONE = {"0": "cpu"}
 
@@ -185,11 +188,71 @@ def test_processes_start_before_images_are_hashed(tmp_path: Path) -> None:
         started = processes()
         items = items_of(tmp_path, 1)  # fewer than the processes
         found = compute_features(MeanColor(), items, devices, tmp_path / "cache", "images", note, workers)
-        assert seen == [started] and processes() == {}
+        assert seen == [started]  # scores are computed while the processes end
+    assert processes() == {}
     assert np.array_equal(found.rows, compute_features(MeanColor(), items, ALONE, tmp_path / "alone").rows)
     for few in (devices, ALONE):
         with start_ahead(MeanColor(), few, tmp_path / ("cache" if few is devices else "empty")) as workers:
             assert workers is None
+
+
+@pytest.mark.slow
+def test_processes_start_before_the_command_imports_torch(tmp_path: Path) -> None:
+    """They compute what the command then asks for, and are gone when it ends, or when it is refused."""
+    script = """if True:
+        import sys
+        from multiprocessing import active_children
+        from pathlib import Path
+        from muralist.evaluate.decoders import workers_before_torch
+        with workers_before_torch([], Path(sys.argv[1])) as pool:
+            started = {child.pid for child in active_children()}
+            assert len(started) == 2 and "torch" not in sys.modules
+            from muralist.evaluate.encoders import ClipEncoder
+            from muralist.evaluate.features import hash_texts, compute_features, start_ahead
+            encoder = ClipEncoder.from_checkpoint(Path(sys.argv[2]))[1]
+            devices, cache = {"0": "cpu", "1": "cpu"}, Path(sys.argv[1], "features")
+            with start_ahead(encoder, devices, cache, pool) as workers:
+                found = compute_features(encoder, hash_texts("abcd"), devices, cache, workers=workers)
+                assert found.computed == 4
+                assert {child.pid for child in active_children()} <= started, "no others were needed"
+        assert not active_children()
+        with workers_before_torch([], Path(sys.argv[1])) as pool:
+            assert pool is None, "some features are cached, and perhaps all"
+        try:
+            with workers_before_torch([], Path(sys.argv[1], "elsewhere")) as pool:
+                assert len(active_children()) == 2
+                raise ValueError
+        except ValueError:
+            assert not active_children()
+    """
+    words = [sys.executable, "-c", script, tmp_path / "out", small_clip(tmp_path / "clip")]
+    environment = {**os.environ, "NPROC": "2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"NPROC": "1"},
+        {"NPROC": "3"},
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUDA_VISIBLE_DEVICES": "2,5", "NPROC": "3"},
+    ],
+)
+@pytest.mark.parametrize("gpu_ids", [[], [1, 3]])
+def test_the_expected_processes_are_those_of_the_devices(
+    environment: dict[str, str], gpu_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("GPUs are not chosen by these variables alone")
+    for name in ("NPROC", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    devices = share_devices(select_devices(gpu_ids))
+    assert decoders._expected_labels(gpu_ids) == (list(devices) if len(devices) > 1 else [])
 
 
 @pytest.mark.slow

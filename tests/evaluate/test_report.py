@@ -251,6 +251,23 @@ def test_no_run_is_best_across_references_or_protocols(
         assert find_best("fid", runs) == (1, True)
 
 
+def test_scores_of_other_prompts_are_not_compared(tmp_path: Path) -> None:
+    """A row that failed in one run does not matter."""
+    scores = [{"clip_score": {"value": value, "low": 29.0, "high": 31.0}} for value in (30.0, 30.5)]
+    runs = [
+        write_evaluation(tmp_path / name, count, shift, scores=of_run)
+        for name, count, shift, of_run in zip("ab", (12, 11), (0.0, 3.0), scores, strict=True)
+    ]
+    assert find_best("clip_score", read_runs(runs)) == (1, False)
+    prompts = [f"another {number}" if number < 2 else text for number, text in enumerate(read_runs(runs)[1].prompts)]
+    write_changed(runs[1], per_image=content(runs[1], 11, 3)["per_image"] | {"prompt": prompts})
+    assert find_best("clip_score", read_runs(runs)) is None
+    report = Page(write_report(runs, tmp_path / "report"))
+    assert "These runs were not measured in the same way" in report.section("scores")
+    (found,) = json.loads((tmp_path / "report" / "comparison.json").read_text())
+    assert found["prompts"] == 9, "the prompts that both have are compared one by one"
+
+
 def test_scores_of_other_weights_are_not_compared(tmp_path: Path) -> None:
     scores = [{"pickscore": {"value": value, "low": value, "high": value}} for value in (20.0, 21.0)]
     settings = [{"pickscore_sha256": name} for name in ("a", "a", "b")]
@@ -288,6 +305,18 @@ def test_the_clip_histogram_includes_both_ends(tmp_path: Path) -> None:
     (outline,) = page.all("path", "d")  # 30 steps; three of four images in the first, one in the last
     assert outline.startswith("M0,40V1.00H3.33V40.00H6.67V40.00") and outline.endswith("V27.00H100.00V40")
     assert page.section("distributions") == "Distributions CLIP score 0.00 3.00"
+
+
+def test_negative_numbers_have_one_minus_and_no_zero_below_zero(tmp_path: Path) -> None:
+    runs = [write_evaluation(tmp_path / name, 7) for name in ("a", "b")]
+    for run, values in zip(runs, ([0.0] * 7, [1, -1.0, 1, -1, 1, -1, 1e-6]), strict=True):
+        write_changed(run, per_image=content(run, 7)["per_image"] | {"clip_score": values})
+    report = Page(write_report(runs, tmp_path / "report"))
+    assert report.section("distributions") == "Distributions CLIP score −1.00 1.00"
+    assert "b against a 0.0 −0." in report.section("comparison"), "a difference that reads 0 has no sign"
+    write_changed(runs[0], per_image=content(runs[0], 7)["per_image"] | {"clip_score": [-0.001, 1, 2, 3, 4, 5, 6]})
+    report = Page(write_report(runs[:1], tmp_path / "report"))
+    assert report.section("distributions") == "Distributions CLIP score 0.00 6.00"
 
 
 def test_differently_measured_runs_are_marked(tmp_path: Path) -> None:

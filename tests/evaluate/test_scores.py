@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import time
@@ -96,7 +97,7 @@ def test_scores_on_clip_embeddings(images: Path, clip: Path, tmp_path: Path) -> 
             score["value"] == pytest.approx(np.mean(columns[key])) and score["low"] <= score["value"] <= score["high"]
         )
         assert len(report["settings"][f"{key}_sha256"]) == 64
-    assert "1 prompts are longer than the 77 tokens PickScore reads, and are truncated." in report["warnings"]
+    assert "1 prompt is longer than the 77 tokens PickScore reads, and is truncated." in report["warnings"]
     page = (tmp_path / "out" / "report" / "index.html").read_text()
     assert all(f">{SCORES[key].title}</span>" in page for key in ("pickscore", "hpsv2", "aesthetic"))
 
@@ -166,6 +167,37 @@ def hpsv2(folder: Path, image: Image.Image, prompt: str) -> float:
     return 100 * float(F.normalize(of_image, dim=-1) @ F.normalize(of_text, dim=-1))
 
 
+def test_prompts_of_hpsv2_are_cleaned_as_by_open_clip(tmp_path: Path) -> None:
+    """Its tokenizer straightens quotes and resolves HTML's entities: the score is that of the plain prompt."""
+    plain = ['the dog\'s "red" ball & a hat, fine', "a < b"]
+    written = ["the dog\u2019s \u201cred\u201d ball &amp;amp; a hat\uff0c \ufb01ne", "a &lt; b"]
+    folder = small_hpsv2(tmp_path / "hps")
+    images = write_images(tmp_path / "images", scenes(2, 3, 28))
+    for name, prompts in (("plain", plain), ("written", written)):
+        with (tmp_path / "prompts.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("image_id", "prompt"), *((f"{i:06d}", p) for i, p in enumerate(prompts))])
+        _, columns = scored(images, tmp_path / name, "--hpsv2_weights", folder)
+        assert columns["prompt"] == prompts
+        expected = [hpsv2(folder, *pair) for pair in zip(opened(images), plain, strict=True)]
+        np.testing.assert_allclose(columns["hpsv2"], expected, atol=1e-3)
+    assert abs(hpsv2(folder, opened(images)[0], written[0]) - expected[0]) > 0.01, "the tokenizer alone does not clean"
+
+
+def test_the_aesthetic_score_crops_as_torchvision(clip: Path, tmp_path: Path) -> None:
+    """An odd margin of 3 pixels is cut after 2, where transformers, and so the CLIP score, cuts after 1."""
+    images = tmp_path / "images"
+    images.mkdir()
+    for number, size in enumerate(((34, 28), (28, 34), (28, 28))):
+        Image.fromarray(scenes(3, 7, 40)[number]).resize(size).save(images / f"{number:06d}.png")
+    folder = small_aesthetic(tmp_path / "aesthetic", 12)
+    report = evaluate(tmp_path / "out", "--images", images, "--aesthetic_weights", folder, "--clip_path", clip)
+    found = pyarrow.parquet.read_table(tmp_path / "out" / "scores.parquet").to_pydict()["aesthetic"]
+    expected = [aesthetic_score(folder, clip, image) for image in opened(images)]
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    told = "The LAION aesthetic score is computed with CLIP ViT/8 at 16 px: it was trained on ViT-L/14 at 224 px "
+    assert any(text.startswith(told) for text in report["warnings"])
+
+
 def norm(x: Tensor, w: dict[str, Tensor], name: str, eps: float = 1e-5) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps)
 
@@ -188,7 +220,7 @@ def test_imagereward(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     expected = [imagereward(folder, *pair) for pair in pairs(images)]
     np.testing.assert_allclose(columns["imagereward"], expected, atol=1e-3)
     assert np.ptp(expected) > 0.05
-    assert "1 prompts are longer than the 35 tokens ImageReward reads, and are truncated." in report["warnings"]
+    assert "1 prompt is longer than the 35 tokens ImageReward reads, and is truncated." in report["warnings"]
     # The reward depends on the prompt, and the same pair is taken from the cache.
     table = (images.parent / "prompts.csv").read_text().replace("a red square", "a blue circle")
     (tmp_path / "other.csv").write_text(table)
@@ -349,7 +381,11 @@ def soft_tifa(judge: Path, image: Image.Image) -> list[float]:
 
 
 def test_scores_by_a_judge(images: Path, judge: Path, tmp_path: Path) -> None:
-    lines = [{"prompt": prompt, "atom_count": 3, "vqa_list": GENEVAL2, "skills": []} for prompt in PROMPTS[:2]]
+    skills = ["count", "attribute", "object"]
+    lines = [
+        {"prompt": prompt, "atom_count": atoms, "vqa_list": GENEVAL2, "skills": skills}
+        for prompt, atoms in zip(PROMPTS[:2], (3, 10), strict=True)
+    ]
     (tmp_path / "geneval2.jsonl").write_text("\n".join(map(json.dumps, lines)))
     write_dpg(tmp_path / "dpg.csv")
     flags = ("--vqascore_weights", judge, "--judge_weights", judge)
@@ -368,9 +404,23 @@ def test_scores_by_a_judge(images: Path, judge: Path, tmp_path: Path) -> None:
     assert columns["geneval2"][2] is None and np.ptp(atoms) > 1e-3
     assert report["scores"]["geneval2"]["value"] == pytest.approx(np.mean(columns["geneval2"][:2]))
     assert any(text.startswith("1 of 3 images have no GenEval 2, which applies to") for text in report["warnings"])
+    assert not any("prompts of GenEval 2" in text for text in report["warnings"]), "all of its prompts have an image"
     assert columns["dpg"][:2] == [None, None]
     assert columns["dpg"][2] == pytest.approx(dpg_bench(judge, opened(images)[2])) and 0 < columns["dpg"][2] < 100
     assert "judge small-vl" in report["scores"]["dpg"]["note"]
+    # The parts that papers list: Soft-TIFA GM by atoms, AM by skill, and DPG-Bench by category.
+    by_atoms, by_skill = (report["categories"][f"GenEval 2 {name}"] for name in ("atom count", "skill"))
+    assert [part["scores"]["geneval2"]["value"] for part in by_atoms.values()] == pytest.approx(geometric, rel=1e-3)
+    assert list(by_atoms) == ["3", "10"] and [part["count"] for part in by_skill.values()] == [2, 2, 2]
+    for place, skill in enumerate(skills):
+        found = by_skill[skill]["scores"]["geneval2_am"]
+        assert found["value"] == pytest.approx(100 * atoms[:, place].mean(), rel=1e-3)
+        assert found["low"] <= found["value"] <= found["high"]
+    expected = {category: 100 * np.mean(answers) for category, answers in dpg_answers(judge, opened(images)[2]).items()}
+    found = {name: part["scores"]["dpg"]["value"] for name, part in report["categories"]["DPG-Bench category"].items()}
+    assert found == pytest.approx(expected) and list(found) == ["attribute", "entity", "global"]
+    page = (tmp_path / "out" / "report" / "index.html").read_text()
+    assert "<h3>By DPG-Bench category</h3>" in page and "<h3>By GenEval 2 skill</h3>" in page
 
 
 def test_a_judge_of_another_family(images: Path, tmp_path: Path) -> None:
@@ -396,13 +446,27 @@ DPG_PARENTS = [(), (1,), (2,), (1, 3), ()]
 DPG_TEXTS = ["Is there a field?", "Is the field green?", "Is the sky blue?", "Is the light warm?", "Is it 1?"]
 
 
+DPG_TUPLES = ["entity - whole (field)", "attribute - color (field, green)", "attribute - color (sky, blue)"]
+DPG_TUPLES += ["global - (light, warm)", "entity - part (1)"]
+
+
+def dpg_answers(judge: Path, image: Image.Image) -> dict[str, list[float]]:
+    """The answers by category, before those that depend on others are changed."""
+    found: dict[str, list[float]] = {}
+    for number, about in enumerate(DPG_TUPLES):
+        found.setdefault(about.split("(")[0].strip().split("-")[0].strip(), []).append(dpg_answer(judge, image, number))
+    return found
+
+
+def dpg_answer(judge: Path, image: Image.Image, number: int) -> float:
+    logits, tokenizer = asked(judge, image, f"{DPG_TEXTS[number]} Answer in one word.")
+    yes = [tokenizer.encode(text)[0] for text in ("Yes", "yes", " yes", " Yes")]
+    return float(int(logits.argmax()) in yes)
+
+
 def dpg_bench(judge: Path, image: Image.Image) -> float:
     """As compute_dpg_one_sample() of TencentQQGYLab/ELLA at 3c228f1, without the grid."""
-    scores = {}
-    for number in range(1, len(DPG_PARENTS) + 1):
-        logits, tokenizer = asked(judge, image, f"{DPG_TEXTS[number - 1]} Answer in one word.")
-        yes = [tokenizer.encode(text)[0] for text in ("Yes", "yes", " yes", " Yes")]
-        scores[number] = float(int(logits.argmax()) in yes)
+    scores = {number + 1: dpg_answer(judge, image, number) for number in range(len(DPG_PARENTS))}
     for number, parents in enumerate(DPG_PARENTS, start=1):
         if any(scores[parent] == 0 for parent in parents):
             scores[number] = 0.0
@@ -411,7 +475,7 @@ def dpg_bench(judge: Path, image: Image.Image) -> float:
 
 def test_dependent_questions_of_dpg_bench(images: Path, tmp_path: Path) -> None:
     """No to a question is no to those that depend on it, however many steps away."""
-    questions = [DpgQuestion(n, f"Is it {n}?", parents) for n, parents in enumerate(DPG_PARENTS, start=1)]
+    questions = [DpgQuestion(n, f"Is it {n}?", parents, "") for n, parents in enumerate(DPG_PARENTS, start=1)]
     items = hash_files(sorted(images.iterdir())[:1])
 
     def answering(no: set[int]) -> float:
@@ -423,6 +487,46 @@ def test_dependent_questions_of_dpg_bench(images: Path, tmp_path: Path) -> None:
         return float(score.values(items, ["a prompt "], compute)[0])
 
     assert [answering(no) for no in ({}, {5}, {2}, {1})] == [100, 80, 40, 20]
+
+
+def test_prompts_of_a_benchmark_without_an_image(images: Path, judge: Path, tmp_path: Path) -> None:
+    """A benchmark is the mean over all of its prompts: the report says how many are missing, once for both means."""
+    lines = [{"prompt": prompt, "vqa_list": GENEVAL2} for prompt in (PROMPTS[0], "a prompt nobody drew", "another")]
+    (tmp_path / "geneval2.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write_dpg(tmp_path / "dpg.csv")
+    with (tmp_path / "dpg.csv").open("a") as file:
+        file.write('\nlost,a prompt nobody drew,,1,"0",,,,Is it?')
+    flags = ("--geneval2_questions", tmp_path / "geneval2.jsonl", "--dpg_questions", tmp_path / "dpg.csv")
+    report, _ = scored(images, tmp_path / "out", "--judge_weights", judge, *flags)
+    assert [text for text in report["warnings"] if text.startswith("No image belongs to ")] == [
+        "No image belongs to 2 of the 3 prompts of GenEval 2: published values average over all.",
+        "No image belongs to 1 of the 2 prompts of DPG-Bench: published values average over all.",
+    ]
+    (tmp_path / "geneval2.jsonl").write_text("\n".join(map(json.dumps, lines[:2])))
+    other, _ = scored(images, tmp_path / "out", "--judge_weights", judge, *flags)
+    same = {key: report["settings"][f"{key}_sha256"] == other["settings"][f"{key}_sha256"] for key in SCORES if key in
+            report["scores"]}  # fmt: skip
+    assert same == {"geneval2": False, "geneval2_am": False, "dpg": True}, "of the judge and the questions"
+
+
+@pytest.mark.parametrize("template", ["<think>", "{% if enable_thinking is not defined %}<think>{% endif %}"])
+def test_a_judge_answers_at_once(
+    images: Path, judge: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], template: str
+) -> None:
+    """A model that thinks first does not begin with Yes: thinking is switched off, or the model is refused."""
+    folder = tmp_path / "judge"
+    shutil.copytree(judge, folder)
+    chat = folder / "chat_template.jinja"
+    chat.write_text(chat.read_text().replace("assistant\n{% endif %}", f"assistant\n{template}\n{{% endif %}}"))
+    flags = ("--images", images, "--prompts_csv", images.parent / "prompts.csv", "--vqascore_weights")
+    if "enable" not in template:
+        evaluate(tmp_path / "out", *flags, folder, expect=1)
+        assert f"The model in {folder} thinks before it answers.\n" in capsys.readouterr().err
+        return
+    evaluate(tmp_path / "out", *flags, folder)
+    found = pyarrow.parquet.read_table(tmp_path / "out" / "scores.parquet").to_pydict()["vqascore"]
+    _, plain = scored(images, tmp_path / "plain", "--vqascore_weights", judge)
+    assert found == plain["vqascore"]
 
 
 @pytest.mark.parametrize(
@@ -658,7 +762,7 @@ def write_dpg(file: Path) -> None:
     rows = [f"{header}question_natural_language"]
     for number, parents in enumerate(DPG_PARENTS, start=1):
         above = ", ".join(map(str, parents or (0,)))
-        rows.append(f'000002,other,,{number},"{above}",,,,{DPG_TEXTS[number - 1]}')
+        rows.append(f'000002,other,,{number},"{above}",,,"{DPG_TUPLES[number - 1]}",{DPG_TEXTS[number - 1]}')
     file.write_text("\n".join(rows))
 
 

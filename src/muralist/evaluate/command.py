@@ -24,9 +24,10 @@ from muralist.core.errors import UserError, closest_match
 from muralist.core.formatting import format_list
 from muralist.core.hardware import select_devices, share_devices
 from muralist.core.run_dir import atomic_open, atomic_write_json, disk_write_error
+from muralist.core.worker_pool import ProcessPool
 from muralist.data.sources import EMBEDDED
 from muralist.evaluate import encoders, inception, metrics
-from muralist.evaluate.decoders import FeatureItem
+from muralist.evaluate.decoders import CACHE_DIR, FeatureItem
 from muralist.evaluate.encoders import ClipEncoder, Dinov2Encoder, Encoder, InceptionEncoder
 from muralist.evaluate.features import (
     Features,
@@ -72,8 +73,11 @@ _MAX_CATEGORIES = 100
 _ALIASES = {"clip": "clip_score", "dinov2": "fd_dinov2", "fdd": "fd_dinov2", "is": "inception_score"}
 
 
-def evaluate(settings: EvaluateSettings) -> int:
-    """Compute the chosen metrics, or all whose inputs are there, write report.json and its page, and print the scores."""
+def evaluate(settings: EvaluateSettings, pool: ProcessPool | None = None) -> int:
+    """Compute the chosen metrics, or all whose inputs are there, write report.json and its page, and print the scores.
+
+    `pool` holds processes of `workers_before_torch`.
+    """
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     if settings.dry_run:
         evaluation = Evaluation(settings)
@@ -81,9 +85,10 @@ def evaluate(settings: EvaluateSettings) -> int:
         print(f"Scores to be computed: {', '.join(plan['metrics']) or 'none'}.")
         for reason, names in group_by_reason((line["metric"], line["reason"]) for line in plan["missing"]).items():
             print(f"No {names}: {reason}")
-        print(f"{len(evaluation.images) or 'No'} images are in {settings.images} now.")
+        count = len(evaluation.images)  # run_full_evaluation.sh takes a line that begins with "No" for a missing score
+        print(f"{settings.images} holds {f'{count:,} images now' if count else 'no images yet'}.")
         return 0
-    report, page = measure_and_log(settings)
+    report, page = measure_and_log(settings, pool)
     scores = {name: MetricScore.model_validate(score) for name, score in report["scores"].items()}
     for name, score in scores.items():
         if score.value is not None:
@@ -96,9 +101,9 @@ def evaluate(settings: EvaluateSettings) -> int:
     return 0
 
 
-def measure_and_log(settings: EvaluateSettings) -> tuple[dict[str, Any], Path]:
+def measure_and_log(settings: EvaluateSettings, pool: ProcessPool | None = None) -> tuple[dict[str, Any], Path]:
     """Do what `measure` does, log why metrics are missing before it and what went wrong after it."""
-    evaluation = Evaluation(settings)
+    evaluation = Evaluation(settings, pool)
     known = dict(evaluation.missing)
     _log_missing(known)
     report, page = evaluation.write()
@@ -140,13 +145,17 @@ def chosen_metrics(names: Sequence[str]) -> list[str]:
 class Evaluation:
     """One call of `muralist evaluate`, checked as far as possible before anything is computed."""
 
-    def __init__(self, settings: EvaluateSettings) -> None:
+    def __init__(self, settings: EvaluateSettings, pool: ProcessPool | None = None) -> None:
         """Find and check all inputs; a path that does not exist is an error, and so is a named metric without inputs."""
-        self.settings = settings
+        self.settings, self.pool = settings, pool
         self.metrics = chosen_metrics(settings.metrics)
         self.resizing = inception.RESIZING[settings.resize]
         folder, self.output = Path(settings.images), Path(settings.output_dir)
-        self.cache_dir = self.output / "features"
+        if self.output.exists() and not self.output.is_dir():
+            raise UserError(
+                f"--output_dir {self.output} is not a folder.", fix="Give a folder for report and features."
+            )
+        self.cache_dir = self.output / CACHE_DIR
         self.images = find_images(folder, "--images", self.output, may_be_absent=settings.dry_run)
         self.reference: list[ImageFile] | Statistics | None = None
         if settings.reference is not None:
@@ -154,7 +163,9 @@ class Evaluation:
             is_file = path.suffix == ".npz"
             self.reference = read_statistics(path) if is_file else find_images(path, "--reference", self.output)
         self.ledger = read_ledger(folder)
-        table = match_table(settings.prompts_csv, self.images) if settings.prompts_csv else TableColumns()
+        table = TableColumns()
+        if settings.prompts_csv:
+            table = match_table(settings.prompts_csv, self.images, self.ledger.prompts)
         beside = read_layout(self.images)
         self.prompts = self.ledger.prompts | beside.prompts | table.prompts  # by file name, or by path
         self.table_columns = beside.others | table.others
@@ -182,7 +193,13 @@ class Evaluation:
         self.devices = share_devices(select_devices(settings.gpu_ids))
         self.metrics_device = next(iter(self.devices.values()))
         self.warnings: list[str] = []
+        if table.ambiguous:
+            self.warnings.append(
+                f"Several rows of {settings.prompts_csv} with other prompts share the id of {table.ambiguous[0]}; so it is "
+                f"for {len(table.ambiguous):,} of {len(self.images):,} images, whose prompts the table does not tell."
+            )
         self.scores: dict[str, dict[str, Any]] = {}
+        self.breakdowns: dict[str, dict[str, Any]] = {}
         # Scores of each readable image, by metric; None where a score does not apply, such as without a prompt.
         self.per_image: dict[str, list[float | None]] = {}
         no_weights = f"{reason} The other metrics are computed without it."
@@ -334,7 +351,7 @@ class Evaluation:
         sets: tuple[Features, Features] | None = None
         if torch.device(self.metrics_device).type == "cuda":
             threading.Thread(target=_start_linear_algebra, args=(self.metrics_device,), daemon=True).start()
-        with start_ahead(used[0][0], self.devices, self.cache_dir) if used else nullcontext() as workers:
+        with start_ahead(used[0][0], self.devices, self.cache_dir, self.pool) if used else nullcontext() as workers:
             items = hash_files(self.images)
             reference_items = hash_files(self.reference) if isinstance(self.reference, list) else []
             for encoder, score in used:
@@ -364,7 +381,7 @@ class Evaluation:
             for name, cells in self.table_columns.items()
         }
         write_scores(self.output, readable, prompts, self.per_image, others)
-        categories = self._categories(others)
+        categories = self._categories(others) | {name: parts for name, parts in self.breakdowns.items() if parts}
         if self.settings.geneval_layout:
             files = [self.images[index] for index in images.indices]
             count = write_layout(Path(self.settings.geneval_layout), self.geneval, files, self.table_rows)
@@ -488,6 +505,11 @@ class Evaluation:
         if self._wants("cmmd"):
             cmmd = metrics.cmmd(images.rows, reference.rows, self.metrics_device)
             self._add("cmmd", cmmd, f"{name}, Gaussian kernel of width 10")
+            if (size := self.clip[0].size) != encoders.CMMD_REPORTED:
+                self.warnings.append(
+                    f"CMMD is computed with CLIP {size}: published values use {encoders.CMMD_REPORTED} "
+                    "(openai/clip-vit-large-patch14-336) and are not comparable."
+                )
         if not self._wants("clip_score"):
             return
         prompts = [_look_up(self.prompts, self.images[index]) for index in images.indices]
@@ -498,11 +520,7 @@ class Evaluation:
         texts = [prompt for _, prompt in known]
         embeddings = self._features(self.clip[1], hash_texts(texts), "prompts").rows
         values = metrics.clip_scores(images.rows[[place for place, _ in known]], embeddings)
-        if truncated := self.clip[1].count_truncated(texts):
-            self.warnings.append(
-                f"{truncated:,} prompts are longer than the {encoders.TEXT_LENGTH} tokens CLIP reads, "
-                "and are truncated."
-            )
+        self.warnings += encoders.truncation_warnings(self.clip[1].count_truncated(texts), encoders.TEXT_LENGTH, "CLIP")
         if len(known) < len(prompts):
             without = len(prompts) - len(known)
             self.warnings.append(f"{without:,} of {len(prompts):,} images have no known prompt and no CLIP score.")
@@ -530,8 +548,19 @@ class Evaluation:
                     f"{len(items) - count:,} of {len(items):,} images have no {info.title}, which applies to "
                     f"{score.applies_to}."
                 )
-            self.warnings += score.warnings(texts)
+            of_items = [items[place] for place in places]
+            said = score.warnings(of_items, texts)
+            self.warnings += [text for text in said if text not in self.warnings]  # two scores share the questions
             self._add_mean(key, of_all, f"{score.note}; mean of {count:,} images")
+            for heading, parts in score.breakdown(of_items, texts, of_all[places], self._features).items():
+                self.breakdowns[heading] = {name: self._part(key, *part) for name, part in parts.items()}
+
+    def _part(self, key: str, points: np.ndarray, questions: np.ndarray) -> dict[str, Any]:
+        """Return the score of a part of a benchmark, a quotient of sums, as `_categories` does."""
+        value = float(points.sum() / questions.sum())
+        estimate = metrics.MetricEstimate(value, ((points - value * questions) / questions.mean(),))
+        low, high = estimate.interval(self.settings.seed) or (None, None)
+        return {"count": int((questions > 0).sum()), "scores": {key: {"value": value, "low": low, "high": high}}}
 
     def _add_mean(self, name: str, values: np.ndarray, note: str) -> None:
         """Add the mean of the images' scores; NaN where an image has none."""

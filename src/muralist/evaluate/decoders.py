@@ -1,16 +1,19 @@
-"""Items whose features are computed, and processes that decode images for one GPU into shared memory.
+"""Items whose features are computed, the start of the processes that compute them, and processes that decode images.
 
 Many cores feed one GPU; the threads of one process would share an interpreter, and pixels sent through pipes would be
-copied by the process that feeds the GPU. The processes import this module, which therefore imports nothing heavy.
+copied by the process that feeds the GPU. The processes that decode import this module, and the command imports it before
+torch: it imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, count, cycle
 from multiprocessing import reduction
@@ -20,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from muralist.core.errors import UserError
+from muralist.core.hardware import requested_processes
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited
 from muralist.data.decode import ImageDecodeError, decode_pixels, read_unchanged_image
 from muralist.data.tar_members import TarImage
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 
     from muralist.evaluate.inputs import DatasetImage
 
+CACHE_DIR = "features"
+"""The folder of cached features in the output of an evaluation."""
 _KEPT = 256 << 20  # bytes of a buffer that is kept for the next batch: 64 images of more than a million pixels
 _CHUNK = 8  # images of one message
 _POLL = 1.0  # seconds
@@ -68,6 +74,45 @@ class PairItem(FeatureItem):
         """Return the bytes of the image file, and the text."""
         assert self.image
         return self.image.read(), self.text
+
+
+def start_workers(labels: Iterable[str]) -> ProcessPool:
+    """Start processes that compute features: they import torch at once, and first receive the arguments of `work`."""
+    pool = ProcessPool("muralist-evaluate", _receive_and_work, dict.fromkeys(labels, ()))
+    for label in pool.arguments:
+        pool.start(label)
+    return pool
+
+
+def _receive_and_work(inbox: Inbox, send: Send) -> None:
+    from muralist.evaluate.features import work
+
+    # Bytes, because the thread that listens would import what they name while this one still imports torch.
+    work(inbox, send, *pickle.loads(inbox.get()))
+
+
+@contextmanager
+def workers_before_torch(gpu_ids: Sequence[int], output: Path) -> Iterator[ProcessPool | None]:
+    """Start the processes of an evaluation before this process imports torch, which takes seconds in each.
+
+    None where one CPU process computes, or where some features are cached already, and perhaps all.
+    """
+    labels = [] if any((output / CACHE_DIR).glob("*/*.bin")) else _expected_labels(gpu_ids)
+    pool = start_workers(labels) if labels else None
+    try:
+        yield pool
+    finally:
+        if pool:
+            pool.close(0.0)
+
+
+def _expected_labels(gpu_ids: Sequence[int]) -> list[str]:
+    """Return what `share_devices(select_devices(gpu_ids))` will probably name; empty for a single CPU process."""
+    visible = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
+    gpus, processes = len(list(Path("/dev").glob("nvidia[0-9]*"))), requested_processes() or 0
+    devices = gpu_ids or range(len(visible) or gpus if gpus else processes or len(visible))
+    labels = range(processes) if processes > len(devices) else devices
+    return [str(label) for label in labels] if gpus or len(labels) > 1 else []
 
 
 class SharedMemory:

@@ -137,8 +137,19 @@ def _stack_on(stream: torch.cuda.Stream, images: list[Tensor], device: torch.dev
     return batch
 
 
+_CLIP_SIZES = {(768, 12): "B", (1024, 24): "L", (1280, 32): "H"}
+CMMD_REPORTED = "ViT-L/14 at 336 px"
+"""The model of published CMMD values: openai/clip-vit-large-patch14-336."""
+AESTHETIC_REPORTED = "ViT-L/14 at 224 px"
+"""The model whose embeddings the LAION aesthetic score was trained on: openai/clip-vit-large-patch14."""
+
+
+@dataclass(frozen=True)
 class ClipEncoder(Encoder):
     """L2-normalized CLIP embeddings of images (name clip) or of prompts (name clip-text)."""
+
+    size: str = ""
+    """The model's usual name and the side of its images, such as ViT-L/14 at 224 px."""
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> tuple[ClipEncoder, ClipEncoder]:
@@ -147,7 +158,10 @@ class ClipEncoder(Encoder):
 
         config, sha256 = _inspect_checkpoint(folder, CLIPConfig, CLIPModel, "CLIP")
         width = int(config.projection_dim or 0)
-        images, texts = cls(folder, sha256, width, "clip"), cls(folder, sha256, width, "clip-text")
+        vision = config.vision_config
+        known = _CLIP_SIZES.get((vision.hidden_size, vision.num_hidden_layers), "")
+        size = f"ViT{known and f'-{known}'}/{vision.patch_size} at {vision.image_size} px"
+        images, texts = (cls(folder, sha256, width, name, size=size) for name in ("clip", "clip-text"))
         with _explained(f"The tokenizer or the image processor in {folder} cannot be loaded.", "CLIP"):
             images.processor()
             texts.tokenizer()
@@ -207,6 +221,24 @@ class ClipEncoder(Encoder):
         tokenizer = self.tokenizer()
         tokenizer.model_max_length = 1 << 30  # else it warns about every long prompt
         return sum(len(tokenizer(prompt)["input_ids"]) > TEXT_LENGTH for prompt in set(prompts))
+
+
+def truncation_warnings(count: int, tokens: int, reader: str) -> list[str]:
+    """Return what to say about so many prompts of more than `tokens` tokens."""
+    prompts, verb = ("prompt", "is") if count == 1 else ("prompts", "are")
+    text = f"{count:,} {prompts} {verb} longer than the {tokens} tokens {reader} reads, and {verb} truncated."
+    return [text] if count else []
+
+
+def crop_as_torchvision(data: bytes, side: int) -> Tensor:
+    """Resize the shorter side and crop the center as torchvision does, which rounds the place where others floor it."""
+    image = decode_image(data)
+    short = min(image.size)
+    width, height = (side if edge == short else int(side * edge / short) for edge in image.size)
+    left, top = round((width - side) / 2), round((height - side) / 2)
+    image = image.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + side, top + side))
+    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div(255)
+    return (pixels - torch.tensor(CLIP_MEAN)[:, None, None]) / torch.tensor(CLIP_STD)[:, None, None]
 
 
 DINOV2_SIDE = 224

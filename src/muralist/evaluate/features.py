@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import pickle
 import queue
 import time
 import zlib
@@ -34,13 +35,14 @@ from muralist.core.run_dir import disk_write_error
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited
 from muralist.data.decode import ImageDecodeError, decode_pixels, read_image_file, read_image_shape
 from muralist.data.tar_members import TarImage
-from muralist.evaluate.decoders import DecoderPool, FeatureItem, PairItem, PendingDecode
+from muralist.evaluate.decoders import DecoderPool, FeatureItem, PairItem, PendingDecode, start_workers
 from muralist.evaluate.encoders import GPU_BATCH, Encoder, LoadedEncoder, Row
 
 log = logging.getLogger("muralist")
 _REVISION = "2"  # raised whenever features are computed differently, even if only their last bits change
 BATCH = {"cpu": 1, "cuda": GPU_BATCH}  # larger batches are no faster on a CPU
 DECODING_AHEAD = 6  # batches: every core of a large machine has images to decode, and the next ones when it is done
+_HASHED_AT_ONCE = 32  # files of one task
 _MAX_BYTES_AHEAD = 2 << 30  # of decoded pixels: fewer batches of large photographs are decoded ahead
 TIMEOUT = 600.0  # seconds without a finished batch, after which a process is killed; more for gigabytes of weights
 _SLOWEST_READ = 20e6  # bytes per second of weights
@@ -64,8 +66,9 @@ def hash_files(paths: Sequence[Path | TarImage]) -> list[FeatureItem]:
             shape = read_image_shape(data)
         return FeatureItem(hashlib.sha256(data).digest(), path, shape)
 
-    with ThreadPoolExecutor(available_cpus()) as pool:
-        return list(pool.map(item, paths))
+    parts = [paths[start : start + _HASHED_AT_ONCE] for start in range(0, len(paths), _HASHED_AT_ONCE)]
+    with ThreadPoolExecutor(available_cpus()) as pool:  # a task costs as much as a small file
+        return [found for of_part in pool.map(lambda part: [*map(item, part)], parts) for found in of_part]
 
 
 def hash_texts(texts: Sequence[str]) -> list[FeatureItem]:
@@ -271,16 +274,19 @@ def _reproducible() -> Iterator[None]:
 class FeatureWorkers:
     """One process per device; they load the weights while their caller finds out what is to be computed."""
 
-    def __init__(self, encoder: Encoder, cache: FeatureCache, devices: dict[str, str]) -> None:
-        """Start the processes."""
+    def __init__(
+        self, encoder: Encoder, cache: FeatureCache, devices: dict[str, str], pool: ProcessPool | None = None
+    ) -> None:
+        """Start the processes, or use those of `pool` if it has one for each device."""
         self.encoder, self.labels = encoder, list(devices)
-        arguments = {label: (encoder, cache, devices[label], len(devices)) for label in devices}
-        self._pool = ProcessPool("muralist-evaluate", _work, arguments)
-        for label in self.labels:
-            self._pool.start(label)
+        started = pool is not None and set(pool.arguments) == set(devices)
+        self._pool = pool if pool and started else start_workers(devices)
+        for label, device in devices.items():
+            self._pool.send(label, pickle.dumps((encoder, cache, device, len(devices))))
+        self._grace = 0.0
 
     def extract(self, batches: Sequence[Batch]) -> Iterator[FinishedBatch]:
-        """Compute and cache batches, and end the processes."""
+        """Compute and cache batches, and tell the processes to end, which takes a while on a GPU."""
         source = self.encoder.source
         files = source.iterdir() if source.is_dir() else [source]
         size = sum(file.stat().st_size for file in files if file.is_file())
@@ -291,21 +297,26 @@ class FeatureWorkers:
         yield from finished
         for label in scheduler.pending:
             self._pool.send(label, None)
-        self._pool.close(_EXIT_SECONDS)
+        self._grace = _EXIT_SECONDS
 
     def __enter__(self) -> FeatureWorkers:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.close(0.0)
+        self._pool.close(self._grace)
 
 
-def start_ahead(encoder: Encoder, devices: dict[str, str], cache_dir: Path) -> FeatureWorkers | nullcontext[None]:
-    """Start the processes of `compute_features`, unless this process will do, or some features are cached already."""
+def start_ahead(
+    encoder: Encoder, devices: dict[str, str], cache_dir: Path, pool: ProcessPool | None = None
+) -> FeatureWorkers | nullcontext[None]:
+    """Start the processes of `compute_features`, unless this process will do, or some features are cached already.
+
+    `pool` holds processes of `start_workers`, which are used if they are as many as needed.
+    """
     if not _needs_processes(devices):
         return nullcontext()
     cache = FeatureCache(cache_dir, encoder, device_kind(devices))
-    return nullcontext() if any(cache.folder.glob("*.bin")) else FeatureWorkers(encoder, cache, devices)
+    return nullcontext() if any(cache.folder.glob("*.bin")) else FeatureWorkers(encoder, cache, devices, pool)
 
 
 class _Scheduler:
@@ -362,7 +373,7 @@ class _Scheduler:
         log.warning("%s The others take over its share.", what)
 
 
-def _work(inbox: Inbox, send: Send, encoder: Encoder, cache: FeatureCache, device: str, processes: int) -> None:
+def work(inbox: Inbox, send: Send, encoder: Encoder, cache: FeatureCache, device: str, processes: int) -> None:
     """Run in a worker process: batches come through the inbox, None at the end; what is finished goes back."""
     stopped = False
 
@@ -503,7 +514,7 @@ def _compute(
     batches = [items[start : start + size] for start in range(0, len(items), size)]
     used = {label: devices[label] for label in list(devices)[: len(batches)]}
     if workers or _needs_processes(used):
-        with workers or FeatureWorkers(encoder, cache, used) as processes:
+        with nullcontext(workers) if workers else FeatureWorkers(encoder, cache, used) as processes:
             yield from processes.extract(batches)
     else:
         remaining = iter(batches)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -32,6 +34,7 @@ _EXACT_DIR = ".exact"  # beside the images of fast mode: some of them again, gen
 _SEED_SUFFIX = re.compile(r"(.*)_seed(\d+)")
 
 
+_WANTED = {*IMAGE_EXTENSIONS, TAR}
 ImageFile = Path | TarImage
 """An image file, or one in a tar file."""
 
@@ -48,31 +51,50 @@ def find_images(folder: Path, flag: str, exclude: Path | None = None, may_be_abs
         problem = "is not a folder" if folder.exists() else "does not exist"
         raise UserError(f"{folder}, which {flag} names, {problem}.", fix="Check the path.")
     excluded = exclude.absolute() if exclude and exclude.absolute() != folder.absolute() else None
-    files = [
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in (*IMAGE_EXTENSIONS, TAR)
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and not (excluded and path.absolute().is_relative_to(excluded))
-        and path.is_file()
-        and not (path.name == "grid.png" and (path.parent / "samples").is_dir())  # of GenEval: its samples once more
-    ]
-    found: list[ImageFile] = [path for path in files if path.suffix.lower() != TAR]
-    for path in files:
+    files: list[tuple[str, ImageFile]] = []
+    tars: list[tuple[str, ImageFile]] = []
+    for relative, path in _files_below(folder, "", excluded, frozenset()):
         if path.suffix.lower() == TAR:
-            found += tar_images(path, IMAGE_EXTENSIONS)
+            tars += [(_place_of_member(image, folder), image) for image in tar_images(path, IMAGE_EXTENSIONS)]
+        else:
+            files.append((relative, path))
+    found = files + tars
     if len(found) < 2 and not may_be_absent:
         raise UserError(
             f"{'Only one' if found else 'No'} image was found in {folder}, which {flag} names.",
             f"Looked for {' '.join(IMAGE_EXTENSIONS)}.",
             "Statistics need at least two images.",
         )
-    return sorted(found, key=lambda image: _sort_key(image, folder))
+    return [image for _, image in sorted(found, key=itemgetter(0))]
 
 
-def _sort_key(image: ImageFile, folder: Path) -> str:
-    if isinstance(image, Path):
-        return image.relative_to(folder).as_posix()
+def _files_below(
+    folder: Path, prefix: str, excluded: Path | None, parents: frozenset[tuple[int, int]]
+) -> Iterator[tuple[str, Path]]:
+    """Yield image and tar files, each with its path below the first folder; links to folders are followed, as by train.
+
+    A link to nothing counts as a file: reading it is then an error, and not an image less.
+    """
+    try:
+        status, entries = folder.stat(), list(os.scandir(folder))
+    except OSError as error:
+        raise UserError(f"The folder {folder} cannot be read: {error.strerror}.") from None
+    if (identity := (status.st_dev, status.st_ino)) in parents:
+        return  # a link to a folder above
+    for entry in entries:
+        path = Path(entry.path)
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            if path.absolute() != excluded:
+                yield from _files_below(path, f"{prefix}{entry.name}/", excluded, parents | {identity})
+        elif path.suffix.lower() in _WANTED and (entry.is_file() or (entry.is_symlink() and not path.exists())):
+            is_grid = entry.name == "grid.png" and (folder / "samples").is_dir()  # of GenEval: its samples once more
+            if not is_grid:
+                yield f"{prefix}{entry.name}", path
+
+
+def _place_of_member(image: TarImage, folder: Path) -> str:
     return (image.tar.parent / PurePath(image.member).parent / image.name).relative_to(folder).as_posix()
 
 
@@ -259,27 +281,35 @@ class TableColumns:
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Cells of the columns that generation does not read, such as category, by column and file name."""
     rows: dict[str, int] = field(default_factory=dict)
+    ambiguous: list[str] = field(default_factory=list)
+    """Images whose id several rows share, with other prompts."""
 
 
-def match_table(table_path: str, files: Sequence[ImageFile]) -> TableColumns:
+def match_table(table_path: str, files: Sequence[ImageFile], known: Mapping[str, str]) -> TableColumns:
     """Find the row of each image: a file called ID or ID_seedN has the prompt of the row with that id.
 
-    Rows may share an id if their seeds differ; then only the file with the row's seed belongs to it.
+    Rows may share an id if their seeds differ; then only the file with the row's seed belongs to it. Where rows share
+    both, as the captions of one photograph do, the file's prompt in `known` tells them apart.
     """
     table = open_prompt_table(table_path)
-    by_id: dict[str, dict[int | None, PromptRow]] = defaultdict(dict)
+    by_id: dict[str, dict[int | None, list[PromptRow]]] = defaultdict(lambda: defaultdict(list))
     for row in table.rows(range(len(table))):
-        by_id[row.id][row.seed] = row
+        by_id[row.id][row.seed].append(row)
     found: dict[str, PromptRow] = {}
+    ambiguous = []
     for file in files:
         seeded = _SEED_SUFFIX.fullmatch(file.stem)
         candidates: list[tuple[str, int | None]] = [(seeded[1], int(seeded[2]))] if seeded else []
         for name, seed in [*candidates, (file.stem, None)]:
-            rows = by_id.get(name, {})
-            same_prompt = len({row.prompt for row in rows.values()}) == 1
-            row_of_file = rows.get(seed, next(iter(rows.values())) if same_prompt else None)
-            if row_of_file is not None:
-                found[file.name] = row_of_file
+            if not (of_id := by_id.get(name)):
+                continue
+            rows = of_id[seed] if seed in of_id else [row for of_seed in of_id.values() for row in of_seed]
+            if len({row.prompt for row in rows}) > 1:
+                rows = [row for row in rows if row.prompt == known.get(file.name)]
+                if not rows and len(of_id) == 1:  # else no row has the file's seed
+                    ambiguous.append(file.name)
+            if rows:
+                found[file.name] = rows[-1]
                 break
     others = table.other_columns({row.index for row in found.values()})
     return TableColumns(
@@ -289,4 +319,5 @@ def match_table(table_path: str, files: Sequence[ImageFile]) -> TableColumns:
             for column, cells in others.items()
         },
         {name: row.index for name, row in found.items()},
+        ambiguous,
     )

@@ -37,6 +37,7 @@ from muralist.evaluate.report import (
     metric_title,
     read_runs,
     score_decimals,
+    share_prompts,
 )
 
 PAGE = "index.html"
@@ -112,7 +113,7 @@ def render(
         images=images,
         score_groups=_score_groups(metrics, runs),
         warnings=_group([report.warnings for report in reports]),
-        comparable=all(are_comparable(metric, runs) for metric in metrics),
+        comparable=all(are_comparable(metric, runs) and share_prompts(metric, runs) for metric in metrics),
         missing=_group([_missing_by_reason(run) for run in runs]),
         notes=_group([_notes(run) for run in runs]),
         comparisons=[_comparison_row(comparison, runs) for comparison in comparisons],
@@ -169,7 +170,6 @@ def _score_row(metric: str, runs: Sequence[EvaluationRun]) -> dict[str, Any]:
         "title": metric_title(metric),
         "higher": info.higher_is_better if info else None,
         "meaning": info.meaning if info else "",
-        "comparable": are_comparable(metric, runs),
         "cells": cells,
     }
 
@@ -216,7 +216,7 @@ def _comparison_row(comparison: PairedComparison, runs: Sequence[EvaluationRun])
         "run": names.index(comparison.run),
         "baseline": names.index(comparison.baseline),
         "title": metric_title(comparison.metric),
-        "difference": value if value.startswith("−") or not difference.value else f"+{value}",
+        "difference": value if value.startswith("−") or not value.strip("0.") else f"+{value}",
         "interval": interval,
         "wins": f"{share}%",
         "win_interval": shares and [f"{end}%" for end in shares],
@@ -318,7 +318,7 @@ def _histogram(metric: str, runs: Sequence[EvaluationRun], decimals: int) -> dic
         heights = 40 - 39 * share / highest
         steps = (f"V{height:.2f}H{(index + 1) * step:.2f}" for index, height in enumerate(heights))
         outlines.append(f"M0,40{''.join(steps)}V40")
-    ends = [f"{edge:,.{decimals}f}" for edge in (edges[0], edges[-1])]
+    ends = [_texts(MetricScore(value=float(edge)), decimals)[0] for edge in (edges[0], edges[-1])]
     return {"title": metric_title(metric), "outlines": outlines, "ends": ends}
 
 

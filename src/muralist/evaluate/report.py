@@ -20,6 +20,7 @@ from muralist.evaluate.scores import SCORES, SCORES_FILE
 REPORT = "report.json"
 _SEED = re.compile(r"_seed(\d+)$")  # generate names images ID_seedN
 _MAX_DECIMALS = 6
+_SHARED_PROMPTS = 0.9  # of each run: a few rows may fail
 
 
 class MetricInfo(NamedTuple):
@@ -307,7 +308,7 @@ class BestRun(NamedTuple):
 def find_best(metric: str, runs: Sequence[EvaluationRun]) -> BestRun | None:
     """Return the run with the best score, unless it is unknown, alone or tied, or the runs are not comparable."""
     scores = [(run.scores[metric], number) for number, run in enumerate(runs) if metric in run.scores]
-    if metric not in METRICS or len(scores) < 2 or not are_comparable(metric, runs):
+    if metric not in METRICS or len(scores) < 2 or not (are_comparable(metric, runs) and share_prompts(metric, runs)):
         return None
     sign = -1 if METRICS[metric].higher_is_better else 1
     (first, number), *others = sorted(scores, key=lambda pair: sign * (pair[0].value or 0.0))
@@ -319,6 +320,17 @@ def find_best(metric: str, runs: Sequence[EvaluationRun]) -> BestRun | None:
 def are_comparable(metric: str, runs: Sequence[EvaluationRun]) -> bool:
     """Whether all runs that have a metric used the same model for it, and the same reference and number of images."""
     return len({_measured_with(metric, run) for run in runs if metric in run.scores}) < 2
+
+
+def share_prompts(metric: str, runs: Sequence[EvaluationRun]) -> bool:
+    """Whether all runs that have a score of single images have it for nearly the same prompts."""
+    sets = [
+        {prompt for prompt, value in zip(run.prompts, run.per_image[metric], strict=True) if value is not None}
+        for run in runs
+        if metric in run.per_image
+    ]
+    shared = set.intersection(*sets) if sets else set()
+    return all(len(shared) >= _SHARED_PROMPTS * len(prompts) for prompts in sets)
 
 
 def _measured_with(metric: str, run: EvaluationRun) -> tuple[Any, ...]:

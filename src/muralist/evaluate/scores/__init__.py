@@ -159,7 +159,16 @@ class ImageScore(ABC):
     def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
         """Return the score of each image, float64 [N]; NaN for an image to which the score does not apply."""
 
-    def warnings(self, prompts: Sequence[str]) -> list[str]:
+    def breakdown(
+        self, images: Sequence[FeatureItem], prompts: Sequence[str], values: np.ndarray, compute: ComputeFeatures
+    ) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """Return the parts of a benchmark that papers list, by heading and name: points and questions of each image.
+
+        The score of a part is the sum of its points over that of its questions. `values` are those of `values`.
+        """
+        return {}
+
+    def warnings(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[str]:
         """Return what a reader of the score has to know."""
         return []
 

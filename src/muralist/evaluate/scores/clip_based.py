@@ -6,8 +6,12 @@ aesthetic score is a chain of linear layers on the embeddings of OpenAI's ViT-L/
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+import html
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +23,16 @@ from torch.nn import functional as F
 from muralist.core.errors import UserError
 from muralist.data.decode import decode_image
 from muralist.evaluate.decoders import FeatureItem
-from muralist.evaluate.encoders import CLIP_MEAN, CLIP_STD, TEXT_LENGTH, ClipEncoder, LoadedEncoder
+from muralist.evaluate.encoders import (
+    AESTHETIC_REPORTED,
+    CLIP_MEAN,
+    CLIP_STD,
+    TEXT_LENGTH,
+    ClipEncoder,
+    LoadedEncoder,
+    crop_as_torchvision,
+    truncation_warnings,
+)
 from muralist.evaluate.features import hash_texts
 from muralist.evaluate.scores import SCORES, ImageScore, build_model, load_checkpoint, unusable
 from muralist.models.hub import find_model
@@ -41,6 +54,8 @@ class CosineScore(ImageScore):
     """Of images and of prompts."""
     scale: float
     about: str
+    clean: Callable[[str], str] = str
+    """What the authors do to a prompt before they split it into tokens."""
 
     @property
     def note(self) -> str:
@@ -50,16 +65,14 @@ class CosineScore(ImageScore):
     def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
         """Return the score of each image."""
         rows = compute(self.encoders[0], images, "images").aligned(len(images))
-        texts = compute(self.encoders[1], hash_texts(prompts), "prompts").aligned(len(images))
+        cleaned = hash_texts([self.clean(prompt) for prompt in prompts])
+        texts = compute(self.encoders[1], cleaned, "prompts").aligned(len(images))
         return self.scale * np.einsum("nd,nd->n", rows, texts)
 
-    def warnings(self, prompts: Sequence[str]) -> list[str]:
+    def warnings(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[str]:
         """Count the prompts that are truncated."""
-        count = self.encoders[1].count_truncated(list(prompts))
-        if not count:
-            return []
-        name = SCORES[self.encoders[0].name].title
-        return [f"{count:,} prompts are longer than the {TEXT_LENGTH} tokens {name} reads, and are truncated."]
+        count = self.encoders[1].count_truncated([self.clean(prompt) for prompt in prompts])
+        return truncation_warnings(count, TEXT_LENGTH, SCORES[self.encoders[0].name].title)
 
 
 class PickScoreEncoder(ClipEncoder):
@@ -89,6 +102,21 @@ def _open_pickscore(folder: Path, sha256: str, settings: EvaluateSettings) -> Im
 
 def _names(key: str) -> tuple[str, str]:
     return key, f"{key}-text"
+
+
+_STRAIGHT = {ord(sign): "'" for sign in "\u02bc\u2018\u2019\u201a\u201b"}  # ftfy turns these quotes straight,
+_STRAIGHT |= {ord(sign): '"' for sign in "\u201c\u201d\u201e\u201f"}
+_PLAIN = (0x3000, *range(0xFB00, 0xFB07), *range(0xFF01, 0xFFF0))  # and ligatures and full-width signs plain
+_STRAIGHT |= {code: unicodedata.normalize("NFKC", chr(code)) for code in _PLAIN}
+
+
+def _clean_as_open_clip(prompt: str) -> str:
+    """Do what open_clip's tokenizer, which HPSv2 uses, does before it lowers the case: ftfy, and HTML's entities.
+
+    Text in a wrong encoding stays as it is, which ftfy would guess and repair.
+    """
+    straight = html.unescape(prompt).translate(_STRAIGHT)
+    return html.unescape(html.unescape(straight)).strip()
 
 
 class HpsEncoder(ClipEncoder):
@@ -223,9 +251,26 @@ def _open_hpsv2(folder: Path, sha256: str, settings: EvaluateSettings) -> ImageS
     except Exception as error:  # of a foreign file
         raise unusable("hpsv2", folder, error) from None
     images, texts = (HpsEncoder(file, sha256, model.config.projection_dim, name) for name in _names("hpsv2"))
-    return CosineScore(
-        folder, sha256, (images, texts), 100.0, "100 x cosine; longer side resized to 224, black borders"
-    )
+    about = "100 x cosine; longer side resized to 224, black borders"
+    return CosineScore(folder, sha256, (images, texts), 100.0, about, _clean_as_open_clip)
+
+
+class OpenAiClipEncoder(ClipEncoder):
+    """The embeddings of images that OpenAI's code, as torchvision, crops one pixel beside transformers' crop."""
+
+    def load(self, device: torch.device) -> LoadedEncoder:
+        """Read the weights."""
+        side = self.side
+        return replace(super().load(device), prepare=lambda data: crop_as_torchvision(data, side))
+
+    @cached_property
+    def side(self) -> int:
+        """The side of the crop."""
+        return int(self.processor().crop_size["height"])
+
+    def differs(self, shape: tuple[int, int] | None) -> bool:
+        """Whether the crop of an image of this shape is another one than transformers'."""
+        return shape is not None and (int(self.side * max(shape) / min(shape)) - self.side) % 4 == 3
 
 
 @dataclass(frozen=True)
@@ -241,9 +286,23 @@ class AestheticScore(ImageScore):
         """How it is computed."""
         return f"on the embeddings of CLIP {self.clip.source.name}; published values use openai/clip-vit-large-patch14"
 
+    def warnings(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[str]:
+        """Say so where another CLIP of the same width is given."""
+        text = (
+            f"The LAION aesthetic score is computed with CLIP {self.clip.size}: it was trained on {AESTHETIC_REPORTED} "
+            "(openai/clip-vit-large-patch14), and its values are not comparable."
+        )
+        return [text] if self.clip.size != AESTHETIC_REPORTED else []
+
     def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
         """Return the score of each image."""
-        rows = compute(self.clip, images, "images").aligned(len(images))
+        exact = OpenAiClipEncoder(self.clip.source, self.clip.sha256, self.clip.width, "clip-openai")
+        differs = np.array([exact.differs(image.shape) for image in images])
+        rows = np.zeros((len(images), self.clip.width))
+        for encoder, places in ((self.clip, np.flatnonzero(~differs)), (exact, np.flatnonzero(differs))):
+            if len(places):
+                part = [images[place] for place in places]
+                rows[places] = compute(encoder, part, "images").aligned(len(part))
         for weight, bias in self.layers:
             rows = rows @ weight.T + bias
         return rows[:, 0]
@@ -267,7 +326,8 @@ def _open_aesthetic(folder: Path, sha256: str, settings: EvaluateSettings) -> Im
             "It was trained on the embeddings of OpenAI's ViT-L/14.",
             "Give a copy of openai/clip-vit-large-patch14 as --clip_path.",
         )
-    return AestheticScore(folder, sha256, clip, layers)
+    both = hashlib.sha256(f"{sha256}{clip.sha256}".encode()).hexdigest()
+    return AestheticScore(folder, both, clip, layers)
 
 
 OPENERS = {"pickscore": _open_pickscore, "hpsv2": _open_hpsv2, "aesthetic": _open_aesthetic}

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from muralist.data.decode import decode_image
 from muralist.evaluate.decoders import FeatureItem
-from muralist.evaluate.encoders import CLIP_MEAN, CLIP_STD, Encoder, LoadedEncoder
+from muralist.evaluate.encoders import Encoder, LoadedEncoder, crop_as_torchvision, truncation_warnings
 from muralist.evaluate.features import pair_items
 from muralist.evaluate.scores import ImageScore, build_model, unusable
 from muralist.models.weights import read_file
@@ -65,7 +63,7 @@ class ImageRewardEncoder(Encoder):
             tokens = tokenizer(
                 prompt, padding="max_length", truncation=True, max_length=_TEXT_LENGTH, return_tensors="pt"
             )
-            return _crop(data, side), torch.cat((tokens["input_ids"], tokens["attention_mask"]))
+            return crop_as_torchvision(data, side), torch.cat((tokens["input_ids"], tokens["attention_mask"]))
 
         def compute(batch: tuple[Tensor, Tensor]) -> Tensor:
             pixels, (tokens, mask) = batch[0].to(device), batch[1].to(device).unbind(1)
@@ -81,17 +79,6 @@ class ImageRewardEncoder(Encoder):
             return (reward - _MEAN) / _STD
 
         return LoadedEncoder(prepare, compute, lambda rows: tuple(map(torch.stack, zip(*rows, strict=True))))
-
-
-def _crop(data: bytes, side: int) -> Tensor:
-    """Resize the shorter side and crop the center as torchvision does, which rounds the place where others floor it."""
-    image = decode_image(data)
-    short = min(image.size)
-    width, height = (side if edge == short else int(side * edge / short) for edge in image.size)
-    left, top = round((width - side) / 2), round((height - side) / 2)
-    image = image.resize((width, height), Image.Resampling.BICUBIC).crop((left, top, left + side, top + side))
-    pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div(255)
-    return (pixels - torch.tensor(CLIP_MEAN)[:, None, None]) / torch.tensor(CLIP_STD)[:, None, None]
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -164,11 +151,10 @@ class ImageReward(ImageScore):
         """The tokenizer beside the weights."""
         return _tokenizer(self.folder)
 
-    def warnings(self, prompts: Sequence[str]) -> list[str]:
+    def warnings(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[str]:
         """Count the prompts that are truncated."""
         count = sum(len(self.tokenizer(prompt)["input_ids"]) > _TEXT_LENGTH for prompt in set(prompts))
-        text = f"{count:,} prompts are longer than the {_TEXT_LENGTH} tokens ImageReward reads, and are truncated."
-        return [text] if count else []
+        return truncation_warnings(count, _TEXT_LENGTH, "ImageReward")
 
 
 def _open(folder: Path, sha256: str, settings: EvaluateSettings) -> ImageScore:

@@ -6,6 +6,7 @@ answer is that of its first token.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,10 @@ from muralist.core.errors import UserError, first_line
 from muralist.data.decode import ImageDecodeError, decode_image
 from muralist.data.tables import table_rows
 from muralist.evaluate.decoders import FeatureItem
-from muralist.evaluate.encoders import Encoder, LoadedEncoder
+from muralist.evaluate.encoders import Encoder, LoadedEncoder, file_sha256
 from muralist.evaluate.features import pair_items
 from muralist.evaluate.inputs import prompt_id
-from muralist.evaluate.scores import ImageScore, load_checkpoint, unusable
+from muralist.evaluate.scores import SCORES, ImageScore, load_checkpoint, unusable
 from muralist.settings import EvaluateSettings
 
 if TYPE_CHECKING:
@@ -103,15 +104,33 @@ def _input_builder(folder: Path) -> InputBuilder:
     if AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type.startswith("qwen"):
         return qwen_builder(folder)
     processor: Any = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    switch = _switch_thinking_off(folder, processor, processor.chat_template)
 
     def build(image: Any, question: str) -> tuple[Mapping[str, Tensor], Any]:
         message = {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}
         inputs = processor.apply_chat_template(
-            [message], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            [message], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **switch
         )
         return inputs, processor.tokenizer
 
     return build
+
+
+def _switch_thinking_off(folder: Path, templates: Any, template: str | None) -> dict[str, bool]:
+    """Return the argument of a chat template that makes a model answer at once; refuse a model that cannot."""
+    switch = {"enable_thinking": False} if "enable_thinking" in str(template) else {}
+    content = [{"type": "text", "text": ""}]
+    text = templates.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, chat_template=template,
+        **switch,
+    )  # fmt: skip
+    if text.rstrip().endswith("<think>"):
+        raise UserError(
+            f"The model in {folder} thinks before it answers.",
+            "The probability of Yes as its first word says nothing about the image.",
+            f"Give a model that answers at once, such as {SCORES['vqascore'].downloads[0].origin}.",
+        )
+    return switch
 
 
 def qwen_builder(folder: Path, added_tokens: Sequence[str] = (), image_tokens: int | None = None) -> InputBuilder:
@@ -131,6 +150,7 @@ def qwen_builder(folder: Path, added_tokens: Sequence[str] = (), image_tokens: i
     template = tokenizer.chat_template
     if template is None and (file := folder / "chat_template.json").is_file():
         template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    switch = _switch_thinking_off(folder, tokenizer, template)
     mark = tokenizer.convert_ids_to_tokens(config.image_token_id)
     pixels = image_tokens and image_tokens * (processor.patch_size * processor.merge_size) ** 2
     size = {"size": {"shortest_edge": pixels, "longest_edge": pixels}} if pixels else {}
@@ -138,8 +158,9 @@ def qwen_builder(folder: Path, added_tokens: Sequence[str] = (), image_tokens: i
     def build(image: Any, question: str) -> tuple[Mapping[str, Tensor], Any]:
         content = [{"type": "image"}, {"type": "text", "text": question.replace(mark, "")}]
         text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, chat_template=template
-        )
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, chat_template=template,
+            **switch,
+        )  # fmt: skip
         try:
             seen = processor(images=[image], return_tensors="pt", **size)
         except ValueError as error:  # of an image 200 times as long as wide
@@ -190,18 +211,27 @@ class VqaScore(JudgedScore):
         return np.array([answer.probability for (answer,) in self.ask(images, questions, compute)])
 
 
+class GenEval2Prompt(NamedTuple):
+    """What is asked about the images of a prompt."""
+
+    questions: Sequence[Question]
+    skills: Sequence[str]
+    """Of each question; empty where the file does not tell."""
+    atoms: int | None
+    """How many objects, attributes, counts and relations the prompt has."""
+
+
 @dataclass(frozen=True)
 class SoftTifa(JudgedScore):
     """The mean probability of the right answers to the questions of a prompt, in percent (GenEval 2)."""
 
-    questions: Mapping[str, Sequence[Question]]
-    """By prompt."""
+    prompts: Mapping[str, GenEval2Prompt]
     is_geometric: bool
     applies_to = "images with a prompt of --geneval2_questions"
 
     def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
         """Return the score of each image."""
-        answers = self.ask(images, [self.questions.get(prompt.strip(), ()) for prompt in prompts], compute)
+        answers = self._answers(images, prompts, compute)
         means = []
         for of_image in answers:
             found = np.array([answer.probability for answer in of_image])
@@ -214,9 +244,56 @@ class SoftTifa(JudgedScore):
             means.append(100 * mean if len(found) else np.nan)
         return np.array(means)
 
+    def warnings(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[str]:
+        """Count the prompts without an image."""
+        found = {prompt.strip() for prompt in prompts}.intersection(self.prompts)
+        return _warn_of_missing("GenEval 2", len(self.prompts) - len(found), len(self.prompts))
 
-def read_geneval2(path: Path) -> dict[str, list[Question]]:
-    """Read the questions of GenEval 2 by prompt."""
+    def _answers(
+        self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures
+    ) -> list[list[Answer]]:
+        known = [self.prompts.get(prompt.strip()) for prompt in prompts]
+        return self.ask(images, [of_prompt.questions if of_prompt else () for of_prompt in known], compute)
+
+    def breakdown(
+        self, images: Sequence[FeatureItem], prompts: Sequence[str], values: np.ndarray, compute: ComputeFeatures
+    ) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """Return the score by the number of atoms, or that of atoms by their skill, as soft_tifa_analysis.py does."""
+        known = [self.prompts.get(prompt.strip()) for prompt in prompts]
+        if self.is_geometric:
+            rows = [
+                [(str(of_prompt.atoms), value)] if of_prompt and of_prompt.atoms else []
+                for of_prompt, value in zip(known, values, strict=True)
+            ]
+            return {"GenEval 2 atom count": _by_part(rows)}
+        skills = [of_prompt.skills if of_prompt else () for of_prompt in known]
+        rows = [
+            [(skill, 100 * answer.probability) for skill, answer in zip(of_prompt, of_image, strict=False)]
+            for of_prompt, of_image in zip(skills, self._answers(images, prompts, compute), strict=True)
+        ]
+        return {"GenEval 2 skill": _by_part(rows)}
+
+
+def _by_part(rows: Sequence[Sequence[tuple[str, float]]]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return points and questions of each image by part; an image that the judge cannot take has none."""
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for index, of_image in enumerate(rows):
+        for name, points in of_image if np.isfinite([points for _, points in of_image]).all() else ():
+            of_part = found.setdefault(name, (np.zeros(len(rows)), np.zeros(len(rows))))
+            of_part[0][index] += points
+            of_part[1][index] += 1
+    return dict(sorted(found.items(), key=lambda part: part[0].zfill(2) if part[0].isdigit() else part[0]))
+
+
+def _warn_of_missing(benchmark: str, missing: int, prompts: int) -> list[str]:
+    text = (
+        f"No image belongs to {missing:,} of the {prompts:,} prompts of {benchmark}: published values average over all."
+    )
+    return [text] if missing else []
+
+
+def read_geneval2(path: Path) -> dict[str, GenEval2Prompt]:
+    """Read GenEval 2 by prompt."""
     found = {}
     for number, cells in _rows(path, _GENEVAL2_FILE):
         pairs = cells.get("vqa_list")
@@ -232,7 +309,12 @@ def read_geneval2(path: Path) -> dict[str, list[Question]]:
             raise _bad_questions(
                 path, f"line {number} has no prompt with a vqa_list of questions and answers", _GENEVAL2_FILE
             )
-        found[prompt.strip()] = [_soft_tifa_question(*pair) for pair in pairs]
+        skills, atoms = cells.get("skills"), cells.get("atom_count")
+        found[prompt.strip()] = GenEval2Prompt(
+            [_soft_tifa_question(*pair) for pair in pairs],
+            tuple(map(str, skills)) if isinstance(skills, list) and len(skills) == len(pairs) else (),
+            atoms if isinstance(atoms, int) else None,
+        )
     return found
 
 
@@ -250,6 +332,7 @@ class DpgQuestion(NamedTuple):
     number: int
     text: str
     parents: tuple[int, ...]
+    category: str
 
 
 @dataclass(frozen=True)
@@ -260,21 +343,50 @@ class DpgBench(JudgedScore):
     """By prompt, and by the name of the prompt's file."""
     applies_to = "images with a prompt of --dpg_questions, or the name of one"
 
-    def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
-        """Return the score of each image."""
-        of_images = [
+    def _questions_of(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[Sequence[DpgQuestion]]:
+        return [
             self.questions.get(prompt.strip(), self.questions.get(prompt_id(image.content), ()))
             for image, prompt in zip(images, prompts, strict=True)
         ]
-        asked = [[Question(f"{q.text} Answer in one word.", _YES) for q in questions] for questions in of_images]
+
+    def warnings(self, images: Sequence[FeatureItem], prompts: Sequence[str]) -> list[str]:
+        """Count the prompts without an image."""
+        known = {id(questions) for questions in self.questions.values()}  # each is known by its prompt and its name
+        found = known.intersection(map(id, self._questions_of(images, prompts)))
+        return _warn_of_missing("DPG-Bench", len(known) - len(found), len(known))
+
+    def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
+        """Return the score of each image."""
+        of_images = self._questions_of(images, prompts)
         shares = []
-        for questions, answers in zip(of_images, self.ask(images, asked, compute), strict=True):
+        for questions, answers in zip(of_images, self._answers(images, of_images, compute), strict=True):
             yes = {question.number: answer.is_first for question, answer in zip(questions, answers, strict=True)}
             for question in questions:
                 yes[question.number] &= all(yes[parent] for parent in question.parents)
             is_known = yes and not any(np.isnan(answer.probability) for answer in answers)
             shares.append(100 * sum(yes.values()) / len(yes) if is_known else np.nan)
         return np.array(shares)
+
+    def _answers(
+        self, images: Sequence[FeatureItem], of_images: Sequence[Sequence[DpgQuestion]], compute: ComputeFeatures
+    ) -> list[list[Answer]]:
+        asked = [[Question(f"{q.text} Answer in one word.", _YES) for q in questions] for questions in of_images]
+        return self.ask(images, asked, compute)
+
+    def breakdown(
+        self, images: Sequence[FeatureItem], prompts: Sequence[str], values: np.ndarray, compute: ComputeFeatures
+    ) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+        """Return the questions answered with yes by their category, whatever the questions they depend on."""
+        of_images = self._questions_of(images, prompts)
+        rows = [
+            [
+                (question.category, 100 * float(answer.is_first) if np.isfinite(answer.probability) else np.nan)
+                for question, answer in zip(questions, answers, strict=True)
+                if question.category
+            ]
+            for questions, answers in zip(of_images, self._answers(images, of_images, compute), strict=True)
+        ]
+        return {"DPG-Bench category": _by_part(rows)}
 
 
 def read_dpg(path: Path) -> dict[str, list[DpgQuestion]]:
@@ -285,7 +397,8 @@ def read_dpg(path: Path) -> dict[str, list[DpgQuestion]]:
         try:
             name, text = str(cells["item_id"]), str(cells["question_natural_language"])
             parents = (int(parent) for parent in str(cells["dependency"]).split(","))
-            question = DpgQuestion(int(str(cells["proposition_id"])), text, tuple(filter(None, parents)))
+            category = str(cells.get("tuple") or "").partition("(")[0].partition("-")[0].strip()
+            question = DpgQuestion(int(str(cells["proposition_id"])), text, tuple(filter(None, parents)), category)
             prompts[name] = str(cells["text"]).strip()
         except (KeyError, ValueError) as error:
             raise _bad_questions(path, f"line {number} is not one of DPG-Bench ({error})", _DPG_FILE) from None
@@ -320,9 +433,16 @@ def _judge(key: str, folder: Path, sha256: str) -> JudgeEncoder:
     load_checkpoint(key, folder, AutoModelForImageTextToText, dtype="auto", device_map="meta")
     try:
         _input_builder(folder)
+    except UserError:
+        raise
     except Exception as error:  # of a foreign folder
         raise unusable(key, folder, error) from None
     return JudgeEncoder(folder, sha256, 2, "judge", key=key)
+
+
+def _with_questions(sha256: str, questions: Path) -> str:
+    """Return a hash of judge and questions: values of other questions are not comparable."""
+    return hashlib.sha256(f"{sha256}{file_sha256(questions)}".encode()).hexdigest()
 
 
 def _open_vqascore(folder: Path, sha256: str, settings: EvaluateSettings) -> ImageScore:
@@ -331,9 +451,11 @@ def _open_vqascore(folder: Path, sha256: str, settings: EvaluateSettings) -> Ima
 
 
 def _open_geneval2(folder: Path, sha256: str, settings: EvaluateSettings, is_geometric: bool = True) -> ImageScore:
-    questions = read_geneval2(Path(settings.geneval2_questions or ""))
+    file = Path(settings.geneval2_questions or "")
+    questions = read_geneval2(file)
     about = f"Soft-TIFA, {'geometric' if is_geometric else 'arithmetic'} mean over the questions of a prompt, x 100"
-    return SoftTifa(folder, sha256, _judge("geneval2", folder, sha256), about, questions, is_geometric)
+    judge = _judge("geneval2", folder, sha256)
+    return SoftTifa(folder, _with_questions(sha256, file), judge, about, questions, is_geometric)
 
 
 def _open_geneval2_am(folder: Path, sha256: str, settings: EvaluateSettings) -> ImageScore:
@@ -341,9 +463,10 @@ def _open_geneval2_am(folder: Path, sha256: str, settings: EvaluateSettings) -> 
 
 
 def _open_dpg(folder: Path, sha256: str, settings: EvaluateSettings) -> ImageScore:
-    questions = read_dpg(Path(settings.dpg_questions or ""))
+    file = Path(settings.dpg_questions or "")
+    questions = read_dpg(file)
     about = "share of questions answered with yes, with their dependencies, x 100; published values use mPLUG-large"
-    return DpgBench(folder, sha256, _judge("dpg", folder, sha256), about, questions)
+    return DpgBench(folder, _with_questions(sha256, file), _judge("dpg", folder, sha256), about, questions)
 
 
 OPENERS = {

@@ -12,7 +12,10 @@ for (const image of all("img[data-image]")) {
 const scores = new Map();
 for (const figure of all("figure[data-scores]")) scores.set(figure, JSON.parse(figure.dataset.scores));
 const value = (figure, key) => scores.get(figure)?.[key];
-const text = (key, number) => number.toFixed(metrics[key].decimals).replace("-", "−");
+function text(key, number) {
+  const shown = number.toFixed(metrics[key].decimals);
+  return Number(shown) === 0 ? shown.replace("-", "") : shown.replace("-", "−"); // -0 is 0
+}
 
 // The toolbar: which images are shown, in which order, with which score.
 const box = document.getElementById("filter");
