@@ -301,7 +301,7 @@ class AestheticScore(ImageScore):
         rows = np.zeros((len(images), self.clip.width))
         for encoder, places in ((self.clip, np.flatnonzero(~differs)), (exact, np.flatnonzero(differs))):
             if len(places):
-                part = [images[place] for place in places]
+                part = [images[int(place)] for place in places]
                 rows[places] = compute(encoder, part, "images").aligned(len(part))
         for weight, bias in self.layers:
             rows = rows @ weight.T + bias
