@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ CLASSES, SIDE = 10, 32
 BATCH = 250  # of generation: 5,000 images divide into batches of this size, which use the GPU fully
 CONCURRENT = 6  # checkpoints evaluated at once: some start while others generate
 PATIENCE = 120.0  # seconds for the last checkpoint after a request to stop
+STOPPED = 128 + signal.SIGTERM  # the exit status of a training that was stopped, with its state saved
 LINES_SHOWN = 30
 NOTE = (
     f"The reference is the training set. Up to {CONCURRENT} checkpoints share the GPU: alone, each would be faster. "
@@ -58,9 +60,9 @@ class CommandRunner:
                 [sys.executable, "-m", "muralist", *map(str, words)], stdout=log, stderr=log, env=environment
             )
 
-    def check(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        """Wait for a command to end, and end with it where it failed."""
-        if process.wait():
+    def check(self, name: str, process: subprocess.Popen[bytes], allowed: int = 0) -> None:
+        """Wait for a command to end, and end with it where it failed; `allowed` is another status that is no failure."""
+        if process.wait() not in (0, allowed):
             lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
             raise SystemExit("\n".join([f"{name} failed:", *lines[-LINES_SHOWN:]]))
 
@@ -135,7 +137,7 @@ class Bench:
                 process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
-        self.runner.check("train", process)
+        self.runner.check("train", process, STOPPED)
         return began, time.perf_counter() - started
 
     def score(self, step: int) -> dict[str, Any]:
@@ -198,7 +200,8 @@ def measure(name: str, options: argparse.Namespace, train_flags: list[str], fold
         statistics = reference.result()
         written = bench.run / "metrics.jsonl"
         metrics = [json.loads(line) for line in written.read_text().splitlines()] if written.is_file() else []
-        steps = measured_steps(metrics, options.every)
+        # The first ones are gone where training was faster than expected.
+        steps = [step for step in measured_steps(metrics, options.every) if bench.checkpoint(step).is_dir()]
         if not steps:
             raise SystemExit(f"Training ended before its first checkpoint at step {options.every}.")
         print(f"trained for {training:.0f} s, to step {metrics[-1]['step']}; checkpoints {steps}", flush=True)

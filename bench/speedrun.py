@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from bench.cifar_fid import CommandRunner
+from bench.cifar_fid import STOPPED, CommandRunner
 from bench.measure_training import hardware, versions
 from torch import Tensor
 
@@ -429,8 +429,7 @@ class Speedrun:
                 process.terminate()
                 process.wait(PATIENCE)
             seconds = time.perf_counter() - started
-        if process.returncode not in (0, 143):  # 143: stopped, with its state saved
-            self.runner.check(f"train-{name}", process)
+        self.runner.check(f"train-{name}", process, STOPPED)
         print(f"{name}: {seconds:.1f} s", flush=True)
         return began, seconds, run
 

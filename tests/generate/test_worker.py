@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 import queue
 import shutil
 import threading
@@ -180,6 +181,24 @@ def test_prompts_of_every_kind_reach_the_file_and_the_ledger_unchanged(tmp_path:
         assert line["seconds"] > 0
 
 
+def test_images_are_not_flushed_one_by_one_and_truncated_ones_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threaded, flushed, flush = ThreadedRun(tmp_path, PROMPTS), [], os.fsync
+
+    def watched(descriptor: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    serve(threaded, lambda *_: None, 4, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert threaded.output.finished(threaded.plan).all()
+    assert not [name for name in flushed if ".png" in name]
+    torn = threaded.output.root / threaded.plan.sample(2).file  # as a power failure may leave it
+    torn.write_bytes(torn.read_bytes()[:100])
+    assert threaded.output.finished(threaded.plan).tolist() == [row != 2 for row in range(8)]
+
+
 def test_a_full_disk_stops_with_an_error_and_resumes(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         threaded = ThreadedRun(disk, PROMPTS)
@@ -214,7 +233,7 @@ def test_a_folder_deleted_under_a_worker_is_reported_and_not_recreated(tmp_path:
 def test_a_last_image_that_cannot_be_written_is_reported_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, flush: bool) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     monkeypatch.setattr(worker, "atomic_write", full)

@@ -165,16 +165,20 @@ _TORCH_WRITE_ERRORS = ("inline_container.cc", "PytorchStreamWriter")
 
 
 @contextmanager
-def atomic_open(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file that is written completely or not at all: aside, flushed to disk at the end, then renamed."""
+def atomic_open(path: Path, flush: bool = True) -> Iterator[IO[bytes]]:
+    """Open a file that is written completely or not at all: aside, flushed to disk at the end, then renamed.
+
+    Without `flush` that holds for a killed process, but not for a power failure.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.unlink(missing_ok=True)
         with aside.open("xb") as file:  # fails on an existing link instead of following it
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
         aside.replace(path)
     except OSError as error:
         error.filename = str(path)  # a full disk does not name the file
@@ -183,9 +187,9 @@ def atomic_open(path: Path) -> Iterator[IO[bytes]]:
         aside.unlink(missing_ok=True)
 
 
-def atomic_write(path: Path, data: bytes | str) -> None:
-    """Write a file completely or not at all."""
-    with atomic_open(path) as file:
+def atomic_write(path: Path, data: bytes | str, flush: bool = True) -> None:
+    """Write a file completely or not at all, as `atomic_open` does."""
+    with atomic_open(path, flush) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
