@@ -449,6 +449,8 @@ def test_mistakes_on_the_command_line(arguments: list[str], parts: list[str]) ->
         ("just words", ["`name: value`", "str"]),
         ("epochs: 3\ndata:\n  batch_size: [1\n", ["not valid YAML", "line"]),
         ("epochs: 3\n\tdata: 4", ["not valid YAML", "line 2"]),
+        ("epochs: 3\nseed: 1\nepochs: 4", ["not valid YAML at line 3: the key `epochs` appears twice."]),
+        ("optim:\n  beta1: 0.8\n  beta1: 0.9", ["not valid YAML at line 3: the key `beta1` appears twice."]),
         ("epochs: !!python/object/apply:os.system ['true']", ["not valid YAML", "line 1"]),
         ("batch_size: 3\ndata:\n  batch_size: 4", ["`batch_size`", "is 3, and `data.batch_size`", "is 4"]),
         ("config: other.yaml", ["config"]),

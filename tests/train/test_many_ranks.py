@@ -15,7 +15,7 @@ import pytest
 
 from muralist.core.errors import EXIT_LOST_PEERS
 from tests.conftest import REPOSITORY
-from tests.support.runs import TINY, finish, losses, metrics, only_run, start
+from tests.support.runs import TINY, finish, last_checkpoint, losses, metrics, only_run, start
 
 STEPS, DECAY, WARM_UP = 50, 170, 10
 WSD = ("--lr_schedule", "wsd", "--lr_decay_steps", STEPS, "--lr_decay_fraction", "0.4")
@@ -93,6 +93,32 @@ def test_accelerate_launch_and_the_script_run_the_configured_processes(photo_fol
     script = start("bash", "scripts/train_multi_gpu.sh", *shrink, "--run_name", "one", cwd=tmp_path, PATH=path,
                    CUDA_VISIBLE_DEVICES="2")  # fmt: skip
     assert "Number of processes: 1" in finish(script)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "which", "status"),
+    [
+        (("muralist", "launch", "--nproc", 2, "train"), signal.SIGINT, 130),
+        (("muralist", "launch", "--nproc", 2, "train"), signal.SIGTERM, 143),
+        (("torchrun", "--standalone", "--nproc_per_node=2", "train.py"), signal.SIGINT, 1),
+    ],
+    ids=["launch-SIGINT", "launch-SIGTERM", "torchrun-SIGINT"],
+)
+def test_stopped_launcher_saves_and_fails(
+    launcher: tuple[object, ...], which: signal.Signals, status: int, photo_folder: Path, tmp_path: Path
+) -> None:
+    """Ctrl+C goes to all processes of a terminal, SIGTERM to the launcher; then `train && generate` stops."""
+    words = [*TINY, "--data_path", photo_folder, "--results_dir", tmp_path, "--run_name", "run", "--epochs", "100000",
+             "--ckpt_every", "100000", "--samples_per_gpu", "0"]  # fmt: skip
+    process = start(*launcher, *words, new_session=True)
+    file, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
+    while not (file.is_file() and file.read_text().count("\n") > 4) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (os.killpg if which == signal.SIGINT else os.kill)(process.pid, which)
+    output, step = finish(process, expect=status, timeout=60), len(losses(file.parent))
+    assert f"Stopped by {which.name} at step {step}: saved" in output and "ended with status" not in output
+    assert last_checkpoint(file.parent).name == f"step_{step:07d}"
 
 
 @pytest.mark.slow

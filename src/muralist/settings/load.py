@@ -317,6 +317,20 @@ def _take(queue: list[str], token: str) -> str:
     return queue.pop(0)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that appears twice, of which PyYAML drops the first value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return a mapping."""
+        seen = set[str]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                problem = f"the key `{key.value:.80}` appears twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(names: FlagTable, path: Path) -> dict[str, SettingValue]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -327,7 +341,7 @@ def _read_yaml(names: FlagTable, path: Path) -> dict[str, SettingValue]:
         fix = f"The package has {', '.join(CONFIG_NAMES)}: give such a name without a folder." if trains else ""
         raise UserError(f"Cannot read the config file {path}: {reason}.", guess, fix) from None
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, _Loader)
     except RecursionError:
         raise UserError(f"{path} is nested too deeply to be settings.") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date
