@@ -319,6 +319,8 @@ def _join(rows: Sequence[Any]) -> Any:
         return torch.cat([row.restore() for row in rows]) if _is_batched(first) else first.restore()
     if isinstance(first, tuple):
         return tuple(_join(parts) for parts in zip(*rows, strict=True))
+    if isinstance(first, list) and all(isinstance(part, _Stored) and part.value.ndim > 2 for part in first):
+        return [_join(layers) for layers in zip(*rows, strict=True)]  # Bria Fibo: hidden states of every layer
     if isinstance(first, list):  # one embedding for each prompt
         return [part.restore() if isinstance(part, _Stored) else part for row in rows for part in row]
     return first
