@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from muralist.evaluate.page import write_report
+from muralist.evaluate.report import METRICS
 from tests.support.evaluations import HOSTILE, write_evaluation
 
 pytestmark = pytest.mark.slow
@@ -70,6 +71,8 @@ def with_categories(folder: Path, shift: float = 0.0) -> Path:
     means = {key: {"value": 20.0, "low": 19.0, "high": 21.0} for key in scores}
     report["categories"] = {"category": {name: {"count": 6, "scores": means} for name in ("Cars", HOUSES)}}
     report["scores"]["pickscore"] = {"value": 15.5 + shift, "low": 14.0, "high": 17.0}
+    report["scores"]["kid"] = {"value": 4e-5, "low": -2.1e-4, "high": 3.1e-4}  # the widest texts
+    report["images"]["unreadable"] = [f"{'0' * 120}.png: truncated"]
     report["generation"] = {"model": "Wan 2.1"}
     (folder / "report.json").write_text(json.dumps(report))
     return folder
@@ -134,7 +137,34 @@ def test_one_run(visit: Callable[..., Visit], tmp_path: Path) -> None:
     assert width(looking) == 400, "nothing sticks out"
     inside = "[...document.querySelectorAll('.scores td')].every((cell) => cell.getBoundingClientRect().right <= 384)"
     assert page.evaluate(inside), "the table of scores fits"
+    assert page.evaluate("[-0.001, -0.06, 0].map((number) => text('pickscore', number))") == ["0.0", "−0.1", "0.0"]
     assert page.locator("[data-worst]").bounding_box()["x"] < 100, "the worst cases stay one click away"
+    looking.close()
+
+
+def test_all_scores_fit(visit: Callable[..., Visit], tmp_path: Path) -> None:
+    """Above the fold and beside each other, in a table of every score by every category."""
+    folder = write_evaluation(tmp_path / "run", 12)
+    report = json.loads((folder / "report.json").read_text())
+    columns: dict[str, list[Any]] = {"image": report["per_image"]["file"], "category": ["Cars", HOUSES] * 6}
+    for key in METRICS:
+        is_signed = key in ("kid", "imagereward", "hpsv3")
+        report["scores"][key] = dict(
+            zip(("value", "low", "high"), (-0.2, -0.34, -0.07) if is_signed else (25.2, 24.1, 26.3), strict=True)
+        )
+        if METRICS[key].encoder == "score" or key == "clip_score":
+            columns[key] = [0.1 * number for number in range(12)]
+    means = {key: report["scores"][key] for key in columns if key in METRICS}
+    report["categories"] = {"category": {name: {"count": 6, "scores": means} for name in ("Cars", HOUSES)}}
+    (folder / "report.json").write_text(json.dumps(report))
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "scores.parquet")
+    looking = visit(write_report([folder], folder / "report"), viewport={"width": 1400, "height": 900})
+    last = looking.page.locator(".scores tr").last.bounding_box()
+    assert looking.seen(".scores td.value").count() == len(METRICS) and last["y"] + last["height"] < 900
+    right = "[...document.querySelectorAll('{}')].map((cell) => cell.getBoundingClientRect().right)"
+    assert len(means) == 10 and max(looking.page.evaluate(right.format(".heat td"))) <= 1262, "no column is cut off"
+    looking.page.set_viewport_size({"width": 400, "height": 800})
+    assert width(looking) == 400 and max(looking.page.evaluate(right.format(".scores td"))) <= 384
     looking.close()
 
 
@@ -151,7 +181,9 @@ def test_several_runs_are_compared_in_the_dark_and_on_a_phone(visit: Callable[..
     assert all(box["x"] + box["width"] <= 384 for box in boxes)
     assert "17.0" in cells.nth(1).inner_text() and "★" in cells.nth(1).inner_text()
     assert page.evaluate("getComputedStyle(document.querySelector('.scores td'), '::before').content") == '"old"'
-    assert looking.seen(".scores .whisker .mean").count() == 4 * 2
+    assert looking.seen(".scores .whisker .mean").count() == 5 * 2
+    ends = "[...document.querySelectorAll('.scores .interval')].map((text) => text.getBoundingClientRect().right)"
+    assert max(page.evaluate(ends)) <= 384, "no interval is cut off"
     assert looking.seen("#comparison .verdict").all_inner_texts() == ["worse", "worse"]
     assert looking.seen("#categories .heat").count() == 2, "a table for each score"
     ends = [cell.bounding_box() for cell in page.locator(".heat").first.locator("td").all()]

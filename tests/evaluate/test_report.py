@@ -305,6 +305,9 @@ def test_the_clip_histogram_includes_both_ends(tmp_path: Path) -> None:
     (outline,) = page.all("path", "d")  # 30 steps; three of four images in the first, one in the last
     assert outline.startswith("M0,40V1.00H3.33V40.00H6.67V40.00") and outline.endswith("V27.00H100.00V40")
     assert page.section("distributions") == "Distributions CLIP score 0.00 3.00"
+    write_changed(run, per_image=per_image | {"clip_score": [100.0] * 4})
+    section = Page(write_report([run], tmp_path / "report")).section("distributions")
+    assert section == "Distributions CLIP score 100", "one score has one label"
 
 
 def test_negative_numbers_have_one_minus_and_no_zero_below_zero(tmp_path: Path) -> None:

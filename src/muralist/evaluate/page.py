@@ -319,6 +319,8 @@ def _histogram(metric: str, runs: Sequence[EvaluationRun], decimals: int) -> dic
         steps = (f"V{height:.2f}H{(index + 1) * step:.2f}" for index, height in enumerate(heights))
         outlines.append(f"M0,40{''.join(steps)}V40")
     ends = [_texts(MetricScore(value=float(edge)), decimals)[0] for edge in (edges[0], edges[-1])]
+    if ends[0] == ends[1]:  # all images have one score
+        ends = ["", ends[0], ""]
     return {"title": metric_title(metric), "outlines": outlines, "ends": ends}
 
 

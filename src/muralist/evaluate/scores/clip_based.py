@@ -297,12 +297,12 @@ class AestheticScore(ImageScore):
     def values(self, images: Sequence[FeatureItem], prompts: Sequence[str], compute: ComputeFeatures) -> np.ndarray:
         """Return the score of each image."""
         exact = OpenAiClipEncoder(self.clip.source, self.clip.sha256, self.clip.width, "clip-openai")
-        differs = np.array([exact.differs(image.shape) for image in images])
+        differs = [exact.differs(image.shape) for image in images]
         rows = np.zeros((len(images), self.clip.width))
-        for encoder, places in ((self.clip, np.flatnonzero(~differs)), (exact, np.flatnonzero(differs))):
-            if len(places):
-                part = [images[int(place)] for place in places]
-                rows[places] = compute(encoder, part, "images").aligned(len(part))
+        for encoder, is_exact in ((self.clip, False), (exact, True)):
+            places = [place for place, differing in enumerate(differs) if differing is is_exact]
+            if places:
+                rows[places] = compute(encoder, [images[place] for place in places], "images").aligned(len(places))
         for weight, bias in self.layers:
             rows = rows @ weight.T + bias
         return rows[:, 0]
