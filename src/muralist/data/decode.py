@@ -6,7 +6,7 @@ import hashlib
 import io
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageFile, ImageOps
 
 from muralist.core.errors import UserError
+from muralist.core.image_size import Size, height_width
 from muralist.core.images import IMAGE_FORMATS
 from muralist.data.tar_members import TarImage, find_member
 
@@ -24,9 +25,6 @@ try:  # the extra `fast`
     HAS_FAST_PNG = True
 except ImportError:
     HAS_FAST_PNG = False
-
-Size = int | tuple[int, int]
-"""An image size in pixels: the side of a square, or (height, width)."""
 
 IMAGE_EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -146,24 +144,6 @@ def read_image_shape(data: bytes | Path, name: str = "") -> tuple[int, int]:
             if image.format != "TIFF" and orientation in _SWAPS_SIDES:
                 return width, height
         return height, width
-
-
-def height_width(size: int | Sequence[int]) -> tuple[int, int]:
-    """Return height and width; one number stands for both."""
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width
-
-
-def as_size(size: int | Sequence[int]) -> Size:
-    """Return a size as settings write it: one number for a square."""
-    height, width = height_width(size)
-    return height if height == width else (height, width)
-
-
-def format_size(size: Size) -> str:
-    """Format a size: `64`, or `512 x 768` (height first)."""
-    height, width = height_width(size)
-    return str(height) if height == width else f"{height} x {width}"
 
 
 def _unreadable(name: str, error: OSError) -> UserError:

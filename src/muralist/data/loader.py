@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, Dataset
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes, progress_bar
 from muralist.core.hardware import available_cpus
+from muralist.core.image_size import Size, height_width
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.core.worker_pool import without_main_module
-from muralist.data.decode import ImageDecodeError, Size, height_width
+from muralist.data.decode import ImageDecodeError
 from muralist.data.packed import LatentBatch, LatentSource
 from muralist.data.sampler import Indices, SampleOrder, Split
 from muralist.data.source import CachedSource, Source, read_batch

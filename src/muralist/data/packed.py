@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from muralist.core.errors import UserError
-from muralist.data.decode import Size, format_size, height_width
+from muralist.core.image_size import Size, format_size, height_width
 from muralist.data.source import CaptionTemplate, LruCache, Sample, short_hash
 
 if TYPE_CHECKING:  # opening a data set does not import torch

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_list
+from muralist.core.image_size import format_size
 from muralist.core.rng import Purpose
-from muralist.data.decode import ImageDecodeError, format_size
+from muralist.data.decode import ImageDecodeError
 from muralist.data.source import ConcatSource, Sample, Source
 from muralist.data.sources.hydit_index import IndexSource
 

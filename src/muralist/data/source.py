@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from muralist.core.errors import UserError, closest_match
-from muralist.data.decode import Size, height_width
+from muralist.core.image_size import Size, height_width
 
 CAPTION_FIELDS = ("caption", "text", "prompt", "text_zh")
 LABEL_FIELDS = ("label", "class")

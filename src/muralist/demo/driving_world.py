@@ -16,7 +16,7 @@ import numpy as np
 from PIL import ImageColor
 
 from muralist.core.errors import UserError
-from muralist.data.decode import Size, format_size, height_width
+from muralist.core.image_size import Size, format_size, height_width
 from muralist.data.source import CaptionTemplate, Sample, short_hash
 from muralist.demo.driving_props import (
     GLASS,

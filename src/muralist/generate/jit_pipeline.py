@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from muralist.core.errors import UserError
+from muralist.core.image_size import height_width
 from muralist.core.images import to_uint8
-from muralist.data.decode import height_width
 from muralist.diffusion.samplers import time_grid
 from muralist.generate.optimizations import CudaGraphs, Optimizations, compile_deterministically
 from muralist.generate.pipeline import (

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from muralist.core.errors import UserError, closest_match
+from muralist.core.image_size import format_size, height_width
 from muralist.core.run_dir import exists
-from muralist.data.decode import format_size, height_width
 from muralist.generate.lora_check import PEFT_CONFIG, check_lora
 from muralist.generate.presets import describe_origins, folder_value, resolve_settings, script_value, user_value
 from muralist.models.configs import JIT_GUIDANCE

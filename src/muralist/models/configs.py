@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from muralist.core.errors import UserError, closest_match
-from muralist.data.decode import Size, height_width
+from muralist.core.image_size import Size, height_width
 
 IMAGE_CHANNELS = 3
 TIME_FREQUENCIES = 256

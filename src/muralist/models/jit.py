@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from muralist.core import rng
+from muralist.core.image_size import Size, as_size, height_width
 from muralist.core.rng import Purpose, SampleKeys, dropout
-from muralist.data.decode import Size, as_size, height_width
 from muralist.kernels.fp8 import Fp8Activation
 from muralist.kernels.ops import (
     Linear,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes
 from muralist.core.hardware import can_compile
+from muralist.core.image_size import height_width
 from muralist.core.rng import SampleKeys
-from muralist.data.decode import height_width
 from muralist.data.loader import Batch
 from muralist.data.packed import LatentSource
 from muralist.diffusion import flow, samplers

@@ -20,9 +20,9 @@ from muralist import __version__
 from muralist.core import rng
 from muralist.core.errors import UserError, closest_match
 from muralist.core.hardware import copy_to_device
+from muralist.core.image_size import Size, as_size, format_size, height_width
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.core.run_dir import atomic_folder, atomic_write, atomic_write_json
-from muralist.data.decode import Size, as_size, format_size, height_width
 from muralist.data.loader import Batch, to_unit_range
 from muralist.data.packed import LatentSource
 from muralist.diffusion import flow, samplers

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from muralist.core.errors import UserError
-from muralist.data.decode import height_width
+from muralist.core.image_size import height_width
 from muralist.data.loader import to_unit_range
 from muralist.data.packed import CAPTION_FILES, EncodedManifest, Manifest, RowWriter, StoredTensor
 from muralist.models.hub import find_model

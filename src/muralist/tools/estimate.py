@@ -20,8 +20,8 @@ from rich.table import Table
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes, format_count, format_duration, parse_count
+from muralist.core.image_size import Size, format_size
 from muralist.core.run_dir import atomic_write
-from muralist.data.decode import Size, format_size
 from muralist.models import configs
 from muralist.models.spec import families_with, find_family
 from muralist.settings import EstimateSettings, Strategy, TrainSettings

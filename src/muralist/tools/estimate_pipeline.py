@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from muralist.core.errors import UserError, first_line
 from muralist.core.formatting import format_bytes, format_count
-from muralist.data.decode import format_size, height_width
+from muralist.core.image_size import format_size, height_width
 from muralist.models.blocks import block_classes
 from muralist.models.components import load_pipeline
 from muralist.models.hub import find_model

@@ -20,8 +20,9 @@ import numpy as np
 from muralist.core.errors import UserError
 from muralist.core.formatting import Advance, format_duration, progress_bar
 from muralist.core.hardware import available_cpus
+from muralist.core.image_size import Size, format_size, height_width
 from muralist.core.run_dir import hold_lock
-from muralist.data.decode import ImageDecodeError, Size, format_size, height_width
+from muralist.data.decode import ImageDecodeError
 from muralist.data.packed import HELD_OUT_FOLDER, Manifest, RowWriter, is_packed, open_packed, read_manifest
 from muralist.data.source import Source
 from muralist.data.sources import open_held_out, open_source

@@ -7,8 +7,9 @@ from importlib import import_module
 from pathlib import Path
 
 from muralist.core.errors import UserError
+from muralist.core.image_size import Size
 from muralist.core.run_dir import check_exists
-from muralist.data.decode import IMAGE_EXTENSIONS, Size
+from muralist.data.decode import IMAGE_EXTENSIONS
 from muralist.data.packed import HELD_OUT_FOLDER, is_packed, open_packed
 from muralist.data.source import ConcatSource, Source
 from muralist.data.sources.arrays import ArraySource, array_names

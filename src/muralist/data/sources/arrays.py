@@ -11,7 +11,8 @@ import numpy as np
 from PIL import Image
 
 from muralist.core.errors import UserError
-from muralist.data.decode import Size, center_crop
+from muralist.core.image_size import Size
+from muralist.data.decode import center_crop
 from muralist.data.source import CaptionTemplate, LruCache, Sample, first_present, resolve_labels, short_hash
 
 _TRAINING = (("train_x", "images", "x", "arr_0"), ("train_y", "labels", "y", "arr_1"))

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from muralist.core.errors import UserError, closest_match
-from muralist.data.decode import ImageDecodeError, Size, decode_cropped, read_image_shape
+from muralist.core.image_size import Size
+from muralist.data.decode import ImageDecodeError, decode_cropped, read_image_shape
 from muralist.data.source import (
     LABEL_FIELDS,
     CaptionTemplate,

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from muralist.core.errors import UserError, closest_match
+from muralist.core.image_size import Size
 from muralist.core.run_dir import base_dir_of
-from muralist.data.decode import IMAGE_EXTENSIONS, Size, decode_cropped, read_image_shape
+from muralist.data.decode import IMAGE_EXTENSIONS, decode_cropped, read_image_shape
 from muralist.data.source import (
     CAPTION_FIELDS,
     LABEL_FIELDS,

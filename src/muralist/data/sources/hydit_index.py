@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from muralist.core.errors import UserError
+from muralist.core.image_size import Size
 from muralist.core.run_dir import base_dir_of, is_file
-from muralist.data.decode import Size
 from muralist.data.sources.arrays import open_archive
 from muralist.data.sources.columnar import ArrowSource
 

@@ -16,7 +16,8 @@ from typing import IO
 import numpy as np
 
 from muralist.core.errors import UserError
-from muralist.data.decode import IMAGE_EXTENSIONS, ImageDecodeError, Size, decode_cropped, read_image_shape
+from muralist.core.image_size import Size
+from muralist.data.decode import IMAGE_EXTENSIONS, ImageDecodeError, decode_cropped, read_image_shape
 from muralist.data.source import (
     CAPTION_FIELDS,
     LABEL_FIELDS,
