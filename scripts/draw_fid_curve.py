@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,7 @@ def draw(measured: dict[str, Any]) -> str:
         f"images seen; {count:,} images per point, bars are 95% intervals; {gpu}, torch {measured['versions']['torch']}"
     )
     parts.append(label(LEFT, HEIGHT - 14, below, anchor="start", size=11))
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'font-family="system-ui, sans-serif" role="img" aria-label="{escape(title)}">'
-    )
-    return "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{PAPER}"/>', *parts, "</svg>", ""])
+    return svg(title, WIDTH, HEIGHT, parts)
 
 
 def section(measured: dict[str, Any]) -> str:
@@ -99,11 +96,6 @@ def section(measured: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def with_section(page: str, measured: dict[str, Any]) -> str:
-    """Return the page with the section in its place."""
-    return replace_section(page, HEADING, NEXT, section(measured))
-
-
 def replace_section(page: str, heading: str, following: str, text: str) -> str:
     """Insert a section before the heading that follows it, in place of an earlier version of the section."""
     without = re.sub(
@@ -118,18 +110,33 @@ def _round_step(most: float) -> int:
     return next(step for step in (10, 20, 50, 100, 200) if most / step <= 6)
 
 
+def svg(title: str, width: int, height: int, parts: Sequence[str]) -> str:
+    """Return a complete SVG image."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="system-ui, sans-serif" role="img" aria-label="{escape(title)}">'
+    )
+    return "\n".join([head, f'<rect width="{width}" height="{height}" rx="10" fill="{PAPER}"/>', *parts, "</svg>", ""])
+
+
 def label(x: float, y: float, text: str, color: str = FAINT, anchor: str = "middle", size: int = 12) -> str:
     """Return an SVG text element."""
     style = f'fill="{color}" font-size="{size}" text-anchor="{anchor}"'
     return f'<text x="{x:.0f}" y="{y:.0f}" {style}>{escape(text, quote=False)}</text>'
 
 
+def write(folder: Path, figures: dict[str, str], name: str, heading: str, following: str, text: str) -> None:
+    """Write figures, and a section of a page, into the folder of pages."""
+    for figure, content in figures.items():
+        (folder / figure).write_text(content, encoding="utf-8")
+    page = folder / name
+    page.write_text(replace_section(page.read_text(encoding="utf-8"), heading, following, text), encoding="utf-8")
+
+
 def main(folder: Path) -> None:
     """Write the figure and the section into the folder of pages."""
     measured = json.loads(RECORD.read_text(encoding="utf-8"))
-    (folder / FIGURE).write_text(draw(measured), encoding="utf-8")
-    page = folder / PAGE
-    page.write_text(with_section(page.read_text(encoding="utf-8"), measured), encoding="utf-8")
+    write(folder, {FIGURE: draw(measured)}, PAGE, HEADING, NEXT, section(measured))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from scripts.draw_fid_curve import FAINT, INK, LINE, PAPER, label, replace_section
+from scripts.draw_fid_curve import FAINT, INK, LINE, label, svg, write
 
 RECORD = Path(__file__).parent.parent / "bench" / "results" / "loss_curves_h200.json"
 FIGURE, PAGE = "loss-curves.svg", "training-jit.md"
@@ -48,11 +47,7 @@ def draw(measured: dict[str, Any]) -> str:
     gpu, torch = measured["hardware"].get("gpu", "CPU"), measured["versions"]["torch"]
     foot = f"steps of {measured['batch']} images; points are means of {SMOOTHED} steps; {gpu}, torch {torch}"
     parts.append(label(LEFT, HEIGHT - 12, foot, anchor="start", size=11))
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'font-family="system-ui, sans-serif" role="img" aria-label="{escape(title)}">'
-    )
-    return "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{PAPER}"/>', *parts, "</svg>", ""])
+    return svg(title, WIDTH, HEIGHT, parts)
 
 
 def panel(
@@ -120,11 +115,7 @@ def section(measured: dict[str, Any]) -> str:
 def main(folder: Path) -> None:
     """Write the figure and the section into the folder of pages."""
     measured = json.loads(RECORD.read_text(encoding="utf-8"))
-    (folder / FIGURE).write_text(draw(measured), encoding="utf-8")
-    page = folder / PAGE
-    page.write_text(
-        replace_section(page.read_text(encoding="utf-8"), HEADING, NEXT, section(measured)), encoding="utf-8"
-    )
+    write(folder, {FIGURE: draw(measured)}, PAGE, HEADING, NEXT, section(measured))
 
 
 if __name__ == "__main__":

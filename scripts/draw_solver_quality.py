@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from scripts.draw_fid_curve import FAINT, INK, LINE, PAPER, label, replace_section
+from scripts.draw_fid_curve import FAINT, INK, LINE, label, svg, write
 
 RECORD = Path(__file__).parent.parent / "bench" / "results" / "solver_quality_two_cores.json"
 FIGURE, PAGE = "solver-quality.svg", "generating.md"
@@ -88,11 +87,7 @@ def draw(measured: dict[str, Any]) -> str:
         f"torch {measured['versions']['torch']}"
     )
     parts.append(label(LEFT, HEIGHT - 14, foot, anchor="start", size=11))
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
-        f'font-family="system-ui, sans-serif" role="img" aria-label="{escape(title)}">'
-    )
-    return "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="{PAPER}"/>', *parts, "</svg>", ""])
+    return svg(title, WIDTH, HEIGHT, parts)
 
 
 def table(measured: dict[str, Any]) -> list[str]:
@@ -181,17 +176,10 @@ def _models(measured: dict[str, Any]) -> str:
     return "; ".join(f"{name} ({text})" for name, text in names.items())
 
 
-def with_section(page: str, measured: dict[str, Any]) -> str:
-    """Return the page with the section in its place."""
-    return replace_section(page, HEADING, NEXT, section(measured))
-
-
 def main(folder: Path) -> None:
     """Write the figure and the section into the folder of pages."""
     measured = json.loads(RECORD.read_text(encoding="utf-8"))
-    (folder / FIGURE).write_text(draw(measured), encoding="utf-8")
-    page = folder / PAGE
-    page.write_text(with_section(page.read_text(encoding="utf-8"), measured), encoding="utf-8")
+    write(folder, {FIGURE: draw(measured)}, PAGE, HEADING, NEXT, section(measured))
 
 
 if __name__ == "__main__":

@@ -80,10 +80,15 @@ def test_figure_is_to_scale() -> None:
     assert "5,000 images per point, bars are 95% intervals; NVIDIA H200, torch 2.11.0+cu130" in drawn
 
 
+def with_section(page: str) -> str:
+    text = draw_fid_curve.section(MEASURED)
+    return draw_fid_curve.replace_section(page, draw_fid_curve.HEADING, draw_fid_curve.NEXT, text)
+
+
 def test_section_is_inserted_once() -> None:
     page = "# Page\n\n## Before\n\ntext\n\n## Limits of the metrics\n\n- many\n"
-    once = draw_fid_curve.with_section(page, MEASURED)
-    assert draw_fid_curve.with_section(once, MEASURED) == once
+    once = with_section(page)
+    assert with_section(once) == once
     before, after = once.split(draw_fid_curve.section(MEASURED))
     assert before + after == page and after.startswith("## Limits of the metrics\n")
     assert "*FID falls from 310.0 to 62.0: JiT-S/2 at 32 px on 4,000 images of CIFAR-10, batch 256," in once

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scripts import draw_loss_curves
+from scripts.draw_fid_curve import replace_section
 
 from bench import loss_curves
 from tests.conftest import REPOSITORY
@@ -66,7 +67,7 @@ def test_section_states_the_result() -> None:
     page = "# Page\n\n## The flags\n\ntext\n\n## Memory\n\ntext\n"
     near = measured(fp8=0.004)
     text, exact = draw_loss_curves.section(near), sum(near["loss"]["fp8"][-40:]) / 40
-    once = draw_loss_curves.replace_section(page, draw_loss_curves.HEADING, draw_loss_curves.NEXT, text)
+    once = replace_section(page, draw_loss_curves.HEADING, draw_loss_curves.NEXT, text)
     assert once.replace(text, "") == page
     assert f"| fp8 | {exact:.4f} | +0.20% (± 0.03%) |" in text
     assert "Another seed in bf16 ends 1.00% from the first;\nthe difference between fp8 and fp32 is smaller." in text

@@ -10,8 +10,8 @@ from itertools import pairwise
 import pytest
 import torch
 from bench.solver_quality import adams, dpmpp_2m, heun, unipc2
-from scripts import draw_solver_quality
-from scripts.draw_solver_quality import COLORS
+from scripts import draw_fid_curve, draw_solver_quality
+from scripts.draw_solver_quality import COLORS, HEADING, NEXT
 from torch import Tensor
 
 from bench import solver_quality
@@ -53,7 +53,7 @@ def test_page_and_figure_match_the_record() -> None:
     figure = (docs / draw_solver_quality.FIGURE).read_text()
     assert figure == draw_solver_quality.draw(measured), "run `python -m scripts.draw_solver_quality docs`"
     page = (docs / draw_solver_quality.PAGE).read_text()
-    assert draw_solver_quality.with_section(page, measured) == page
+    assert draw_fid_curve.replace_section(page, HEADING, NEXT, draw_solver_quality.section(measured)) == page
 
 
 def test_every_claim_of_the_section_is_measured() -> None:
