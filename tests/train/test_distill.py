@@ -322,13 +322,16 @@ def test_a_killed_distillation_resumes_with_the_same_bits(teacher: Path, tmp_pat
 
 @pytest.mark.slow
 def test_a_student_is_better_than_its_teacher_in_as_many_passes(tmp_path: Path) -> None:
-    """By a classifier of the scenes: KID of its features to real ones, and the distance to the teacher's own images."""
+    """By a classifier of the scenes: KID of its features to real ones, and the distance to the teacher's own images.
+
+    Without guidance, so that the teacher too makes as many passes as steps; the student starts as its Euler sampler.
+    """
     common = ["--num_workers", 0, "--batch_size", 16, "--results_dir", tmp_path, "--samples_per_gpu", 0, "--beta2", 0.99,
               "--lr_schedule", "cosine", "--log_every", 100, "--no_random_flip"]  # fmt: skip
     train("--data_path", "driving_world", "--img_size", 32, "--enable_condition", "--init_from", "none", *common,
           "--max_samples", 3200, "--max_steps", 800, "--learning_rate", 4e-3, "--warmup_steps", 50,
           "--run_name", "teacher")  # fmt: skip
-    command = ["distill", tmp_path / "teacher", "--steps", 2, "--guidance", 1.5, "--solver_steps", 2, "--max_steps", 200,
+    command = ["distill", tmp_path / "teacher", "--steps", 2, "--guidance", 1, "--solver_steps", 2, "--max_steps", 200,
                "--learning_rate", 1e-3, "--warmup_steps", 20, *common, "--run_name", "student"]  # fmt: skip
     assert main([*map(str, command)]) == 0
     classify = train_classifier(32, samples=2000, steps=200, seed=0)
@@ -347,10 +350,9 @@ def test_a_student_is_better_than_its_teacher_in_as_many_passes(tmp_path: Path) 
         features = classify.features(torch.from_numpy(to_uint8_array(images)))
         return kernel_distance(features, labels, real_features, kinds)
 
-    target = sampled("teacher", steps=4, guidance=1.5, interval=(0.1, 1.0))
-    few = sampled("teacher", solver="euler", steps=2, guidance=1.5, interval=(0.1, 1.0))
-    student = sampled("student", solver="euler", steps=2)
-    assert (student - target).square().mean() < 0.25 * (few - target).square().mean()
-    assert distance(student) < distance(few)
+    target, student = sampled("teacher", steps=4), sampled("student", solver="euler", steps=2)
+    few = [sampled("teacher", solver=solver, steps=2) for solver in ("euler", "abm2")]
+    assert (student - target).square().mean() < 0.25 * min((images - target).square().mean() for images in few)
+    assert distance(student) < 0.8 * min(map(distance, few))
     recognized = classify(torch.from_numpy(to_uint8_array(student))) == labels
     assert recognized.float().mean() >= 0.95
