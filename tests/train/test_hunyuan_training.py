@@ -251,6 +251,16 @@ def test_images_without_captions_are_warned_about(trained: Path, photo_folder: P
     assert len(list((trained / "samples" / "step_0000006").glob("gpu_0_sample*.png"))) == 8
 
 
+def test_class_labels_of_a_captioned_model_are_warned_about(
+    photo_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--model", "HunyuanDiT", "--img_size", "32", "--results_dir", str(tmp_path), "--dry_run"]
+    for more in ([], ["--enable_condition"]):
+        assert main([*words, "--data_path", str(photo_folder), *more]) == 0
+        told = "warning    HunyuanDiT is trained on captions: --enable_condition adds no labels\n"
+        assert (told in capsys.readouterr().out) == bool(more)
+
+
 def test_one_caption_avoids_the_warning(tmp_path: Path) -> None:
     def looked_at(captions: list[str], *more: str) -> bool:
         rows = [f"{number}.png,{caption}" for number, caption in enumerate(captions)]

@@ -247,7 +247,7 @@ def _read_flags(
         token = queue.pop(0)
         if not token.startswith("--"):
             if not waiting:
-                raise _unexpected(token, arguments[: len(arguments) - len(queue) - 1])
+                raise _unexpected(names, token, arguments[: len(arguments) - len(queue) - 1])
             name = waiting[0]
             if _is_list(names.fields[name]):  # the last positional argument takes all remaining values
                 before = written[name][name].value if name in written else []
@@ -285,12 +285,16 @@ def _read_flags(
     return given, config
 
 
-def _unexpected(token: str, before: Sequence[str]) -> UserError:
+def _unexpected(names: FlagTable, token: str, before: Sequence[str]) -> UserError:
     """Return the error for a word that no flag takes; after a flag, which is then a switch, it is the wrong value."""
-    if before and before[-1].startswith("--no"):
-        return UserError(f"{before[-1]} takes no value, and {token!r} follows it.")
-    if before and before[-1].startswith("--"):
-        return UserError(f"{before[-1]} is {token!r}: expected true or false, or no value.")
+    flag = before[-1] if before and before[-1].startswith("--") and "=" not in before[-1] else ""
+    name = flag[2:].replace("-", "_")
+    if name in names.paths:
+        return UserError(f"{flag} is {token!r}: expected {describe(names.fields[names.paths[name]])}, or no value.")
+    if name in names.values:
+        return UserError(f"{flag} is {token!r}: expected {_join([*names.values[name]])}, or no value.")
+    if flag:
+        return UserError(f"{flag} takes no value, and {token!r} follows it.")
     return UserError(f"Unexpected argument {token!r}.", "Every setting is given as --name value.")
 
 

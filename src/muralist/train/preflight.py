@@ -442,6 +442,8 @@ def run_summary(
     lines[1:1] = state.spec.notes()
     if warning := find_family(settings.model.name).warning(settings.model):
         lines.insert(1, f"warning    {warning}")
+    if settings.model.enable_condition and find_family(settings.model.name).uses_captions:
+        lines.append(f"warning    {settings.model.name} is trained on captions: --enable_condition adds no labels")
     if optim.warmup_steps >= stop:
         cut = "" if rate.schedule == "constant" else f", and {rate.schedule} does not begin"
         lines.append(f"warning    the warm-up is longer than the run: the rate stays below {rate.peak:.3g}{cut}")
