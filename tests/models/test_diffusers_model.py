@@ -32,6 +32,7 @@ from muralist.models.diffusers_model import DiffusersSpec
 from muralist.models.lora import DEFAULT_TARGETS, Lora, is_adapter
 from muralist.models.spec import find_family
 from muralist.settings import SampleSettings, TrainSettings
+from tests.conftest import REPOSITORY
 from tests.support.training_references import REFERENCES, SIZE, Reference, publish
 
 SEED = 3
@@ -151,6 +152,46 @@ def test_loss_equals_one_written_by_hand(case: Case) -> None:
     pipe = DiffusionPipeline.from_pretrained(case.folder)
     expected = [reference_loss(pipe, case.reference, row, caption) for row, caption in enumerate(CAPTIONS)]
     assert case.losses.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+ROWS = {  # of the table in docs/any-pipeline.md, by what its first column begins with
+    "Stable Diffusion 1.5": ("sd",), "Stable Diffusion XL": ("sdxl",), "Latent Consistency": ("lcm",),
+    "Stable Diffusion 3": ("sd3",), "FLUX.1": ("flux", "schnell"), "FLUX.2": ("flux2", "klein"), "Chroma": ("chroma",),
+    "Wan 2.1": ("wan21", "wan22"), "HunyuanDiT": ("hunyuan", "hunyuan11"), "HunyuanVideo": ("hunyuanvideo",),
+    "PixArt": ("pixart", "pixart_alpha"), "Sana": ("sana",), "Lumina 2": ("lumina2",), "Qwen-Image": ("qwenimage",),
+    "Z-Image": ("zimage",), "AuraFlow": ("auraflow",), "CogView 3+": ("cogview3",), "CogView 4": ("cogview4",),
+    "CogVideoX": ("cogvideox",), "LTX-Video": ("ltx", "ltx_condition"), "Latte": ("latte",), "Lumina-Next": ("lumina",),
+    "Mochi": ("mochi",), "HunyuanImage": ("hunyuanimage", "hunyuanvideo15"), "Sana Video": ("sana_video",),
+    "Ovis": ("ovis",), "LongCat": ("longcat",), "ERNIE": ("ernie",), "Kandinsky 5": ("kandinsky5",), "Krea 2": ("krea2",),
+    "Stable Diffusion with PAG": ("sd_pag",),
+}  # fmt: skip
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """Objective and text of each row of the table, by what its first column begins with."""
+    page = (REPOSITORY / "docs" / "any-pipeline.md").read_text("utf-8")
+    table = page.partition("| pipeline | objective | text |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    found: dict[str, tuple[str, str]] = {}
+    for name, objective, text in rows:
+        found[max((label for label in ROWS if name.startswith(label)), key=len)] = objective, text
+    assert len(found) == len(rows)
+    return found
+
+
+def test_table_of_the_docs_names_every_tested_class() -> None:
+    assert documented().keys() == ROWS.keys()
+    assert sorted(name for names in ROWS.values() for name in names) == sorted(REFERENCES)
+
+
+def test_table_of_the_docs_is_true(case: Case) -> None:
+    objective, text = next(documented()[label] for label, names in ROWS.items() if case.name in names)
+    prediction, call = case.spec.levels.prediction, case.spec._prepare_size((SIZE, SIZE))
+    assert {"flow": "flow", "noise": "DDPM, noise", "velocity": "DDPM, "}[prediction] in objective
+    assert ("velocity" in objective) == (prediction == "velocity") or case.name in ("sd", "cogvideox")
+    assert text.startswith("varying length" if call.has_lists else "fixed length")
+    assert ("masked" in text) == any("mask" in argument.name for argument in call.text)
+    assert ("lists" in text) == any(argument.is_list for argument in call.text)
 
 
 def test_image_does_not_depend_on_its_batch(case: Case) -> None:

@@ -40,6 +40,7 @@ _ACCEPTED = (
 
 _UNSUPPORTED_IMAGES = (
     "QwenImageEditPipeline", "FluxFillPipeline", "StableDiffusionUpscalePipeline", "WanImageToVideoPipeline",
+    "QwenImageLayeredPipeline", "HunyuanImageRefinerPipeline", "I2VGenXLPipeline", "Cosmos2VideoToWorldPipeline",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ _IMAGE_INPUT = re.compile(
 # Names of diffusers' classes that generate nothing from text alone.
 _NEEDS_IMAGES = re.compile(
     "Img2Img|Inpaint|Control|Edit|Pix2Pix|Fill|Adapter|Upscale|SuperResolution|Depth2Img|Variation|Redux"
-    "|Image(To|2)Video|VideoToVideo"
+    "|Image(To|2)Video|VideoToVideo|VideoToWorld|I2VGen|Layered|Refiner"
 )
 
 

@@ -289,8 +289,8 @@ class DiffusersFamily(ModelFamily):
                 f"Its components are {', '.join(components)}.",
                 f"Give another {_FLAG}.",
             )
-        for part in _UNTRAINED.keys() & set(components):
-            raise UserError(f"{name} cannot be trained yet: {_UNTRAINED[part]}", fix=f"Give another {_FLAG}.")
+        for reason in (_UNTRAINED[part] for part in components if part in _UNTRAINED):
+            raise UserError(f"{name} cannot be trained yet: {reason}", fix=f"Give another {_FLAG}.")
         if "img_size" not in model.model_fields_set:
             native = self._native(folder).settings
             own = f"{native['height']} {native['width']}" if {"height", "width"} <= native.keys() else "HEIGHT WIDTH"

@@ -67,6 +67,7 @@ def run(settings: EstimateSettings) -> int:
     model = ModelSettings(path=settings.model_path, img_size=settings.img_size)
     DIFFUSERS.check(model)
     folder, size = find_model(settings.model_path, "--model.path"), height_width(settings.img_size)
+    diffusers.utils.logging.set_verbosity_error()  # what it says of casts and schedules is about weights
     name = DIFFUSERS.network_name(model)
     pipe, network = weightless_pipeline(folder, name)
     total = sum(parameter.numel() for parameter in network.parameters())
