@@ -108,9 +108,12 @@ def workers_before_torch(gpu_ids: Sequence[int], output: Path) -> Iterator[Proce
 
 def _expected_labels(gpu_ids: Sequence[int]) -> list[str]:
     """Return what `share_devices(select_devices(gpu_ids))` will probably name; empty for a single CPU process."""
-    visible = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
-    gpus, processes = len(list(Path("/dev").glob("nvidia[0-9]*"))), requested_processes() or 0
-    devices = gpu_ids or range(len(visible) or gpus if gpus else processes or len(visible))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [entry for entry in (named or "").split(",") if entry]
+    gpus = 0 if named == "" else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = gpus and (len(visible) or gpus)
+    processes = requested_processes() or 0
+    devices = gpu_ids or range(gpus or processes or len(visible))
     labels = range(processes) if processes > len(devices) else devices
     return [str(label) for label in labels] if gpus or len(labels) > 1 else []
 
