@@ -146,12 +146,12 @@ def test_all_scores_fit(visit: Callable[..., Visit], tmp_path: Path) -> None:
     """Above the fold and beside each other, in a table of every score by every category."""
     folder = write_evaluation(tmp_path / "run", 12)
     report = json.loads((folder / "report.json").read_text())
+    wide = {"kid": (4e-5, -2.1e-4, 3.1e-4), "fd_dinov2": (1412.3, 1380.1, 1440.9), "pickscore": (21.13, 20.96, 21.3)}
+    wide |= {"imagereward": (-0.2, -0.34, -0.07), "hpsv3": (-0.2, -0.34, -0.07), "precision": (1.0, 0.977, 1.0)}
     columns: dict[str, list[Any]] = {"image": report["per_image"]["file"], "category": ["Cars", HOUSES] * 6}
     for key in METRICS:
-        is_signed = key in ("kid", "imagereward", "hpsv3")
-        report["scores"][key] = dict(
-            zip(("value", "low", "high"), (-0.2, -0.34, -0.07) if is_signed else (25.2, 24.1, 26.3), strict=True)
-        )
+        ends = wide.get(key, (25.2, 24.1, 26.3))
+        report["scores"][key] = dict(zip(("value", "low", "high"), ends, strict=True))
         if METRICS[key].encoder == "score" or key == "clip_score":
             columns[key] = [0.1 * number for number in range(12)]
     means = {key: report["scores"][key] for key in columns if key in METRICS}
@@ -165,6 +165,8 @@ def test_all_scores_fit(visit: Callable[..., Visit], tmp_path: Path) -> None:
     assert len(means) == 10 and max(looking.page.evaluate(right.format(".heat td"))) <= 1262, "no column is cut off"
     looking.page.set_viewport_size({"width": 400, "height": 800})
     assert width(looking) == 400 and max(looking.page.evaluate(right.format(".scores td"))) <= 384
+    heights = "[...document.querySelectorAll('.scores tbody th[scope=row]')].map((cell) => cell.clientHeight)"
+    assert max(looking.page.evaluate(heights)) < 50, "no name takes more lines than a signed interval"
     looking.close()
 
 

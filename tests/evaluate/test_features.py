@@ -237,6 +237,7 @@ def test_processes_start_before_the_command_imports_torch(tmp_path: Path) -> Non
         {},
         {"NPROC": "1"},
         {"NPROC": "3"},
+        {"CUDA_VISIBLE_DEVICES": ""},
         {"CUDA_VISIBLE_DEVICES": "0,1"},
         {"CUDA_VISIBLE_DEVICES": "2,5", "NPROC": "3"},
     ],

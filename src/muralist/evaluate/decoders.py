@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import pickle
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -87,8 +86,7 @@ def start_workers(labels: Iterable[str]) -> ProcessPool:
 def _receive_and_work(inbox: Inbox, send: Send) -> None:
     from muralist.evaluate.features import work
 
-    # Bytes, because the thread that listens would import what they name while this one still imports torch.
-    work(inbox, send, *pickle.loads(inbox.get()))
+    work(inbox, send, *inbox.get())
 
 
 @contextmanager
@@ -108,9 +106,12 @@ def workers_before_torch(gpu_ids: Sequence[int], output: Path) -> Iterator[Proce
 
 def _expected_labels(gpu_ids: Sequence[int]) -> list[str]:
     """Return what `share_devices(select_devices(gpu_ids))` will probably name; empty for a single CPU process."""
-    visible = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
-    gpus, processes = len(list(Path("/dev").glob("nvidia[0-9]*"))), requested_processes() or 0
-    devices = gpu_ids or range(len(visible) or gpus if gpus else processes or len(visible))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [entry for entry in (named or "").split(",") if entry]
+    gpus = 0 if named == "" else len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = gpus and (len(visible) or gpus)
+    processes = requested_processes() or 0
+    devices = gpu_ids or range(gpus or processes or len(visible))
     labels = range(processes) if processes > len(devices) else devices
     return [str(label) for label in labels] if gpus or len(labels) > 1 else []
 
