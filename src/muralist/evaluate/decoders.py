@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -86,7 +87,8 @@ def start_workers(labels: Iterable[str]) -> ProcessPool:
 def _receive_and_work(inbox: Inbox, send: Send) -> None:
     from muralist.evaluate.features import work
 
-    work(inbox, send, *inbox.get())
+    # Bytes, because the thread that listens would import what they name while this one still imports torch.
+    work(inbox, send, *pickle.loads(inbox.get()))
 
 
 @contextmanager

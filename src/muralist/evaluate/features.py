@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import pickle
 import queue
 import time
 import zlib
@@ -281,7 +282,7 @@ class FeatureWorkers:
         started = pool is not None and set(pool.arguments) == set(devices)
         self._pool = pool if pool and started else start_workers(devices)
         for label, device in devices.items():
-            self._pool.send(label, (encoder, cache, device, len(devices)))
+            self._pool.send(label, pickle.dumps((encoder, cache, device, len(devices))))
         self._grace = 0.0
 
     def extract(self, batches: Sequence[Batch]) -> Iterator[FinishedBatch]:
