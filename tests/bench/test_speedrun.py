@@ -109,7 +109,9 @@ def test_speedrun_within_seconds(tmp_path: Path) -> None:
     for run in record["runs"]:
         assert run["ended with its schedule"] and run["within the limit"] and run["seconds"] <= limit
         assert run["seconds"] > 0.5 * (1 - margin) * limit, "the time is used"
-        assert run["learning rate of the last step"] < 0.1 * run["settings"]["optim"]["learning_rate"]
+        optim = run["settings"]["optim"]  # the rate falls to 0 after the last step; on a busy machine the steps are few
+        last = 1.1 / (optim["lr_decay_fraction"] * run["steps"])
+        assert run["learning rate of the last step"] < max(0.1, last) * optim["learning_rate"]
         assert run["images"] == 4 * run["steps"] == run["curve"][-1]["images"]
         assert run["settings"]["max_steps"] == run["steps"] == run["steps scored"][-1]
         (score,) = run["scores"]
