@@ -41,6 +41,7 @@ AS_FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
         ("Heun", "HeunDiscrete", "FlowMatchHeunDiscrete"),
         ("DPM++", "DPMSolverMultistep", "DPMSolverMultistep"),
         ("dpm++-2s", "DPMSolverSinglestep", "DPMSolverSinglestep"),
+        ("dpmpp_2m", "DPMSolverMultistep", "DPMSolverMultistep"),
         ("unipc", "UniPCMultistep", "UniPCMultistep"),
         ("lcm", "LCM", "FlowMatchLCM"),
         ("UniPCMultistepScheduler", "UniPCMultistep", "UniPCMultistep"),
