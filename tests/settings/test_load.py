@@ -725,6 +725,7 @@ def test_help_fits_a_terminal_and_lists_every_choice(columns: int, tmp_path: Pat
     for path, field in FIELDS.items():
         if get_origin(field.annotation) is Literal and len(get_args(field.annotation)) > 1:
             assert "|".join(map(str, get_args(field.annotation))) in words, path
+    assert "true|false|auto" in words, "of --compile"
     for name in DIFFUSERS_NAMES:
         assert words.count(f"--{name}") == 1, name
 

@@ -646,7 +646,8 @@ def _choices(annotation: Any) -> list[str]:
         return [str(choice) for choice in get_args(annotation)]
     if get_origin(annotation) is list:
         return _choices(get_args(annotation)[0])
-    parts = [_choices(part) for part in get_args(annotation) if part is not type(None)]
+    named = (part for part in get_args(annotation) if part is not type(None))
+    parts = [["true", "false"] if part is bool else _choices(part) for part in named]
     return [word for part in parts for word in part] if all(parts) else []
 
 
