@@ -180,7 +180,13 @@ def test_an_unknown_prompt_names_the_nearest_class(prompt: str, near: str) -> No
     with pytest.raises(UserError, match="does not name a class") as caught:
         family(*PETS).check_prompts(["cat", prompt])
     assert caught.value.why.casefold() == (f"Did you mean {near}?".casefold() if near else "")
-    assert "0 to 3" in caught.value.fix
+    assert caught.value.fix == f"Prompts are class names or labels from 0 to 3. The names: {', '.join(PETS)}."
+
+
+def test_indices_are_not_listed_as_names() -> None:
+    with pytest.raises(UserError) as caught:
+        family(*map(str, range(1000))).check_prompts(["cat"])
+    assert caught.value.fix == "Prompts are class names or labels from 0 to 999."
 
 
 def test_an_unconditional_model_takes_any_prompt() -> None:

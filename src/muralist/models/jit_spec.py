@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from muralist import __version__
 from muralist.core import rng
 from muralist.core.errors import UserError, closest_match
+from muralist.core.formatting import format_list
 from muralist.core.hardware import copy_to_device
 from muralist.core.image_size import Size, as_size, format_size, height_width
 from muralist.core.rng import Purpose, SampleKeys
@@ -218,10 +219,12 @@ class JiTSpec(ModelSpec):
         """Return the label that a prompt names, by class name or number; an unconditional model accepts any prompt."""
         found = self.find_label(prompt)
         if found is None:
+            last = len(self.label_names) - 1
+            names = "" if self.label_names[0] == "0" else f" The names: {format_list(self.label_names)}."
             raise UserError(
                 f"The prompt {prompt!r} does not name a class of this model.",
                 closest_match(prompt.strip(), self.label_names),
-                f"Prompts are class names or labels from 0 to {len(self.label_names) - 1}.",
+                f"Prompts are class names or labels from 0 to {last}.{names}",
             )
         return found
 
