@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +14,7 @@ from PIL import Image
 
 from muralist.settings import DISTILL_FLAT_NAMES, DistillSettings
 from muralist.settings.load import identity, load
-from tests.bench.test_speedrun import command, finish, python_path
-from tests.conftest import REPOSITORY
+from tests.bench.test_speedrun import command, finish, kill_when_scored
 
 
 def test_passes_are_those_of_the_docs() -> None:
@@ -51,29 +45,14 @@ def test_students_are_scored_beside_their_teacher(tmp_path: Path) -> None:
     drop = {"--model", "--steps"}  # of the teacher, and of its sampler
     kept = [word for at, word in enumerate(words) if word not in drop and words[at - 1] not in drop]
     words = [sys.executable, "bench/distill_fid.py", str(tmp_path / "students.json"), *kept[4:]]
-    process = subprocess.Popen(words, env=python_path(), cwd=REPOSITORY, start_new_session=True)
     record = tmp_path / "students.json"
-
-    def scored() -> list[dict[str, Any]]:
-        runs = json.loads(record.read_text())["runs"] if record.is_file() else []
-        return [score for run in runs for score in run["scores"] if "fid" in score]
-
-    deadline = time.monotonic() + 600
-    while not scored() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    before = json.loads(record.read_text())["runs"][0]
-    assert (
-        before["settings"]["model"]["img_size"] == 48
-        and before["recipe"] == "two"
-        and before["settings"]["distill"]["steps"] == 2
-    )
+    before = kill_when_scored(words, record)["runs"][0]
+    assert before["settings"]["model"]["img_size"] == 48
+    assert before["recipe"] == "two" and before["settings"]["distill"]["steps"] == 2
     said = finish(words)
     found = json.loads(record.read_text())
-    assert [run["recipe"] for run in found["runs"]] == ["two", "one"] and found["runs"][0]["seconds"] == before[
-        "seconds"
-    ]
+    assert [run["recipe"] for run in found["runs"]] == ["two", "one"]
+    assert found["runs"][0]["seconds"] == before["seconds"], "it was not trained again"
     assert found["runs"][0]["scores"][0]["fid"] == before["scores"][0]["fid"], "it was not scored again"
     scores = [score for run in (*found["runs"], found["teacher"]) for score in run["scores"]]
     assert [(score.get("solver"), score.get("passes")) for score in scores] == [
@@ -83,11 +62,8 @@ def test_students_are_scored_beside_their_teacher(tmp_path: Path) -> None:
         assert np.isfinite([score["fid"], score["kid, test images"], score["recall, test images"]]).all()
         assert score["images"] == 12 and score["images per second"] > 0
     assert len({score["fid"] for score in scores}) == 4, "all are other images"
-    assert {row.split(" | ")[0] for row in said[said.index("| model") :].splitlines()[2:]} == {
-        "| two",
-        "| one",
-        "| teacher",
-    }
+    rows = said[said.index("| model") :].splitlines()[2:]
+    assert {row.split(" | ")[0] for row in rows} == {"| two", "| one", "| teacher"}
     with Image.open(tmp_path / "work" / "sheet.png") as sheet:
         assert sheet.height > 4 * 48
     assert len(list((tmp_path / "work" / "examples").iterdir())) == 4

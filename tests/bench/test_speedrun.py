@@ -99,6 +99,25 @@ def finish(words: list[str]) -> str:
     return done.stdout
 
 
+def kill_when_scored(words: list[str], record: Path) -> dict[str, Any]:
+    """Run a command until its record has a first score, kill its processes, and return what the record holds."""
+    process = subprocess.Popen(words, env=python_path(), cwd=REPOSITORY, start_new_session=True)
+
+    def is_scored() -> bool:
+        runs = json.loads(record.read_text())["runs"] if record.is_file() else []
+        return any("fid" in score for run in runs for score in run["scores"])
+
+    deadline = time.monotonic() + 600
+    while not is_scored() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    found: dict[str, Any] = json.loads(record.read_text())
+    (run,) = found["runs"]
+    assert len([score for score in run["scores"] if "fid" in score]) == 1
+    return found
+
+
 @pytest.mark.slow
 def test_speedrun_within_seconds(tmp_path: Path) -> None:
     limit, margin = 45.0, 0.4
@@ -129,20 +148,8 @@ def test_killed_speedrun_goes_on(tmp_path: Path) -> None:
         tmp_path, "--train_images", 40, "--recipe", "best", "official", "adamw", "--guidance", 1, 2, "--keep"
     )
     words += ["--learning_rate", "3e-3"]  # which the --blr of `official` contradicts
-    process = subprocess.Popen(words, env=python_path(), cwd=REPOSITORY, start_new_session=True)
     record = tmp_path / "record.json"
-
-    def scored() -> list[dict[str, Any]]:
-        runs = json.loads(record.read_text())["runs"] if record.is_file() else []
-        return [score for run in runs for score in run["scores"] if "fid" in score]
-
-    deadline = time.monotonic() + 600
-    while not scored() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    before = json.loads(record.read_text())
-    assert len(scored()) == 1 and len(before["runs"]) == 1
+    before = kill_when_scored(words, record)
     finish(words)
     after = json.loads(record.read_text())
     assert [run["recipe"] for run in after["runs"]] == ["best", "adamw"] and len(after["commands"]) == 2

@@ -40,7 +40,7 @@ from muralist.models.jit_spec import (
 from muralist.models.weights import first_non_finite, read_weights, weights_file
 from muralist.settings import GenerateSettings, SampleSettings
 
-_NOISE_BLOCK = 1 << 18  # values drawn at once: 85 images of 32 px, of which each alone takes six times as long
+_NOISE_BLOCK = 1 << 18  # values drawn at once: 85 images of 32 px; each alone takes longer to start than to draw
 
 
 class JiTPipeline(Pipeline):

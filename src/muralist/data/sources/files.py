@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ _SAMPLED_TEXTS = 256
 _Rows = dict[str, dict[str, object]]  # by image name
 
 
-class _FileSource:
+class _FileSource(ABC):
     """Image files by their paths relative to a folder."""
 
     label_names: list[str]
@@ -63,8 +64,9 @@ class _FileSource:
         """Return height and width of image `index` in its file."""
         return read_image_shape(self._path_of(index))
 
+    @abstractmethod
     def _caption_of(self, index: int, label: int) -> str:
-        raise NotImplementedError
+        """Return the caption of image `index`."""
 
     def _name(self, index: int) -> str:
         return os.fsdecode(self._names[index].as_py())
