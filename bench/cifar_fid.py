@@ -30,6 +30,7 @@ import torch
 from bench.measure_training import RESULTS, hardware, versions
 
 from muralist.core.run_dir import atomic_write_json
+from muralist.data.ledger_reader import LEDGER, read_lines
 from muralist.evaluate.inception import read_tensors
 
 CLASSES, SIDE = 10, 32
@@ -71,6 +72,14 @@ class CommandRunner:
         started = time.perf_counter()
         self.check(name, self.start(name, *words, threads=threads))
         return time.perf_counter() - started
+
+
+def warm_rate(output: Path) -> float:
+    """Return the images per second of a folder, from when its files were written: after a fifth, before the end."""
+    times = sorted(line["changed"] for line in read_lines(output / LEDGER) if "changed" in line)
+    first, last = len(times) // 5, len(times) * 19 // 20
+    seconds = (times[last] - times[first]) / 1e9
+    return (last - first) / seconds if seconds else 0.0
 
 
 @dataclass(frozen=True)

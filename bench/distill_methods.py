@@ -1,15 +1,20 @@
-"""Compare ways to distill a JiT at equal CPU time, on the driving scenes: `docs/decisions.md` says which one was taken.
+"""Compare ways to distill a JiT at equal time: `docs/decisions.md` says which one was taken.
 
-    python bench/distill_methods.py NAME TEACHER --steps 2 --seconds 100 --methods path:2 path:4 segment:2 consistency
+    python bench/distill_methods.py RECORD.json TEACHER --steps 2 --seconds 100 --methods path:2 path:4 segment:2 consistency
+    python bench/distill_methods.py RECORD.json TEACHER --data cifar10.npz --reference STATISTICS.npz \\
+        --inception_weights WEIGHTS --batch 512 --seconds 60                                          on a GPU
 
-TEACHER is a conditional run on driving_world at 32 px. Methods, all for the same student (one Euler step a segment):
+TEACHER is a conditional run, without --data on driving_world. Methods, all for the same student (one Euler step a segment):
 
     path:N       regression to the states of the teacher's own path from noise, N Heun steps a segment
-    segment:N    the same from noised images at the beginnings of the segments
+    own:N        the same, but every segment begins at the student's own state instead of the teacher's
+    segment:N    from noised images at the beginnings of the segments
     consistency  from noised images, the student's own prediction one teacher step ahead; the steps halve four times
 
-Judged by a classifier of the scenes, whose features no method sees: KID to real scenes, within each class; and by the RMS
-difference of pixels from the teacher's images of 25 Heun steps, for the same noise.
+On a CPU the time is that of the process, on a GPU that of the wall, without the first step, which compiles. Scenes are
+judged by a classifier, whose features no method sees: KID to real scenes, within each class; images of --data by FID
+against the statistics of the training images (`muralist stats`). The RMS difference is that of pixels from the teacher's
+images of 25 Heun steps, for the same noise.
 """
 
 from __future__ import annotations
@@ -20,10 +25,13 @@ import math
 import shlex
 import sys
 import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from bench.measure_training import RESULTS, hardware, versions
+from bench.measure_training import hardware, versions
 from tests.support.scene_classifier import kernel_distance, scenes, train_classifier
 from torch import Tensor, nn
 
@@ -33,21 +41,45 @@ from muralist.core.rng import Purpose, SampleKeys
 from muralist.core.run_dir import atomic_write_json
 from muralist.data.sources import open_source
 from muralist.diffusion import flow, samplers
+from muralist.evaluate import inception, metrics
+from muralist.evaluate.encoders import GPU_BATCH, InceptionEncoder
 from muralist.models.jit import JiT
 from muralist.models.jit_spec import infer_jit_config, jit_arguments
-from muralist.models.weights import read_weights
+from muralist.models.weights import latest_checkpoint, read_weights
 
-SIZE, CLASSES, GUIDANCE, INTERVAL = 32, 8, 1.5, (0.1, 1.0)
-BATCH, RATE, HALVINGS = 32, 1e-3, 4
-JUDGED, COMPARED = 400, 200  # images; those compared with the teacher's, which are expensive
+SIDE, SCENES, INTERVAL, HALVINGS = 32, 6400, (0.1, 1.0), 4  # pixels and number of the driving scenes
+JUDGED, COMPARED = 400, 200  # scenes; images compared with the teacher's, which are expensive
+JUDGED_BY_FID, AT_ONCE = 10_000, 1000
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Teacher(NamedTuple):
+    """A conditional JiT and its guidance."""
+
+    network: nn.Module
+    classes: int
+    side: int
+    guidance: float
 
 
 def load(path: str) -> nn.Module:
-    """Load the first EMA's weights."""
-    weights = read_weights(path, "ema1")
+    """Load the first EMA's weights; on a GPU the network is compiled."""
+    weights = read_weights(latest_checkpoint(Path(path)), "ema1")
     network = JiT(**jit_arguments(infer_jit_config(weights)))
     network.load_state_dict(weights)
-    return network.eval()
+    if DEVICE != "cpu":
+        network.compile(dynamic=False)
+    return network.to(DEVICE).eval()
+
+
+def autocast() -> torch.autocast:
+    """Networks run in bf16 on a GPU."""
+    return torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE != "cpu")
+
+
+def clock() -> float:
+    """Return CPU seconds, on a GPU those of the wall."""
+    return time.process_time() if DEVICE == "cpu" else time.perf_counter()
 
 
 def expand(t: Tensor) -> Tensor:
@@ -58,14 +90,16 @@ def expand(t: Tensor) -> Tensor:
 class Method:
     """One way to train a student."""
 
-    def __init__(self, name: str, teacher: nn.Module, steps: int) -> None:
+    def __init__(self, name: str, teacher: Teacher, options: argparse.Namespace) -> None:
         self.kind, _, count = name.partition(":")
-        self.solver_steps, self.teacher, self.steps = int(count or 1), teacher, steps
+        self.solver_steps, self.teacher, self.steps = int(count or 1), teacher, options.steps
+        self.batch, self.rate, self.seconds = options.batch, options.learning_rate, options.seconds
 
     def velocity(self, z: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         """The teacher's guided velocity."""
-        x, x_null = self.teacher(z, t, labels), self.teacher(z, t, torch.full_like(labels, CLASSES))
-        scale = torch.where((t > INTERVAL[0]) & (t < INTERVAL[1]), GUIDANCE, 1.0)
+        network, guidance = self.teacher.network, self.teacher.guidance
+        x, x_null = network(z, t, labels), network(z, t, torch.full_like(labels, self.teacher.classes))
+        scale = torch.where((t > INTERVAL[0]) & (t < INTERVAL[1]), guidance, 1.0)
         return (x_null + expand(scale) * (x - x_null) - z) / expand(1 - t).clamp_min(1e-6)
 
     @torch.no_grad()
@@ -76,8 +110,8 @@ class Method:
             now, after = t + i * h, t + (i + 1) * h
             v = self.velocity(z, now, labels)
             euler = z + expand(h) * v
-            is_last = (after >= 1 - 1e-6) & torch.tensor(i == count - 1)
-            if is_last.all():
+            is_last = (after >= 1 - 1e-6) & (i == count - 1)
+            if i == count - 1 and is_last.all():
                 return euler
             heun = z + expand(h) * 0.5 * (v + self.velocity(euler, torch.where(is_last, now, after), labels))
             z = torch.where(expand(is_last), euler, heun)
@@ -89,8 +123,8 @@ class Method:
 
     def loss(self, student: nn.Module, x: Tensor, labels: Tensor, keys: SampleKeys, progress: float) -> Tensor:
         """Mean squared error of a batch; `progress` is the fraction of the training time."""
-        grid, count = torch.linspace(0, 1, self.steps + 1), len(x)
-        e, chosen = keys.normal(Purpose.NOISE, (3, SIZE, SIZE)), keys.uniform(Purpose.TIME)
+        grid, count = torch.linspace(0, 1, self.steps + 1, device=DEVICE), len(x)
+        e, chosen = keys.normal(Purpose.NOISE, tuple(x.shape[1:])), keys.uniform(Purpose.TIME)
         if self.kind == "path":
             states = [e]
             for k in range(self.steps):
@@ -103,6 +137,15 @@ class Method:
                 labels.repeat(self.steps),
             )
             return (self.jump(student, z, t, end, labels) - target).square().mean()
+        if self.kind == "own":
+            z, losses = e, []
+            for k in range(self.steps):
+                times = grid[k].expand(count), grid[k + 1].expand(count)
+                target = self.solve(z, *times, labels, self.solver_steps)
+                reached = self.jump(student, z, *times, labels)
+                losses.append((reached - target).square().mean())
+                z = reached.detach()
+            return torch.stack(losses).mean()
         segment = (chosen * self.steps).long().clamp_max(self.steps - 1)
         t, end = grid[segment], grid[segment + 1]
         if self.kind == "segment":
@@ -121,89 +164,167 @@ class Method:
             target = torch.where(expand(part == parts - 1), ahead, own)
         return (self.jump(student, z, t, end, labels) - target).square().mean()
 
-    def train(self, student: nn.Module, images: Tensor, labels: Tensor, seconds: float) -> int:
-        """Train for so many CPU seconds and leave the EMA weights in the student; returns the number of steps."""
-        weights = list(student.parameters())
-        optimizer = torch.optim.AdamW(weights, RATE, betas=(0.9, 0.99), weight_decay=0)
+    def train(self, student: nn.Module, images: Tensor, labels: Tensor) -> int:
+        """Train for the given time and leave the EMA weights in the student; returns the number of steps."""
+        weights: list[Tensor] = list(student.parameters())
+        optimizer = torch.optim.AdamW(weights, self.rate, betas=(0.9, 0.99), weight_decay=0)
         ema = [weight.detach().clone() for weight in weights]
-        began, step = time.process_time(), 0
-        while (progress := (time.process_time() - began) / seconds) < 1:
-            rate = RATE * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * progress))
+        began, step = clock(), 0
+        while (progress := (clock() - began) / self.seconds) < 1:
+            rate = self.rate * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * progress))
             optimizer.param_groups[0]["lr"] = rate
-            rows = torch.randint(0, len(images), (BATCH,), generator=torch.Generator().manual_seed(step))
-            keys = SampleKeys(1, torch.arange(step * BATCH, (step + 1) * BATCH))
-            x = images[rows].permute(0, 3, 1, 2).float() / 127.5 - 1
-            loss = self.loss(student, x, labels[rows], keys, progress)
+            rows = torch.randint(0, len(images), (self.batch,), generator=torch.Generator().manual_seed(step))
+            keys = SampleKeys(1, torch.arange(step * self.batch, (step + 1) * self.batch, device=DEVICE))
+            x = images[rows].to(DEVICE).permute(0, 3, 1, 2).float() / 127.5 - 1
+            with autocast():
+                loss = self.loss(student, x, labels[rows].to(DEVICE), keys, progress)
             optimizer.zero_grad()
             loss.backward()
+            if not step and DEVICE != "cpu":  # compiling took most of the first step
+                loss.item()
+                began = clock()
             optimizer.step()
             step += 1
             with torch.no_grad():
                 torch._foreach_lerp_(ema, weights, 1 - 0.5 ** (1 / (0.05 * step)))
+            if step % 20 == 0:
+                loss.item()  # or the host would be many steps ahead when the time is over
         with torch.no_grad():
             torch._foreach_copy_(weights, ema)
         return step
 
 
-class Judge:
+class Judge(ABC):
     """Scores images of the same noise and labels."""
 
-    def __init__(self, teacher: nn.Module) -> None:
-        self.labels = torch.arange(JUDGED) % CLASSES
-        self.noise = rng.normal(0, Purpose.SAMPLE_NOISE, torch.arange(1000, 1000 + JUDGED), (3, SIZE, SIZE))
-        self.classify = train_classifier(SIZE, samples=2000, steps=200, seed=0)
-        real, self.kinds = scenes(range(50_000, 50_000 + 2 * JUDGED), SIZE, seed=0)
-        self.real = self.classify.features(real)
-        self.goal = self.images(teacher, COMPARED, steps=25, guidance=GUIDANCE, interval=INTERVAL)
+    def __init__(self, teacher: Teacher, count: int) -> None:
+        self.teacher, self.labels = teacher, torch.arange(count) % teacher.classes
+        shape = (3, teacher.side, teacher.side)
+        self.noise = rng.normal(0, Purpose.SAMPLE_NOISE, torch.arange(1000, 1000 + count), shape)
+        self.goal = self.teacher_images(COMPARED, "heun", 25)
 
-    def images(self, network: nn.Module, count: int = JUDGED, **settings: object) -> Tensor:
-        """Sample."""
-        sampler = samplers.SamplerSettings(**settings)  # type: ignore[arg-type]
-        parts = zip(self.noise[:count].split(100), self.labels[:count].split(100), strict=True)
-        return torch.cat([samplers.sample(network, z, y, CLASSES, sampler) for z, y in parts]).clamp(-1, 1)
+    @torch.no_grad()
+    def images(self, network: nn.Module, count: int | None = None, **settings: Any) -> Tensor:
+        """Sample; all calls of a network have one shape."""
+        sampler, count = samplers.SamplerSettings(**settings), count or len(self.labels)
+        at_once = min(len(self.labels), 100 if DEVICE == "cpu" else AT_ONCE)
+        found = []
+        for start in range(0, count, at_once):
+            rows = slice(start, start + at_once)
+            with autocast():
+                noise, labels = self.noise[rows].to(DEVICE), self.labels[rows].to(DEVICE)
+                found.append(samplers.sample(network, noise, labels, self.teacher.classes, sampler).float().cpu())
+        return torch.cat(found)[:count].clamp(-1, 1)
+
+    def teacher_images(self, count: int | None, solver: str, steps: int) -> Tensor:
+        """Sample the teacher."""
+        guided = {"guidance": self.teacher.guidance, "interval": INTERVAL}
+        return self.images(self.teacher.network, count, solver=solver, steps=steps, **guided)
 
     def scores(self, images: Tensor) -> dict[str, float]:
         """Return the scores of a row."""
-        pixels, labels = torch.from_numpy(to_uint8_array(images)), self.labels[: len(images)]
         difference = (images[:COMPARED] - self.goal).square().mean().sqrt()
+        return {**self.judge(to_uint8_array(images)), "RMS difference": round(float(difference), 4)}
+
+    @abstractmethod
+    def judge(self, pixels: np.ndarray) -> dict[str, float]:
+        """Score images [N, H, W, 3]."""
+
+
+class SceneJudge(Judge):
+    """A classifier of driving scenes."""
+
+    def __init__(self, teacher: Teacher) -> None:
+        super().__init__(teacher, JUDGED)
+        self.classify = train_classifier(teacher.side, samples=2000, steps=200, seed=0)
+        real, self.kinds = scenes(range(50_000, 50_000 + 2 * JUDGED), teacher.side, seed=0)
+        self.real = self.classify.features(real)
+
+    def judge(self, pixels: np.ndarray) -> dict[str, float]:
+        """Return KID, and the share of images that are of their class."""
+        one, labels = torch.from_numpy(pixels), self.labels[: len(pixels)]
         return {
-            "KID": round(kernel_distance(self.classify.features(pixels), labels, self.real, self.kinds), 4),
-            "RMS difference": round(float(difference), 4),
-            "recognized": round(float((self.classify(pixels) == labels).float().mean()), 3),
+            "KID": round(kernel_distance(self.classify.features(one), labels, self.real, self.kinds), 4),
+            "recognized": round(float((self.classify(one) == labels).float().mean()), 3),
         }
+
+
+class FidJudge(Judge):
+    """FID against the statistics of the training images."""
+
+    def __init__(self, teacher: Teacher, reference: Path, weights: Path) -> None:
+        super().__init__(teacher, JUDGED_BY_FID)
+        with np.load(reference) as stored:
+            self.real = stored["features"]
+        self.moments = metrics.compute_moments(self.real)
+        self.compute = InceptionEncoder.from_file(weights).load(torch.device(DEVICE)).compute
+
+    @torch.no_grad()
+    def judge(self, pixels: np.ndarray) -> dict[str, float]:
+        """Return FID, where there are enough images."""
+        if len(pixels) < JUDGED_BY_FID:
+            return {}
+        images = torch.from_numpy(pixels).split(GPU_BATCH)
+        if DEVICE == "cpu":
+            batches = (inception.preprocess(batch) for batch in images)
+        else:
+            batches = (inception.preprocess_batch(list(batch), torch.device(DEVICE)) for batch in images)
+        rows = torch.cat([self.compute(batch).cpu() for batch in batches]).numpy()
+        fid = metrics.frechet_distance(metrics.compute_moments(rows), self.moments, rows, self.real).value
+        return {"FID": round(fid, 2)}
 
 
 def main() -> None:
     """Train, judge and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="of bench/results/NAME.json")
+    parser.add_argument("record", type=Path)
     parser.add_argument("teacher")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--guidance", type=float, default=1.5)
     parser.add_argument("--methods", nargs="*", default=["path:2", "path:4", "segment:2", "consistency"])
+    parser.add_argument("--data", type=Path, help="an .npz as of bench/cifar10_data.py, instead of driving_world")
+    parser.add_argument("--reference", type=Path, help="statistics of its training images")
+    parser.add_argument("--inception_weights", type=Path)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    teacher = load(given.teacher).requires_grad_(False)
-    source = open_source("driving_world", SIZE, None, [])
-    read = [source.read(index) for index in range(6400)]
-    images, labels = torch.from_numpy(np.stack([one.image for one in read])), torch.tensor([one.label for one in read])
-    judge, rows = Judge(teacher), []
+    if DEVICE == "cpu":
+        torch.set_num_threads(1)
+    network = load(given.teacher).requires_grad_(False)
+    if given.data:
+        with np.load(given.data) as stored:
+            images, labels = torch.from_numpy(stored["train_x"]), torch.from_numpy(stored["train_y"]).long()
+    else:
+        source = open_source("driving_world", SIDE, None, [])
+        read = [source.read(index) for index in range(SCENES)]
+        images, labels = (
+            torch.from_numpy(np.stack([one.image for one in read])),
+            torch.tensor([one.label for one in read]),
+        )
+    teacher = Teacher(network, int(labels.max()) + 1, images.shape[1], given.guidance)
+    judge: Judge = FidJudge(teacher, given.reference, given.inception_weights) if given.data else SceneJudge(teacher)
+    rows: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        content = {"command": shlex.join(sys.argv), "hardware": hardware(), "versions": versions(), "rows": rows}
+        atomic_write_json(given.record, content)
+
     for name in given.methods:
         student = load(given.teacher).train()
-        trained = Method(name, teacher, given.steps).train(student, images, labels, given.seconds)
-        scores = judge.scores(judge.images(student.eval(), solver="euler", steps=given.steps))
-        rows.append(
-            {"method": name, "steps": given.steps, "CPU seconds": given.seconds, "optimizer steps": trained, **scores}
+        steps = Method(name, teacher, given).train(student, images, labels)
+        trained = {"steps": given.steps, "seconds": given.seconds, "optimizer steps": steps}
+        add(
+            {"method": name, **trained, **judge.scores(judge.images(student.eval(), solver="euler", steps=given.steps))}
         )
-        print(json.dumps(rows[-1]), flush=True)
     for solver, steps in (("euler", 1), ("euler", 2), ("euler", 4), ("heun", 2), ("heun", 4), ("heun", 8)):
-        scores = judge.scores(judge.images(teacher, solver=solver, steps=steps, guidance=GUIDANCE, interval=INTERVAL))
-        rows.append({"method": f"teacher, {solver}", "steps": steps, **scores})
-        print(json.dumps(rows[-1]), flush=True)
-    rows.append({"method": "teacher, heun", "steps": 25, "images": COMPARED, **judge.scores(judge.goal)})
-    print(json.dumps(rows[-1]), flush=True)
-    content = {"command": shlex.join(sys.argv), "hardware": hardware(), "versions": versions(), "rows": rows}
-    atomic_write_json(RESULTS / f"{given.name}.json", content)
+        add({"method": f"teacher, {solver}", "steps": steps, **judge.scores(judge.teacher_images(None, solver, steps))})
+    if given.data:
+        add({"method": "teacher, heun", "steps": 25, **judge.scores(judge.teacher_images(None, "heun", 25))})
+    else:
+        add({"method": "teacher, heun", "steps": 25, "images": COMPARED, **judge.scores(judge.goal)})
 
 
 if __name__ == "__main__":
