@@ -82,7 +82,7 @@ def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, sen
     try:
         make_deterministic(device)
         cache = compile_cache.use_compile_cache()
-        pipeline = load_pipeline(job.settings, device, job.model)
+        pipeline = load_pipeline(job.settings, device, job.model, job.cpus)
         environment = environment_info(device) | pipeline.execution_info()
         send(workers.WorkerReady(pipeline.supports_batching(), environment, pipeline.groups_by_text()))
         Worker(job, label, device, pipeline, send, cache.summary).serve(inbox)
