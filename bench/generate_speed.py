@@ -38,10 +38,10 @@ from muralist.core.run_dir import atomic_write_json
 from muralist.data.ledger_reader import read_lines
 from muralist.generate.diffusers_patches import per_sample_noise
 from muralist.generate.diffusers_pipeline import DiffusersPipeline
+from muralist.generate.image_files import psnr
 from muralist.generate.model_info import STEP_CACHING
 from muralist.generate.optimizations import Optimizations
 from muralist.generate.pipeline import SampleRequest, make_deterministic
-from muralist.generate.worker import psnr
 from muralist.settings import GenerateSettings
 from muralist.train.metrics import matmul_rate
 

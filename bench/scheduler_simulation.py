@@ -33,7 +33,7 @@ from muralist.generate.workers import (
     GenerationJob,
     Report,
     Request,
-    SampleFinished,
+    SamplesFinished,
     WorkerReady,
 )
 from muralist.settings import GenerateSettings
@@ -135,8 +135,8 @@ class SimulatedPool(WorkerPool):
                 if isinstance(report, BatchStarted):
                     state.generating = len(report.indices)
                     state.unsaved += state.generating
-                elif isinstance(report, SampleFinished):
-                    state.unsaved -= 1
+                elif isinstance(report, SamplesFinished):
+                    state.unsaved -= len(report.failures)
                     state.idle_since = self.now()
                 self.outbox.put((label, report))
 

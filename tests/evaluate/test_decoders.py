@@ -109,7 +109,7 @@ def test_shared_memory_without_memfd(refused: bool, monkeypatch: pytest.MonkeyPa
 def test_a_killed_decoder_is_an_error(tmp_path: Path) -> None:
     files = wanted(write_images(tmp_path / "images", scenes(1, 0)))
     with DecoderPool(1, ahead=1) as decoders:
-        decoders._pool.kill("0")
+        decoders._pool._pool.kill("0")
         with pytest.raises(
             UserError, match="A process that decodes images was killed by SIGKILL. It was busy with .*0.png"
         ):

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.disks import leave_free, small_disk
+from tests.support.jit_models import checkpoint, family, network_of
 from tests.support.pipelines import build_pipeline
 from tests.support.runs import finish, start
 
@@ -64,10 +65,10 @@ def wait_until(
         time.sleep(0.005)
 
 
-def workers(process: subprocess.Popen[str]) -> list[int]:
-    """The command's worker processes, in the order of their start."""
+def workers(parent: int) -> list[int]:
+    """The worker processes of a process, in the order of their start."""
     found = []
-    for children in Path(f"/proc/{process.pid}/task").glob("*/children"):
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
             if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
@@ -98,8 +99,8 @@ def test_one_worker_is_killed_and_one_hangs(
 ) -> None:
     more = ["--gpu_ids", 2, 3, 5, "--worker_timeout", 10]
     process = start(*command(wan, prompts, tmp_path, *more))
-    wait_until(lambda: len(workers(process)) == 3, process)
-    second, third, _ = workers(process)  # of GPUs 2 and 3
+    wait_until(lambda: len(workers(process.pid)) == 3, process)
+    second, third, _ = workers(process.pid)  # of GPUs 2 and 3
     wait_until(lambda: made_by(tmp_path, "2") > 0, process)
     os.kill(second, signal.SIGKILL)
     # At a row of its own: a sample that kills two workers is skipped.
@@ -126,7 +127,7 @@ def test_interrupted_killed_and_damaged_it_goes_on(
     # Ctrl+C, which a terminal sends to every process; and a second command meanwhile.
     process = start(*command(wan, prompts, tmp_path, "--gpu_ids", 0, 1), new_session=True)
     wait_until(lambda: made_by(tmp_path, "0") + made_by(tmp_path, "1") >= 1, process)
-    mine = workers(process)
+    mine = workers(process.pid)
     os.killpg(process.pid, signal.SIGSTOP)  # so that it is still at work when the second one comes
     refused = finish(start(*command(wan, prompts, tmp_path)), expect=1)
     assert f"is being filled by process {process.pid} on" in refused
@@ -149,7 +150,7 @@ def test_interrupted_killed_and_damaged_it_goes_on(
     # Kill -9 of the command alone: its workers end by themselves.
     process = start(*command(wan, prompts, tmp_path, "--gpu_ids", 7))
     wait_until(lambda: made_by(tmp_path, "7") >= 2, process)
-    mine = workers(process)
+    mine = workers(process.pid)
     process.kill()
     finish(process, expect=-signal.SIGKILL)
     wait_until(lambda: not any(map(lives, mine)), seconds=20)
@@ -190,7 +191,7 @@ def test_memory_that_really_runs_out(tmp_path: Path) -> None:
     words = command(build_pipeline("sd", tmp_path), tmp_path / "prompts.csv", images)
     process = start(*words)
     wait_until(lambda: made_by(images, "0") >= 1, process)
-    (worker,) = workers(process)
+    (worker,) = workers(process.pid)
     status = Path(f"/proc/{worker}/status").read_text()
     size = int(status.partition("VmSize:")[2].split()[0]) * 1024
     resource.prlimit(worker, resource.RLIMIT_AS, (size + 20 * MB, size + 20 * MB))
@@ -207,6 +208,53 @@ def test_memory_that_really_runs_out(tmp_path: Path) -> None:
     undisturbed = tmp_path / "undisturbed"
     finish(start(*command(tmp_path / "sd", tmp_path / "prompts.csv", undisturbed)), expect=1)
     assert files(images) == files(undisturbed)
+
+
+MANY_CPUS = """
+from muralist.cli import main
+from muralist.generate import workers
+
+workers.available_cpus = lambda: 8
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize("ending", ["a process that saves", "the worker", "Ctrl+C"])
+def test_processes_that_save_images_end_with_their_worker(ending: str, tmp_path: Path) -> None:
+    spec = family("0", "1")
+    model = checkpoint(tmp_path / "run", spec.describe(), network_of(spec).state_dict())
+    table, rows = tmp_path / "prompts.csv", 3000
+    table.write_text("prompt\n" + "0\n" * rows)
+
+    def generate(images: Path) -> subprocess.Popen[str]:
+        arguments = ("--model_path", model, "--prompts_csv", table, "--output_dir", images, "--batch_size", 250)
+        words = (*arguments, "--num_inference_steps", 2, "--compile", "false")
+        return start("python", "-c", MANY_CPUS, "generate", *words, new_session=True)
+
+    process = generate(tmp_path / "images")
+    wait_until(lambda: made_by(tmp_path / "images", "0") >= 250, process)
+    (worker,) = workers(process.pid)
+    saving = workers(worker)
+    assert len(saving) == 4
+    match ending:
+        case "a process that saves":
+            os.kill(saving[1], signal.SIGKILL)
+            output = finish(process, expect=1)
+            assert "A process that saves images was killed by SIGKILL." in output
+            assert "Run the same command again to resume." in output and "Traceback" not in output
+        case "the worker":
+            os.kill(worker, signal.SIGKILL)
+        case "Ctrl+C":
+            os.killpg(process.pid, signal.SIGINT)
+            assert "Traceback" not in finish(process, expect=130)
+    wait_until(lambda: not any(map(lives, saving)), seconds=5)
+    process.kill()
+    finish(process, expect=None)
+    assert 250 <= len(files(tmp_path / "images")) < rows
+    assert f"{rows:,} of {rows:,} images are in" in finish(generate(tmp_path / "images"))
+    finish(generate(tmp_path / "undisturbed"))
+    assert files(tmp_path / "images") == files(tmp_path / "undisturbed")
+    assert not list((tmp_path / "images").glob(".*"))
 
 
 def test_a_disk_that_fills_up(wan: Path, prompts: Path, tmp_path: Path, undisturbed: dict[str, bytes]) -> None:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from muralist.core.errors import UserError
 from muralist.data import ledger_reader
-from muralist.generate import worker, workers
+from muralist.generate import image_files, worker, workers
 from muralist.generate.output_dir import merge_shards
 from muralist.generate.pipeline import GenerationMode, PipelineError, SampleRequest
 from muralist.generate.worker import Worker
@@ -72,7 +72,8 @@ def out_of_memory_above(most: int, sizes: list[int], times: int = 10**9) -> Befo
 
 def finished(reports: list[workers.Report]) -> dict[int, str | None]:
     """Why each finished sample failed, if it did."""
-    return dict(report for report in reports if isinstance(report, workers.SampleFinished))
+    found = [report.failures for report in reports if isinstance(report, workers.SamplesFinished)]
+    return {index: failure for failures in found for index, failure in failures.items()}
 
 
 def done(reports: list[workers.Report]) -> set[int]:
@@ -236,7 +237,7 @@ def test_a_last_image_that_cannot_be_written_is_reported_at_once(
     def full(path: Path, data: bytes, flush: bool) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(worker, "atomic_write", full)
+    monkeypatch.setattr(image_files, "atomic_write", full)
     threaded = ThreadedRun(tmp_path, PROMPTS)
     errors: queue.Queue[Exception] = queue.Queue()
 

@@ -358,7 +358,7 @@ def _run(wanted: dict[str, Any], files: Sequence[int]) -> int:
     call_trace.arm()
     if "call" in wanted:
         kind, _, label = wanted["name"].rpartition("-")
-        if kind != "muralist-decode":  # those have no faults of their own
+        if kind not in ("muralist-decode", "muralist-save"):  # those have no faults of their own
             arm(f"worker {label}")
         current_process().authkey = wanted["key"]
         return _call(wanted["call"], files[2:])

@@ -1,4 +1,4 @@
-"""A pool of worker processes, one per device; generation and evaluation share it.
+"""A pool of worker processes, one per device, and of processes that compute tasks; generation and evaluation share them.
 
 Each worker has a pipe of its own: a worker that is killed in the middle of a message breaks no other worker's pipe.
 """
@@ -15,13 +15,18 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count, cycle
 from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any
 
+from muralist.core.errors import UserError
+
+_POLL = 1.0  # seconds
 _EXIT_SECONDS = 5.0  # in which a killed process is gone
 _CLOSED = object()
 _starting = threading.Lock()
@@ -188,6 +193,64 @@ class ProcessPool(WorkerPool):
         self._running.clear()
         self._workers.clear()
         atexit.unregister(self.close)  # last: a close that Ctrl+C interrupts is repeated at exit
+
+
+class TaskPool:
+    """Processes that compute `function(task, *arguments)`; the processes take turns.
+
+    `work` and `describe` say in an error what the processes do, and with which task one was busy when it died.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: str,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        processes: int,
+        describe: Callable[[Any], str],
+    ) -> None:
+        self._work, self._describe = work, describe
+        labels = [str(number) for number in range(processes)]
+        self._pool = ProcessPool(name, _serve_tasks, dict.fromkeys(labels, (function, arguments)))
+        self._pending: dict[str, deque[Any]] = {label: deque() for label in labels}
+        self._labels, self._numbers = cycle(labels), count()
+        self._results: dict[int, Any] = {}
+        for label in labels:
+            self._pool.start(label)
+
+    def submit(self, task: Any) -> int:
+        """Send a task to the next process; returns the number of its result."""
+        number, label = next(self._numbers), next(self._labels)
+        self._pending[label].append(task)
+        self._pool.send(label, (number, task))
+        return number
+
+    def result(self, number: int) -> Any:
+        """Wait for the result of a task and return it, once; UserError if a process exits."""
+        while number not in self._results:
+            for label, message in self._pool.receive(_POLL):
+                if isinstance(message, WorkerExited):
+                    busy = [self._describe(task) for task in list(self._pending[label])[:1]]
+                    raise UserError(
+                        f"A process that {self._work} {message.reason}.",
+                        f"It was busy with {busy[0]}." if busy else "",
+                        "Run the same command again to resume.",
+                    )
+                finished, result = message
+                self._results[finished] = result
+                self._pending[label].popleft()
+        return self._results.pop(number)
+
+    def close(self) -> None:
+        """Kill the processes; tasks without a result are lost."""
+        self._pool.close(0.0)
+
+
+def _serve_tasks(inbox: Inbox, send: Send, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    while True:
+        number, task = inbox.get()
+        send((number, function(task, *arguments)))
 
 
 def _join(processes: list[Any], seconds: float) -> None:

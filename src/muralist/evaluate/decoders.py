@@ -11,11 +11,10 @@ import mmap
 import os
 import pickle
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, count, cycle
+from itertools import accumulate
 from multiprocessing import reduction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +23,7 @@ import numpy as np
 
 from muralist.core.errors import UserError
 from muralist.core.hardware import requested_processes
-from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited
+from muralist.core.worker_pool import Inbox, ProcessPool, Send, TaskPool
 from muralist.data.decode import ImageDecodeError, decode_pixels, read_unchanged_image
 from muralist.data.tar_members import TarImage
 
@@ -37,7 +36,6 @@ CACHE_DIR = "features"
 """The folder of cached features in the output of an evaluation."""
 _KEPT = 256 << 20  # bytes of a buffer that is kept for the next batch: 64 images of more than a million pixels
 _CHUNK = 8  # images of one message
-_POLL = 1.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -170,18 +168,15 @@ def _nameless_file() -> int:
 class _Chunk(NamedTuple):
     """Some images of a batch: each with the place of its pixels in one of the shared memories."""
 
-    number: int
     memory: int
     items: Sequence[FeatureItem]
     starts: Sequence[int]
 
 
-def _serve(inbox: Inbox, send: Send, memories: Sequence[SharedMemory]) -> None:
-    """Run in a process: decode chunks of images."""
-    while True:
-        chunk = inbox.get()
-        memory = memories[chunk.memory]
-        send((chunk.number, [_decode(*place, memory) for place in zip(chunk.items, chunk.starts, strict=True)]))
+def _decode_chunk(chunk: _Chunk, *memories: SharedMemory) -> list[np.ndarray | str | UserError | None]:
+    """Run in a process: decode images."""
+    memory = memories[chunk.memory]
+    return [_decode(*place, memory) for place in zip(chunk.items, chunk.starts, strict=True)]
 
 
 def _decode(item: FeatureItem, start: int, memory: SharedMemory) -> np.ndarray | str | UserError | None:
@@ -216,13 +211,8 @@ class DecoderPool:
     def __init__(self, processes: int, ahead: int) -> None:
         self._memories = [SharedMemory() for _ in range(ahead)]
         self._unused = list(range(ahead))
-        labels = [str(number) for number in range(processes)]
-        self._pool = ProcessPool("muralist-decode", _serve, dict.fromkeys(labels, (self._memories,)))
-        self._pending: dict[str, deque[_Chunk]] = {label: deque() for label in labels}
-        self._labels, self._numbers = cycle(labels), count()
-        self._answers: dict[int, list[Any]] = {}
-        for label in labels:
-            self._pool.start(label)
+        name, work = "muralist-decode", "decodes images"
+        self._pool = TaskPool(name, work, _decode_chunk, tuple(self._memories), processes, _describe_chunk)
 
     def decode(self, items: Sequence[FeatureItem]) -> PendingDecode:
         """Start a batch; up to `ahead` batches may be started and not released."""
@@ -230,44 +220,32 @@ class DecoderPool:
         *starts, size = accumulate((item.size for item in items), initial=0)
         pixels = self._memories[memory].view(size)
         chunks = [
-            _Chunk(next(self._numbers), memory, items[first : first + _CHUNK], starts[first : first + _CHUNK])
+            _Chunk(memory, items[first : first + _CHUNK], starts[first : first + _CHUNK])
             for first in range(0, len(items), _CHUNK)
         ]
-        for chunk, label in zip(chunks, self._labels, strict=False):
-            self._pending[label].append(chunk)
-            self._pool.send(label, chunk)
+        numbers = [self._pool.submit(chunk) for chunk in chunks]
 
         def release() -> None:
             self._memories[memory].shrink()
             self._unused.append(memory)
 
-        return PendingDecode(lambda: [row for chunk in chunks for row in self._rows(chunk, pixels)], release, size)
+        def rows() -> list[Any]:
+            answers = [answer for number in numbers for answer in self._pool.result(number)]
+            return [_to_row(*found, pixels) for found in zip(items, answers, starts, strict=True)]
 
-    def _rows(self, chunk: _Chunk, pixels: np.ndarray) -> list[Tensor | str]:
-        while chunk.number not in self._answers:
-            for label, message in self._pool.receive(_POLL):
-                if isinstance(message, WorkerExited):
-                    busy = ", ".join(
-                        str(item.content) for lost in list(self._pending[label])[:1] for item in lost.items
-                    )
-                    raise UserError(
-                        f"A process that decodes images {message.reason}.",
-                        f"It was busy with {busy}." if busy else "",
-                        "Run the same command again to resume.",
-                    )
-                number, answers = message
-                self._answers[number] = answers
-                self._pending[label].popleft()
-        answers = self._answers.pop(chunk.number)
-        return [_to_row(*found, pixels) for found in zip(chunk.items, answers, chunk.starts, strict=True)]
+        return PendingDecode(rows, release, size)
 
     def __enter__(self) -> DecoderPool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._pool.close(0.0)  # they hold nothing that could be lost
+        self._pool.close()
         for memory in self._memories:
             memory.close()
+
+
+def _describe_chunk(chunk: _Chunk) -> str:
+    return ", ".join(str(item.content) for item in chunk.items)
 
 
 def _to_row(item: FeatureItem, answer: Any, start: int, pixels: np.ndarray) -> Tensor | str:

@@ -41,12 +41,13 @@ from muralist.models.weights import first_non_finite, read_weights, weights_file
 from muralist.settings import GenerateSettings, SampleSettings
 
 _NOISE_BLOCK = 1 << 18  # values drawn at once: 85 images of 32 px; each alone takes longer to start than to draw
+_NOISE_THREADS = 8  # draw the noise of 800 images of 256 px per second
 
 
 class JiTPipeline(Pipeline):
     """A JiT network on one device; prompts are names or indices of classes."""
 
-    def __init__(self, spec: JiTSpec, network: nn.Module, settings: GenerateSettings) -> None:
+    def __init__(self, spec: JiTSpec, network: nn.Module, settings: GenerateSettings, cpus: int = 1) -> None:
         self._spec, self._network = spec, network
         self._dtype = settings.dtype
         for module in network.modules() if self._dtype != "fp32" else ():
@@ -63,12 +64,14 @@ class JiTPipeline(Pipeline):
         self._forward = self._graphs.wrap(network.__call__)
         self._sampling = _sample_settings(settings)
         # Noise takes a CPU core a second for a hundred images of 256 px; the GPU would be idle meanwhile.
-        self._noise_thread = ThreadPoolExecutor(1, thread_name_prefix="noise")
+        self._noise_threads = ThreadPoolExecutor(min(_NOISE_THREADS, cpus), thread_name_prefix="noise")
         self._noise: dict[int, tuple[Future[Tensor], int]] = {}  # by seed: a block of noise, and the row in it
 
     @classmethod
-    def load(cls, settings: GenerateSettings, device: torch.device, description: Mapping[str, Any]) -> JiTPipeline:
-        """Load the weights onto a device."""
+    def load(
+        cls, settings: GenerateSettings, device: torch.device, description: Mapping[str, Any], cpus: int = 1
+    ) -> JiTPipeline:
+        """Load the weights onto a device; `cpus` draw noise."""
         path = Path(settings.model_path)
         if (path / CONFIG_FILE).is_file():
             config, weights = read_jit_folder(path)
@@ -85,7 +88,7 @@ class JiTPipeline(Pipeline):
             network = JiT(**jit_arguments(config))
         # Copied: a mapped file's tensors have any alignment, and on a CPU a matmul's last bits depend on it.
         network.to_empty(device=device).load_state_dict(weights)
-        return cls(spec_from_description(description), network.eval().requires_grad_(False), settings)
+        return cls(spec_from_description(description), network.eval().requires_grad_(False), settings, cpus)
 
     def configure(self, settings: GenerateSettings) -> None:
         """Sample with other settings."""
@@ -100,7 +103,7 @@ class JiTPipeline(Pipeline):
         return {"compiled": "yes"} if self._optimizations.compiled else {}
 
     def prepare(self, requests: Requests) -> None:
-        """Draw the noise of these requests in a thread, while the device is busy."""
+        """Draw the noise of these requests in threads, while the device is busy."""
         seeds = dict.fromkeys(request.seed for request in requests)  # in order: the first are needed first
         kept = {seed: place for seed, place in self._noise.items() if seed in seeds}
         for block in {block for block, _ in self._noise.values()} - {block for block, _ in kept.values()}:
@@ -109,7 +112,7 @@ class JiTPipeline(Pipeline):
         at_once = max(1, _NOISE_BLOCK // (IMAGE_CHANNELS * math.prod(height_width(self._spec.img_size))))
         for start in range(0, len(new), at_once):
             drawn = new[start : start + at_once]
-            block = self._noise_thread.submit(self._spec.sample_noise, drawn)
+            block = self._noise_threads.submit(self._spec.sample_noise, drawn)
             self._noise |= {seed: (block, row) for row, seed in enumerate(drawn)}
 
     def generate_async(

@@ -5,8 +5,8 @@
                           with --shards, one line per WebDataset tar file (tar_shards.py)
     .ledger/gpu0.jsonl    while a command runs: the shard of one worker; it goes to the end of ledger.jsonl at the end
 
-Lines are only ever appended, each by one write. A worker that is killed leaves at most one torn line, which is ignored:
-its image is generated again. The last line about a sample counts.
+Lines are only ever appended, one or many by one write. A worker that is killed leaves at most one torn line, which is
+ignored: its image is generated again. The last line about a sample counts.
 """
 
 from __future__ import annotations
@@ -363,14 +363,17 @@ class Shard:
     def done(
         self, sample: Sample, file: Path, sha256: str, gpu: str, seconds: float, extra: dict[str, Any] | None = None
     ) -> None:
-        """Append an image; `extra` fields are those that only some images have, such as another batch size."""
-        status = file.stat()
-        facts: dict[str, Any] = {"bytes": status.st_size, "sha256": sha256, "changed": status.st_mtime_ns}
-        self._append(DONE, sample, gpu, seconds, facts | (extra or {}))
+        """Append an image."""
+        self.append(done_line(sample, file, sha256, gpu, seconds, self.digest, extra or {}))
 
     def failed(self, sample: Sample, reason: str, gpu: str, seconds: float) -> None:
         """Append a sample that failed by itself."""
-        self._append(FAILED, sample, gpu, seconds, {"error": reason})
+        self.append(failed_line(sample, reason, gpu, seconds, self.digest))
+
+    def append(self, lines: bytes) -> None:
+        """Append lines by one write; a full disk may take only the first ones."""
+        if os.write(self._file, lines) < len(lines):  # the rest would not fit either
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def check_not_deleted(self) -> None:
         """Raise an error if the file was deleted: without its line, an image would be refused by the next command."""
@@ -384,32 +387,45 @@ class Shard:
     def _deleted(self) -> OSError:
         return OSError(errno.ENOENT, "it was deleted while images were being generated", str(self.path.parent.parent))
 
-    def _append(self, status: str, sample: Sample, gpu: str, seconds: float, facts: dict[str, Any]) -> None:
-        line = {
-            "status": status,
-            "index": sample.row,
-            "copy": sample.copy,
-            "id": sample.id,
-            "seed": sample.seed,
-            "prompt": sample.prompt,
-            "negative_prompt": sample.negative_prompt,
-            "height": sample.height,
-            "width": sample.width,
-            **({INPUTS: sample.inputs.cells} if sample.inputs else {}),
-            "file": sample.file,
-            "gpu": gpu,
-            "seconds": round(seconds, 4),
-            "settings": self.digest,
-            "key": sample.key,
-            **facts,
-        }
-        data = encode_line(line)
-        if os.write(self._file, data) < len(data):  # the rest would not fit either
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
+
+
+def done_line(
+    sample: Sample, file: Path, sha256: str, gpu: str, seconds: float, digest: str, extra: dict[str, Any]
+) -> bytes:
+    """Encode the line of an image; `extra` fields are those that only some images have, such as another batch size."""
+    status = file.stat()
+    facts: dict[str, Any] = {"bytes": status.st_size, "sha256": sha256, "changed": status.st_mtime_ns}
+    return _sample_line(DONE, sample, gpu, seconds, digest, facts | extra)
+
+
+def failed_line(sample: Sample, reason: str, gpu: str, seconds: float, digest: str) -> bytes:
+    """Encode the line of a sample that failed by itself."""
+    return _sample_line(FAILED, sample, gpu, seconds, digest, {"error": reason})
+
+
+def _sample_line(status: str, sample: Sample, gpu: str, seconds: float, digest: str, facts: dict[str, Any]) -> bytes:
+    line = {
+        "status": status,
+        "index": sample.row,
+        "copy": sample.copy,
+        "id": sample.id,
+        "seed": sample.seed,
+        "prompt": sample.prompt,
+        "negative_prompt": sample.negative_prompt,
+        "height": sample.height,
+        "width": sample.width,
+        **({INPUTS: sample.inputs.cells} if sample.inputs else {}),
+        "file": sample.file,
+        "gpu": gpu,
+        "seconds": round(seconds, 4),
+        "settings": digest,
+        "key": sample.key,
+        **facts,
+    }
+    return encode_line(line)
 
 
 def encode_line(content: dict[str, Any]) -> bytes:

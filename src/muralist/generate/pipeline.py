@@ -242,14 +242,16 @@ def environment_info(device: torch.device) -> dict[str, str]:
     }
 
 
-def load_pipeline(settings: GenerateSettings, device: torch.device, model: ModelInfo | None = None) -> Pipeline:
+def load_pipeline(
+    settings: GenerateSettings, device: torch.device, model: ModelInfo | None = None, cpus: int = 1
+) -> Pipeline:
     """Load the model at --model_path; `model` is what `inspect_model` found there, if it was called before."""
     model = model or inspect_model(settings)
     settings = settings.model_copy(update=model.resolved)
     if model.is_jit:
         from muralist.generate.jit_pipeline import JiTPipeline
 
-        return JiTPipeline.load(settings, device, model.description)
+        return JiTPipeline.load(settings, device, model.description, cpus)
     with imports_without_gc():
         from muralist.generate.diffusers_pipeline import DiffusersPipeline
 

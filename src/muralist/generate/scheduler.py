@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -77,9 +77,9 @@ class _Worker:
     def progress(self) -> WorkerProgress:
         return WorkerProgress(self.done, self.failed, self.total, loading=self.alive and self.ready is None)
 
-    def finish(self, index: int) -> None:
+    def finish(self, indices: Iterable[int]) -> None:
         for batch in self.batches:
-            batch.discard(index)
+            batch.difference_update(indices)
         self.batches = [batch for batch in self.batches if batch]
 
 
@@ -165,16 +165,8 @@ class Scheduler:
                 worker.grouping = []
             case workers.BatchStarted(indices):
                 worker.on_device = indices
-            case workers.SampleFinished(index, None):
-                worker.finish(index)
-                worker.done += 1
-                worker.compiling = False
-                self.first_image_at = self.first_image_at or time.monotonic()
-                self.restarts = 0
-            case workers.SampleFinished(index, str(reason)):
-                worker.finish(index)
-                worker.failed += 1
-                self._count_failure(reason)
+            case workers.SamplesFinished(failures):
+                self._finish(worker, failures)
             case workers.WorkerNote(text):
                 if text not in self.notes:  # most are the same for every worker
                     self.notes.add(text)
@@ -186,6 +178,18 @@ class Scheduler:
                 self._lose(worker, str(error))
             case WorkerExited(reason):
                 self._lose(worker, f"GPU {worker.label}: its process {reason}.")
+
+    def _finish(self, worker: _Worker, failures: Mapping[int, str | None]) -> None:
+        worker.finish(failures)
+        reasons = [reason for reason in failures.values() if reason is not None]
+        if done := len(failures) - len(reasons):
+            worker.done += done
+            worker.compiling = False
+            self.first_image_at = self.first_image_at or time.monotonic()
+            self.restarts = 0
+        worker.failed += len(reasons)
+        for reason in reasons:
+            self._count_failure(reason)
 
     # The batch size, which all workers share.
 

@@ -8,13 +8,11 @@ sample has its own seed.
 from __future__ import annotations
 
 import gc
-import hashlib
 import logging
-import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -25,16 +23,21 @@ import torch
 
 from muralist.core import compile_cache
 from muralist.core.errors import UserError
-from muralist.core.run_dir import atomic_write
 from muralist.core.worker_pool import Inbox
 from muralist.data.image_inputs import LoadedInputs, load_inputs
-from muralist.generate import output_dir, workers
+from muralist.generate import workers
+from muralist.generate.image_files import (
+    GeneratedImage,
+    SavedImage,
+    SaveProcesses,
+    describe_error,
+    save_images,
+)
 from muralist.generate.optimizations import is_out_of_memory
 from muralist.generate.output_dir import (
     INPUT_FILES,
     PROMPT_TOKENS,
     PROMPT_TRUNCATED,
-    PSNR,
     OutputDir,
     Shard,
     explain_write_errors,
@@ -63,7 +66,6 @@ _HEARTBEAT_INTERVAL = 1.0  # seconds
 _GROUPED_AT_ONCE = 32  # samples of one call of the pipeline that finds text lengths
 _SAVE_THREADS = 4  # encoding a PNG of 1024 x 1024 takes a quarter of a second; no model makes sixteen of them in one
 _COMPARED_ROWS = 8  # of a table, generated in fast mode and in exact mode
-_PSNR_EQUAL = 99.0  # dB for equal images, whose PSNR is infinite
 STATUS_BROKEN_DEVICE = 70
 
 
@@ -75,18 +77,12 @@ def batch_size_limit(height: int, width: int, frames: int) -> int:
     return min(_LARGEST_BATCH, max(1, _PIXELS_PER_BATCH // (height * width * frames)))
 
 
-def psnr(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the peak signal-to-noise ratio of uint8 images, in dB."""
-    error = float(np.mean((one.astype(np.float64) - other.astype(np.float64)) ** 2))
-    return _PSNR_EQUAL if error == 0 else min(_PSNR_EQUAL, 10 * math.log10(255**2 / error))
-
-
 def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, send: Send) -> None:
     """Load the model and serve until told to stop; everything that ends a worker early is reported."""
     try:
         make_deterministic(device)
         cache = compile_cache.use_compile_cache()
-        pipeline = load_pipeline(job.settings, device, job.model)
+        pipeline = load_pipeline(job.settings, device, job.model, job.cpus)
         environment = environment_info(device) | pipeline.execution_info()
         send(workers.WorkerReady(pipeline.supports_batching(), environment, pipeline.groups_by_text()))
         Worker(job, label, device, pipeline, send, cache.summary).serve(inbox)
@@ -100,12 +96,8 @@ def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, sen
             )
         else:
             log.debug("GPU %s", label, exc_info=True)
-            failure = UserError(f"GPU {label}: {_describe(error)}.")
+            failure = UserError(f"GPU {label}: {describe_error(error)}.")
         send(workers.WorkerFailed(failure, all_workers=False))
-
-
-_Image = tuple[Sample, np.ndarray, float, dict[str, Any]]
-"""An image to save, the seconds it took, and the fields of its line in the ledger that not every image has."""
 
 
 class _Call(NamedTuple):
@@ -115,10 +107,10 @@ class _Call(NamedTuple):
     batch_size: int
     pending: PendingBatch
 
-    def images(self) -> dict[Sample, np.ndarray]:
+    def images(self) -> list[tuple[Sample, np.ndarray]]:
         """Wait for the images."""
         images = self.pending.wait()
-        return {sample: images[batch_slot(sample.row, sample.copy, self.batch_size)] for sample in self.samples}
+        return [(sample, images[batch_slot(sample.row, sample.copy, self.batch_size)]) for sample in self.samples]
 
 
 class _RunningBatch(NamedTuple):
@@ -160,8 +152,9 @@ class Worker:
         """
         with explain_write_errors(self.output.root):
             shard = Shard(self.output.shard(self.label), self.job.digest)
-        with closing(shard), ThreadPoolExecutor(_SAVE_THREADS) as savers:
-            self.shard, self.savers = shard, savers
+        processes = SaveProcesses(self.job, self.label)
+        with closing(shard), closing(processes), ThreadPoolExecutor(_SAVE_THREADS) as savers:
+            self.shard, self.savers, self.processes = shard, savers, processes
             self.saving: list[Future[None]] = []
             while (batch := self._next_batch(inbox)) is not None:
                 self._run(batch)
@@ -197,7 +190,7 @@ class Worker:
             if compared:
                 exact = self._start(batch._replace(samples=compared), GenerationMode.EXACT)
                 images, _ = self._wait(exact)  # if it failed, fast mode will fail too and report it
-                self.exact |= {sample: pixels for sample, pixels, *_ in images}
+                self.exact |= {image.sample: image.pixels for image in images}
             started = self._start(batch)
         except PipelineError:
             self._finish()
@@ -216,7 +209,11 @@ class Worker:
                 self.inputs.pop(sample, None)
             self.running, self.on_device = None, ()
             self._wait_until_saved()  # at most one batch waits for the disk
-            self.saving = [self.savers.submit(self._save, *image) for image in images]
+            if self.processes.accept(len(images)):
+                self.saving = [self.savers.submit(self._save, images, self.processes.save(images))]
+            else:
+                job = self.job, self.label
+                self.saving = [self.savers.submit(self._save, [image], save_images([image], *job)) for image in images]
 
     def _load_inputs(self, batch: GenerateBatch) -> GenerateBatch:
         """Decode the image inputs of a batch; samples whose inputs are broken fail and are left out."""
@@ -230,7 +227,7 @@ class Worker:
                 self.inputs[sample] = load_inputs(sample.inputs, self.job.model.inputs.images_of(sample.inputs))
                 usable.append(sample)
             except UserError as error:
-                self._record_failure(sample, _describe(error), time.monotonic() - started)
+                self._record_failure(sample, describe_error(error), time.monotonic() - started)
         return batch._replace(samples=tuple(usable))
 
     def _wait_until_saved(self) -> None:
@@ -286,7 +283,7 @@ class Worker:
             failure = self._explain(error)
         return _RunningBatch(batch, started, calls, failure)
 
-    def _collect(self, running: _RunningBatch) -> list[_Image]:
+    def _collect(self, running: _RunningBatch) -> list[GeneratedImage]:
         """Return the images of a batch; if it fails, each sample is tried once more alone, at the same batch size."""
         images, failure = self._wait(running)
         if failure is None:
@@ -299,25 +296,26 @@ class Worker:
                 self._record_failure(sample, failure, time.monotonic() - started)
         return images
 
-    def _wait(self, running: _RunningBatch) -> tuple[list[_Image], str | None]:
+    def _wait(self, running: _RunningBatch) -> tuple[list[GeneratedImage], str | None]:
         """Return images, or the reason why there are none."""
         if running.failure is not None:
             return [], running.failure
-        pixels: dict[Sample, np.ndarray] = {}
-        extra: dict[Sample, dict[str, Any]] = {}
+        found: list[tuple[Sample, np.ndarray, dict[str, Any]]] = []
         try:
             for call in running.calls:
-                images = call.images()
-                pixels |= images
-                extra |= {sample: self._extra_fields(sample, call, running) for sample in images}
+                found += [(sample, image, self._extra_fields(sample, call, running)) for sample, image in call.images()]
         except Exception as error:
             return [], self._explain(error)
-        if any(sample.negative_prompt for sample in pixels) and (why := self.pipeline.ignores_negative_prompts()):
+        has_negative_prompt = any(sample.negative_prompt for sample, *_ in found)
+        if has_negative_prompt and (why := self.pipeline.ignores_negative_prompts()):
             self.send(workers.WorkerNote(f"Negative prompts have no effect: {why}."))
         # A batch that waited for the one before it was not being generated yet.
-        seconds = (time.monotonic() - max(running.started, self.last_end)) / len(pixels)
+        seconds = (time.monotonic() - max(running.started, self.last_end)) / len(found)
         self.last_end = time.monotonic()
-        return [(sample, image, seconds, extra[sample]) for sample, image in pixels.items()], None
+        return [
+            GeneratedImage(sample, image, seconds, extra, self.exact.pop(sample, None) if self.exact else None)
+            for sample, image, extra in found
+        ], None
 
     def _extra_fields(self, sample: Sample, call: _Call, running: _RunningBatch) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -351,30 +349,26 @@ class Worker:
 
     # From images to files.
 
-    def _save(self, sample: Sample, pixels: np.ndarray, seconds: float, extra: dict[str, Any]) -> None:
-        path = self.output.root / sample.file
-        exact = self.exact.pop(sample, None)
-        try:
-            data = output_dir.encode_image(pixels, sample, self.job.metadata, self.settings)
-            exact_data = output_dir.encode_image(exact, sample, {}, self.settings) if exact is not None else b""
-        except Exception as error:  # this sample cannot become a file; the next one can
-            self._record_failure(sample, _describe(error), seconds)
-            return
+    def _save(self, images: Sequence[GeneratedImage], save: Iterator[list[SavedImage]]) -> None:
+        """Save images and add their lines to the ledger."""
+        recorded = 0
         with explain_write_errors(self.output.root):
             self.shard.check_not_deleted()
             try:
-                # Flushing takes longer than encoding a small image; the ledger tells a truncated one.
-                atomic_write(path, data, flush=False)
-                if exact is not None:
-                    atomic_write(self.output.exact / sample.file, exact_data, flush=False)
-                    extra[PSNR] = round(psnr(pixels, exact), 2)
-                self.shard.check_not_deleted()
-                self.shard.done(sample, path, hashlib.sha256(data).hexdigest(), self.label, seconds, extra)
+                for saved in save:
+                    self.shard.check_not_deleted()
+                    self.shard.append(b"".join(image.line for image in saved))
+                    recorded += len(saved)
+                    self.send(workers.SamplesFinished({image.sample_index: image.failure for image in saved}))
+                    self._report_compilation()
             except FileNotFoundError:
-                path.unlink(missing_ok=True)  # without a ledger it would make the next command refuse the folder
+                self.processes.close()
+                for image in images[recorded:]:  # without a ledger they would make the next command refuse the folder
+                    (self.output.root / image.sample.file).unlink(missing_ok=True)
                 self.shard.check_not_deleted()  # whose message is the better one
                 raise
-        self.send(workers.SampleFinished(sample.sample_index))
+
+    def _report_compilation(self) -> None:
         summarize, self.compile_summary = self.compile_summary, None
         if summarize and (note := summarize()):
             self.send(workers.WorkerNote(note))
@@ -382,7 +376,7 @@ class Worker:
     def _record_failure(self, sample: Sample, reason: str, seconds: float) -> None:
         with explain_write_errors(self.output.root):
             self.shard.failed(sample, reason, self.label, seconds)
-        self.send(workers.SampleFinished(sample.sample_index, reason))
+        self.send(workers.SamplesFinished({sample.sample_index: reason}))
 
     # The device.
 
@@ -415,9 +409,9 @@ class Worker:
             try:
                 torch.cuda.synchronize(self.device)
             except Exception:
-                log.error("GPU %s does not work any more: %s", self.label, _describe(error))
+                log.error("GPU %s does not work any more: %s", self.label, describe_error(error))
                 os._exit(STATUS_BROKEN_DEVICE)
-        return _describe(error)
+        return describe_error(error)
 
 
 def sample_request(sample: Sample, inputs: LoadedInputs | None = None) -> SampleRequest:
@@ -454,8 +448,3 @@ def _out_of_memory_error(label: str, sample: Sample, batch_size: int) -> Pipelin
         "Run the same command again to resume, or add --allow_batch_change to resume with smaller batches "
         "(whose images differ in their last bits and are marked in the ledger).",
     )
-
-
-def _describe(error: BaseException) -> str:
-    text = f"{' '.join(str(error).split()):.300}"
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from muralist.core.errors import UserError, first_line
+from muralist.core.hardware import available_cpus
 from muralist.core.worker_pool import Inbox, ProcessPool, Send, WorkerExited, WorkerPool
 from muralist.generate.model_info import ModelInfo
 from muralist.generate.plan import Sample
@@ -40,6 +41,7 @@ class GenerationJob(NamedTuple):
     output_dir: Path
     digest: str  # of the ledger's settings
     metadata: dict[str, Any]  # written into every image beside its own prompt and seed
+    cpus: int = 1  # of this machine, for each worker
 
 
 class MeasureBatchSize(NamedTuple):
@@ -102,11 +104,11 @@ class BatchStarted(NamedTuple):
     indices: tuple[int, ...]
 
 
-class SampleFinished(NamedTuple):
-    """A sample's line in the ledger is on disk, with its file or with the reason why it failed when tried by itself."""
+class SamplesFinished(NamedTuple):
+    """The lines of samples in the ledger are on disk, each with its file or with the reason why it failed by itself."""
 
-    sample_index: int
-    failure: str | None = None
+    failures: dict[int, str | None]
+    """By sample index: the reason, or None for an image."""
 
 
 class WorkerNote(NamedTuple):
@@ -123,7 +125,7 @@ class WorkerFailed(NamedTuple):
 
 
 Request = MeasureBatchSize | GroupByText | GenerateBatch | StopWorker
-_Progress = Heartbeat | BatchStarted | SampleFinished
+_Progress = Heartbeat | BatchStarted | SamplesFinished
 Report = WorkerReady | BatchSizeMeasured | TextGroups | _Progress | WorkerNote | WorkerFailed | WorkerExited
 
 
@@ -131,6 +133,8 @@ def open_pool(job: GenerationJob, devices: dict[str, str]) -> WorkerPool:
     """Return the pool of a command; `devices` are those of each worker, by label."""
     if job.settings.engine == "ray":
         return RayPool(job, devices)
+    processes = len(devices) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    job = job._replace(cpus=max(1, available_cpus() // processes))
     arguments = {label: (job, label, device) for label, device in devices.items()}
     return ProcessPool("muralist-gpu", _run_process, arguments)
 
