@@ -18,7 +18,7 @@ _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_FITS_CACHE = 1 << 16  # numbers per chunk on a CPU, so that intermediates fit its cache
+_FITS_CACHE = 1 << 16  # numbers per chunk and thread on a CPU, so that intermediates fit the cache of a core
 
 
 class Purpose(IntEnum):
@@ -99,7 +99,8 @@ def normal(seed: int, purpose: int, sample_indices: Tensor, shape: tuple[int, ..
 
 def normal_chunked(seed: int, purpose: int, sample_indices: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The same values, computed in chunks of samples: seven times as fast on a CPU, because intermediates fit its cache."""
-    parts = sample_indices.split(max(1, _FITS_CACHE // max(1, math.prod(shape))))
+    numbers = _FITS_CACHE * torch.get_num_threads()
+    parts = sample_indices.split(max(1, numbers // max(1, math.prod(shape))))
     return torch.cat([normal(seed, purpose, part, shape) for part in parts])
 
 

@@ -41,7 +41,7 @@ from muralist.models.weights import first_non_finite, read_weights, weights_file
 from muralist.settings import GenerateSettings, SampleSettings
 
 _NOISE_BLOCK = 1 << 18  # values drawn at once: 85 images of 32 px; each alone takes longer to start than to draw
-_NOISE_THREADS = 8  # draw the noise of 800 images of 256 px per second
+_NOISE_CPUS = 8
 
 
 class JiTPipeline(Pipeline):
@@ -64,7 +64,10 @@ class JiTPipeline(Pipeline):
         self._forward = self._graphs.wrap(network.__call__)
         self._sampling = _sample_settings(settings)
         # Noise takes a CPU core a second for a hundred images of 256 px; the GPU would be idle meanwhile.
-        self._noise_threads = ThreadPoolExecutor(min(_NOISE_THREADS, cpus), thread_name_prefix="noise")
+        # One thread, whose operations several CPUs compute: several threads would wait for the interpreter, and so would
+        # the thread that feeds the GPU. Other threads keep their number of CPUs.
+        drawing = (min(_NOISE_CPUS, max(1, cpus // 2)),)
+        self._noise_thread = ThreadPoolExecutor(1, "noise", torch.set_num_threads, drawing)
         self._noise: dict[int, tuple[Future[Tensor], int]] = {}  # by seed: a block of noise, and the row in it
 
     @classmethod
@@ -103,7 +106,7 @@ class JiTPipeline(Pipeline):
         return {"compiled": "yes"} if self._optimizations.compiled else {}
 
     def prepare(self, requests: Requests) -> None:
-        """Draw the noise of these requests in threads, while the device is busy."""
+        """Draw the noise of these requests in a thread, while the device is busy."""
         seeds = dict.fromkeys(request.seed for request in requests)  # in order: the first are needed first
         kept = {seed: place for seed, place in self._noise.items() if seed in seeds}
         for block in {block for block, _ in self._noise.values()} - {block for block, _ in kept.values()}:
@@ -112,7 +115,7 @@ class JiTPipeline(Pipeline):
         at_once = max(1, _NOISE_BLOCK // (IMAGE_CHANNELS * math.prod(height_width(self._spec.img_size))))
         for start in range(0, len(new), at_once):
             drawn = new[start : start + at_once]
-            block = self._noise_threads.submit(self._spec.sample_noise, drawn)
+            block = self._noise_thread.submit(self._spec.sample_noise, drawn)
             self._noise |= {seed: (block, row) for row, seed in enumerate(drawn)}
 
     def generate_async(
