@@ -22,7 +22,7 @@ from muralist.generate.plan import Sample
 from muralist.generate.workers import GenerationJob
 
 _MANY_IMAGES = 64  # starting a process takes as long as saving a thousand small images
-_MOST_PROCESSES = 8  # save 30,000 images of 32 px per second
+_MOST_PROCESSES = 8  # each encodes and writes 4,000 images of 32 px per second on a disk in memory
 _LARGEST_CHUNK = 32  # images
 _PSNR_EQUAL = 99.0  # dB for equal images, whose PSNR is infinite
 
