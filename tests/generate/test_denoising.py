@@ -17,8 +17,9 @@ import pytest
 from muralist.generate.denoising import DenoisingLoop
 from muralist.generate.image_files import psnr
 from muralist.generate.model_info import STEP_CACHING, describe_step_caching
-from muralist.generate.optimizations import CudaGraphs, NonBlockingCopies
+from muralist.generate.optimizations import NonBlockingCopies
 from muralist.generate.pipeline import GenerationMode, PipelineError, SampleRequest
+from muralist.kernels.cuda_graphs import CudaGraphs
 from tests.support.pipeline_calls import (
     CAR,
     CPU,

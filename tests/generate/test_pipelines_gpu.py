@@ -13,9 +13,10 @@ import torch
 
 from muralist.generate.diffusers_patches import linear_gelu
 from muralist.generate.image_files import psnr
-from muralist.generate.optimizations import CudaGraphs, Fp8Linear, NonBlockingCopies, Optimizations
+from muralist.generate.optimizations import Fp8Linear, NonBlockingCopies, Optimizations
 from muralist.generate.pipeline import Pipeline, SampleRequest, load_pipeline, make_deterministic
 from muralist.generate.text_embeddings import text_encoders
+from muralist.kernels.cuda_graphs import CudaGraphs
 from muralist.kernels.fp8 import has_fp8, quantize_rowwise
 from tests.support.jit_models import SIDE, checkpoint, family, network_of
 from tests.support.pipeline_calls import (

@@ -15,6 +15,7 @@ from muralist.core.images import to_uint8_array
 from muralist.core.rng import Purpose, SampleKeys
 from muralist.data.loader import Batch
 from muralist.generate.model_info import inspect_model
+from muralist.kernels.cuda_graphs import CudaGraphs
 from muralist.models.configs import forward_flops
 from muralist.models.jit_distill import JiTStudent, read_teacher_spec
 from muralist.models.jit_spec import JiTSpec
@@ -31,6 +32,7 @@ from muralist.settings import (
 )
 from muralist.tools.sweep import list_combinations
 from tests.generate.test_jit_pipeline import generate, load
+from tests.support.graph_capture import FakeCudaGraphs
 from tests.support.jit_models import SIDE, checkpoint, family, network_of
 from tests.tools.test_sweep import given as sweep_settings
 
@@ -246,3 +248,40 @@ def test_the_loss_is_zero_for_a_network_that_makes_the_teachers_steps(tmp_path: 
     torch.testing.assert_close(loss, torch.zeros(2), rtol=0, atol=1e-8)
     images = student.sample(student.network(), ["unconditional"], [4], SampleSettings())
     assert images.shape == (1, 3, SIDE, SIDE)
+
+
+def test_the_teachers_passes_are_replays_of_one_graph(teacher: Path) -> None:
+    """One shape, one graph; the states are those of plain calls, also in a second path."""
+    student = student_of(teacher)
+    assert student.teacher is not None
+    keys, graphs = SampleKeys(0, torch.tensor([4, 9, 1])), FakeCudaGraphs()
+    plain = [student.encode(batch_of(*rows), keys).states for rows in ((4, 9, 1), (2, 3, 5))]
+    student.teacher.use_graphs(graphs)
+    for states, rows in zip(plain, ((4, 9, 1), (2, 3, 5)), strict=True):
+        assert torch.equal(student.encode(batch_of(*rows), keys).states, states)
+    assert (graphs.captures, graphs.replays) == (1, 2 * student.teacher.passes())
+
+
+def test_the_students_loss_is_compiled_as_one_graph(student: JiTStudent) -> None:
+    """A part that cannot be traced would run the whole step kernel by kernel."""
+    keys = SampleKeys(0, torch.tensor([4, 9]))
+    encoded, network = student.encode(batch_of(4, 9), keys), student.network()
+    compiled = torch.compile(student.loss, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(network, encoded, keys), student.loss(network, encoded, keys))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_graphs_of_the_teacher_give_the_same_states_on_a_gpu(teacher: Path) -> None:
+    device = torch.device("cuda:0")
+    keys = SampleKeys(0, torch.tensor([4, 9, 1], device=device))
+    states = []
+    for wanted in (False, True):
+        student = student_of(teacher)
+        student.to_device(device, torch.bfloat16)
+        assert student.teacher is not None
+        if not wanted:
+            student.teacher.use_graphs(CudaGraphs(wanted=False))
+        states += [student.encode(batch_of(4, 9, 1).to(device), keys).states for _ in range(2)]
+        assert student.teacher.graphs.hold_memory == wanted
+    assert all(torch.equal(states[0], other) for other in states[1:])

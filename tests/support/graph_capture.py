@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from transformers.utils import import_utils
 
-from muralist.generate.optimizations import CudaGraphs
+from muralist.kernels.cuda_graphs import CudaGraphs
 
 Work = Callable[[], Any]
 

@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from muralist.core.hardware import copy_to_device
 from muralist.generate.model_info import StepCaching
-from muralist.generate.optimizations import CudaGraphs, NonBlockingCopies
+from muralist.generate.optimizations import NonBlockingCopies
 from muralist.generate.pipeline import GpuClock, PipelineError, StepCallback, no_guidance_error
+from muralist.kernels.cuda_graphs import CudaGraphs
 
 _DENOISERS = ("transformer", "transformer_2", "unet")
 _SCM = "SCMScheduler"  # its last timestep is the image; Sana Sprint computes with its timesteps on the GPU

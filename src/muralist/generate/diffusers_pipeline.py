@@ -37,7 +37,6 @@ from muralist.generate.noise_schedulers import (
     eta_argument,
 )
 from muralist.generate.optimizations import (
-    CudaGraphs,
     Fp8Linear,
     NonBlockingCopies,
     Optimizations,
@@ -66,6 +65,7 @@ from muralist.generate.text_embeddings import (
     has_other_mask,
     text_encoders,
 )
+from muralist.kernels.cuda_graphs import CudaGraphs
 from muralist.kernels.fp8 import has_fp8
 from muralist.models.components import checked_loading
 from muralist.models.integrity import read_json

@@ -15,7 +15,7 @@ from muralist.core.errors import UserError
 from muralist.core.image_size import height_width
 from muralist.core.images import to_uint8
 from muralist.diffusion.samplers import time_grid
-from muralist.generate.optimizations import CudaGraphs, Optimizations, compile_deterministically
+from muralist.generate.optimizations import Optimizations, compile_deterministically
 from muralist.generate.pipeline import (
     DTYPES,
     MEMORY_PROBE_STEPS,
@@ -27,6 +27,7 @@ from muralist.generate.pipeline import (
     Size,
     StepCallback,
 )
+from muralist.kernels.cuda_graphs import CudaGraphs
 from muralist.models.configs import IMAGE_CHANNELS
 from muralist.models.jit import JiT
 from muralist.models.jit_spec import (

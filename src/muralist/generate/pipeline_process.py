@@ -220,7 +220,7 @@ def _load_inputs(samples: Sequence[Sample], model: ModelInfo) -> dict[Sample, Lo
 
 def _for_caller(error: Exception, batch_size: int = 0) -> Exception:
     """Return the error that the caller gets; a bug keeps the traceback of this process as its text."""
-    from muralist.generate.optimizations import is_out_of_memory
+    from muralist.kernels.cuda_graphs import is_out_of_memory
 
     if isinstance(error, UserError):
         return error

@@ -33,7 +33,6 @@ from muralist.generate.image_files import (
     describe_error,
     save_images,
 )
-from muralist.generate.optimizations import is_out_of_memory
 from muralist.generate.output_dir import (
     INPUT_FILES,
     PROMPT_TOKENS,
@@ -54,6 +53,7 @@ from muralist.generate.pipeline import (
 )
 from muralist.generate.plan import Sample, batch_slot, split_by_slot
 from muralist.generate.workers import GenerateBatch, GenerationJob, GroupByText, MeasureBatchSize, StopWorker
+from muralist.kernels.cuda_graphs import is_out_of_memory
 
 log = logging.getLogger("muralist")
 

@@ -8,6 +8,7 @@ like any other, sampled by Euler's method at the same times, without guidance.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from muralist.core.rng import SampleKeys
 from muralist.data.loader import Batch
 from muralist.data.packed import LatentSource
 from muralist.diffusion import flow, samplers
+from muralist.kernels.cuda_graphs import CudaGraphs
 from muralist.models import configs
 from muralist.models.hub import find_model
 from muralist.models.integrity import fingerprint
@@ -85,6 +87,8 @@ class GuidedTeacher:
     def __init__(self, network: nn.Module, spec: JiTSpec, sampler: samplers.SamplerSettings, compiled: bool) -> None:
         self.network, self.spec, self.sampler, self.compiled = network, spec, sampler, compiled
         self.autocast: torch.dtype | None = None
+        self.graphs = CudaGraphs(wanted=False)
+        self.forward: Callable[..., Tensor] = network
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the network; its weights keep their precision, because the student starts from them."""
@@ -92,14 +96,21 @@ class GuidedTeacher:
         self.autocast = None if dtype == torch.float32 else dtype
         if self.compiled and device.type == "cuda" and can_compile():
             self.network.compile(dynamic=False)
+            # Dozens of passes a step: launched one kernel after the other, a small network leaves the GPU idle.
+            self.use_graphs(CudaGraphs(wanted=True))
+
+    def use_graphs(self, graphs: CudaGraphs) -> None:
+        """Capture the network's passes."""
+        self.graphs, self.forward = graphs, graphs.wrap(self.network.__call__)
 
     @torch.no_grad()
     def path(self, noise: Tensor, labels: Tensor, steps: int) -> Tensor:
         """Return its states at the ends of so many segments, [B, steps + 1, ...]; the first is the noise."""
         states = [noise]
-        with torch.autocast(noise.device.type, self.autocast, enabled=self.autocast is not None):
+        autocast = torch.autocast(noise.device.type, self.autocast, enabled=self.autocast is not None)
+        with self.graphs.enabled(True), autocast:
             end = samplers.sample(
-                self.network, noise, labels, self.spec.null_label, self.sampler, self.spec.objective.prediction,
+                self.forward, noise, labels, self.spec.null_label, self.sampler, self.spec.objective.prediction,
                 states=states,
             )  # fmt: skip
         return torch.stack([*states, end][:: self.sampler.steps // steps], dim=1)
@@ -153,12 +164,12 @@ class JiTStudent(JiTSpec):
 
     @property
     def _teacher(self) -> GuidedTeacher:
-        assert self.teacher, "from_settings reads it"
+        assert self.teacher is not None, "from_settings reads it"
         return self.teacher
 
     @property
     def _steps(self) -> int:
-        assert self.distilled, "from_settings sets it"
+        assert self.distilled is not None, "from_settings sets it"  # torch.compile cannot trace its truth value
         return self.distilled.steps
 
     def network(self) -> nn.Module:
