@@ -1,8 +1,7 @@
-"""Inference optimizations: torch.compile, fused kernels, FP8, CUDA graphs, and copies that do not wait.
+"""Inference optimizations: torch.compile, fused kernels, FP8, and copies that do not wait.
 
 Images stay bit-identical from run to run: Inductor chooses its kernels by rules instead of timings, with one graph for
-each image size. A CUDA graph holds the same kernels in the same order on the same memory and is launched at once, so
-that the GPU never waits for Python to launch thousands of kernels.
+each image size.
 """
 
 from __future__ import annotations
