@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -131,7 +132,9 @@ def test_the_page_size_is_bounded(tmp_path: Path) -> None:
     assert "200 of 30,000 images, evenly chosen" in text
     grid = text[text.index('<div class="grid"') :]
     numbers = [int(number) for number in re.findall(r'<p class="prompt">A \w+ \w+(?: number)? (\d+)</p>', grid)]
-    assert len(numbers) == 200 and set(np.diff(numbers)) == {150}
+    assert [number // 150 for number in numbers] == list(range(200)), "one of each equal part"
+    classes = Counter(number % 10 for number in numbers)
+    assert len(classes) == 10 and max(classes.values()) <= 30, "in a table of classes in turn, all are shown"
 
 
 def write_noise(path: Path, side: int) -> Path:

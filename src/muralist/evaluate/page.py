@@ -350,11 +350,7 @@ def select_images(runs: Sequence[EvaluationRun]) -> ImageSelection:
             fixed.update((*ranked[:count], *ranked[len(ranked) - count :]) if len(ranked) > count else ranked)
         others = [index for index in range(len(run.files)) if index not in fixed]
         shown.append(sorted({*fixed, *_evenly_spaced(others, limit - len(fixed))}))
-    # Steps of the golden ratio: even ones would meet the same few classes again and again in a table of classes in turn.
-    steps = (number * _GOLDEN % 1 for number in range(1, _MOSAIC + 1))
-    return ImageSelection(
-        shown, rows, list(dict.fromkeys(shown[0][int(step * len(shown[0]))] for step in steps if shown[0]))
-    )
+    return ImageSelection(shown, rows, _evenly_spaced(shown[0], _MOSAIC))
 
 
 def _shared_rows(runs: Sequence[EvaluationRun]) -> list[tuple[int, ...]]:
@@ -367,8 +363,12 @@ def _shared_rows(runs: Sequence[EvaluationRun]) -> list[tuple[int, ...]]:
 
 
 def _evenly_spaced(items: Sequence[T], count: int) -> list[T]:
+    """Take one item from each of `count` equal parts, at places by the golden ratio.
+
+    The same place in each part would be the same class again and again in a table of classes in turn.
+    """
     count = min(count, len(items))
-    return [items[(2 * number + 1) * len(items) // (2 * count)] for number in range(count)]
+    return [items[int((number + number * _GOLDEN % 1) * len(items) / count)] for number in range(count)]
 
 
 def _page_images(
