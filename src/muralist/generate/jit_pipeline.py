@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,10 @@ class JiTPipeline(Pipeline):
         self._forward = self._graphs.wrap(network.__call__)
         self._sampling = _sample_settings(settings)
         # Noise takes a CPU core a second for a hundred images of 256 px; the GPU would be idle meanwhile.
-        # One thread, whose operations several CPUs compute: several threads would wait for the interpreter, and so would
-        # the thread that feeds the GPU. Other threads keep their number of CPUs.
-        drawing = (min(_NOISE_CPUS, max(1, cpus // 2)),)
-        self._noise_thread = ThreadPoolExecutor(1, "noise", torch.set_num_threads, drawing)
+        # In one thread: several would wait for the interpreter, and so would the one that feeds the GPU. Beside a GPU,
+        # several CPUs compute its operations; on a CPU, threads that start later would compute a matmul with as many.
+        several = partial(torch.set_num_threads, min(_NOISE_CPUS, max(1, cpus // 2)))
+        self._noise_thread = ThreadPoolExecutor(1, "noise", several if device.type == "cuda" else None)
         self._noise: dict[int, tuple[Future[Tensor], int]] = {}  # by seed: a block of noise, and the row in it
 
     @classmethod
