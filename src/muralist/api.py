@@ -114,7 +114,7 @@ def distill(teacher: StrPath, steps: int = 2, **settings: Any) -> TrainingResult
     with _call("distill"):
         given = {"distill.teacher": os.fspath(teacher), "distill.steps": steps} | settings
         checked = load_values(DistillSettings, given, DISTILL_FLAT_NAMES)
-        from muralist.train.distill import student_settings
+        from muralist.train.student_settings import student_settings
 
         return _train(student_settings(checked), None)
 
