@@ -118,8 +118,8 @@ def _load_distillation(arguments: Sequence[str]) -> tuple[TrainSettings, str]:
     """Return checked settings of a distillation, completed by those of the teacher, and the name of its run."""
     from muralist.settings import DISTILL_FLAT_NAMES, DistillSettings
     from muralist.settings.load import config_path, load, run_name
-    from muralist.train.student_settings import student_settings
     from muralist.train.preflight import check_settings
+    from muralist.train.student_settings import student_settings
 
     settings = student_settings(load(DistillSettings, arguments, DISTILL_FLAT_NAMES, positional=_TEACHER))
     check_settings(settings)
