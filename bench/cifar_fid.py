@@ -74,12 +74,17 @@ class CommandRunner:
         return time.perf_counter() - started
 
 
-def warm_rate(output: Path) -> float:
-    """Return the images per second of a folder, from when its files were written: after a fifth, before the end."""
+def warm_rate(output: Path, batch: int) -> float:
+    """Return the images per second of a folder, from when the last files of batches were written.
+
+    The first fifth of the batches and the last one do not count: compilation, and a batch that none follows.
+    """
     times = sorted(line["changed"] for line in read_lines(output / LEDGER) if "changed" in line)
-    first, last = len(times) // 5, len(times) * 19 // 20
-    seconds = (times[last] - times[first]) / 1e9
-    return (last - first) / seconds if seconds else 0.0
+    batches = len(times) // batch
+    first, last = max(1, batches // 5) * batch - 1, max(2, batches - 1) * batch - 1
+    if last >= len(times):
+        return 0.0
+    return (last - first) / max(1, times[last] - times[first]) * 1e9
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ python bench/few_step_rate.py RECORD.json --folder FOLDER [--model JiT-B/4] [--i
 python bench/few_step_rate.py RECORD.json --folder FOLDER --teacher RUN --student RUN [--guidance 1.5]
 
 Without --student, a teacher is trained for two steps on the driving scenes and distilled for two: the rate does not depend
-on the weights. Each rate is that of a command of its own, and is taken between the first fifth of its files and the last
-twentieth: without loading, compiling and the end. The record has the seconds of the whole command beside it.
+on the weights. Each rate is that of a command of its own, and is taken between the first fifth of its batches and the last
+one: without loading, compiling and the end. The record has the seconds of the whole command beside it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from bench.cifar_fid import CommandRunner, warm_rate
 from bench.measure_training import hardware, versions
 
 from muralist.core.run_dir import atomic_write_json
+from muralist.models.weights import latest_checkpoint, read_description
 
 SHARD = 10_000  # images of a tar file
 TRAIN = (
@@ -43,15 +44,17 @@ def build(runner: CommandRunner, options: argparse.Namespace) -> tuple[Path, Pat
     return options.teacher or runs / "teacher", options.student or runs / "student"
 
 
-def measure(runner: CommandRunner, name: str, model: Path, images: int, *words: object) -> dict[str, Any]:
+def measure(runner: CommandRunner, name: str, model: Path, images: int, batch: int, *words: object) -> dict[str, Any]:
     """Generate images of all classes in turn; return the rate and the seconds of the command."""
     output, table = runner.folder / name, runner.folder / f"{images}.csv"
-    table.write_text("prompt\n" + "".join(f"{row % 6}\n" for row in range(images)))
+    classes = len(read_description(latest_checkpoint(model))["label_names"])
+    table.write_text("prompt\n" + "".join(f"{row % classes}\n" for row in range(images)))
     shutil.rmtree(output, ignore_errors=True)
+    words = ("--batch_size", batch, *words)
     seconds = runner.run(
         name, "generate", "--model_path", model, "--prompts_csv", table, "--output_dir", output, *words
     )
-    rate = warm_rate(output)
+    rate = warm_rate(output, batch)
     shutil.rmtree(output)
     flags = " ".join(map(str, words))
     return {"images": images, "flags": flags, "images/s": round(rate, 1), "seconds of the command": round(seconds, 1)}
@@ -71,20 +74,22 @@ def main() -> None:
     parser.add_argument("--teacher_images", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=500)
     options = parser.parse_args()
+    if (options.teacher is None) != (options.student is None):
+        parser.error("give --teacher and --student, or neither")
     options.folder.mkdir(parents=True, exist_ok=True)
     runner = CommandRunner(options.folder)
     teacher, student = build(runner, options)
     record: dict[str, Any] = {"command": " ".join(["python", "bench/few_step_rate.py", *sys.argv[1:]])}
     record |= {"hardware": hardware(), "versions": versions(), "model": options.model if not options.student else None}
-    batch = ("--batch_size", options.batch)
-    heun = (*batch, "--scheduler", "heun", "--num_inference_steps", 50, "--guidance_scale", options.guidance)
+    heun = ("--scheduler", "heun", "--num_inference_steps", 50, "--guidance_scale", options.guidance)
     parts: dict[str, tuple[Path, int, tuple[object, ...]]] = {
-        "student, PNG files": (student, options.images, batch),
-        "student, tar shards": (student, options.images, (*batch, "--shards", SHARD)),
+        "student, PNG files": (student, options.images, ()),
+        "student, tar shards": (student, options.images, ("--shards", SHARD)),
         "teacher, 50 Heun steps": (teacher, options.teacher_images, heun),
     }
     for name, (model, images, words) in parts.items():
-        record[name] = measure(runner, name.replace(", ", "-").replace(" ", "-"), model, images, *words)
+        output = name.replace(", ", "-").replace(" ", "-")
+        record[name] = measure(runner, output, model, images, options.batch, *words)
         print(name, json.dumps(record[name]), flush=True)
         rates = [record[part]["images/s"] for part in parts if part in record]
         if len(rates) == len(parts) and rates[2]:

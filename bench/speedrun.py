@@ -447,7 +447,7 @@ class Speedrun:
                         "--output_dir", images, "--weights", self.options.weights, "--batch_size",
                         min(self.options.batch, wanted["images"]), *self.sampler_flags(wanted))  # fmt: skip
             found["seconds of generation"] = round(self.runner.run(f"generate-{name}", *generate), 1)
-            found["images per second"] = round(warm_rate(images), 1)
+            found["images per second"] = round(warm_rate(images, min(self.options.batch, wanted["images"])), 1)
             self.save()
             evaluate = ("evaluate", "--images", images, "--reference", self.data.statistics, "--output_dir", output)
             found["seconds of evaluation"] = round(self.runner.run(f"evaluate-{name}", *evaluate, *weights), 1)

@@ -33,7 +33,7 @@ def test_the_rate_leaves_out_the_beginning_and_the_end(tmp_path: Path) -> None:
             content["changed"] = int(seconds * 1e9)
         changed.append(json.dumps(content))
     (tmp_path / "images" / LEDGER).write_text("\n".join([header, *changed]) + "\n")
-    assert warm_rate(tmp_path / "images") == pytest.approx(100)
+    assert warm_rate(tmp_path / "images", 4) == pytest.approx(100)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from PIL import Image
 from muralist.cli import main
 from muralist.core.errors import UserError
 from muralist.evaluate import page
-from muralist.evaluate.page import write_report
+from muralist.evaluate.page import _evenly_spaced, write_report
 from muralist.evaluate.report import MetricScore, find_best, format_score, read_runs, score_decimals
 from tests.support.evaluations import HOSTILE, content, write_evaluation
 
@@ -391,3 +391,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["report", "a"]) == 0 and (tmp_path / "report" / "index.html").is_file()
     assert main(["report", "d"]) == 1 and "The folder d was not found." in capsys.readouterr().err
     assert main(["report"]) == 1 and "Missing argument FOLDERS." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 16, 200])
+def test_selected_images_are_distinct_and_of_all_parts(count: int) -> None:
+    for length in range(2 * count + 30):
+        chosen = _evenly_spaced(range(length), count)
+        assert len(set(chosen)) == len(chosen) == min(count, length)
+        assert chosen == sorted(chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import shutil
 import threading
@@ -9,12 +10,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from muralist.core.errors import UserError
+from muralist.core.worker_pool import ProcessPool, TaskProcessExited
 from muralist.data.ledger_reader import read_lines
-from muralist.generate import workers
+from muralist.generate import image_files, worker, workers
 from muralist.generate.image_files import SaveProcesses
 from muralist.generate.output_dir import PSNR, merge_shards
 from muralist.generate.pipeline import SampleRequest
@@ -182,3 +185,61 @@ def test_a_killed_process_is_an_error_and_the_rest_can_be_saved(tmp_path: Path, 
     assert not intact.all()
     serve(threaded, undisturbed, BATCH, [rows for rows in IN_BATCHES if not intact[list(rows)].all()])
     assert threaded.output.finished(threaded.plan).all()
+
+
+def test_threads_save_where_no_process_can_be_started(
+    tmp_path: Path, pools: list[SaveProcesses], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second process meets the limit; the first one is ended, and later batches do not try again."""
+    start, started = ProcessPool.start, []
+
+    def limited(self: ProcessPool, label: str) -> None:
+        if self.name == "muralist-save" and label == "1":
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        start(self, label)
+        if self.name == "muralist-save":
+            started.append(self._workers[label].process)
+
+    monkeypatch.setattr(ProcessPool, "start", limited)
+    one, other = run_of(tmp_path / "threads", cpus=2), run_of(tmp_path / "limited")
+    serve(one, undisturbed, BATCH, IN_BATCHES)
+    warnings: list[str] = []
+    monkeypatch.setattr(image_files.log, "warning", lambda text, *values: warnings.append(text % values))
+    serve(other, undisturbed, BATCH, IN_BATCHES)
+    assert len(pools) == 1 and len(started) == 1 and started[0].exitcode is not None
+    assert ledger(one) == ledger(other) and len(ledger(one)) == ROWS
+    assert warnings == [
+        "Threads save the images, which is slower: no process could be started "
+        "([Errno 11] Resource temporarily unavailable)."
+    ]
+
+
+def test_threads_may_end_the_processes_at_the_same_time(tmp_path: Path) -> None:
+    """As they do when they find that the folder was deleted."""
+    job = run_of(tmp_path / "run").job
+    for _ in range(3):
+        processes, errors = SaveProcesses(job, "0"), []
+        processes._start()
+
+        def close(processes: SaveProcesses = processes, errors: list[Exception] = errors) -> None:
+            try:
+                processes.close()
+            except Exception as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+
+
+def test_only_the_worker_of_a_killed_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are those of the other workers then; any other error of this kind would end all."""
+    said: list[Any] = []
+    for error in (TaskProcessExited("A process that saves images was killed by SIGKILL."), UserError("wrong")):
+        monkeypatch.setattr(worker, "load_pipeline", Mock(side_effect=error))
+        worker.work(run_of(tmp_path).job, "0", CPU, queue.Queue(), said.append)
+    assert said == [workers.WorkerFailed(said[0].error, all_workers=False), workers.WorkerFailed(said[1].error, True)]
+    assert "SIGKILL" in str(said[0].error)

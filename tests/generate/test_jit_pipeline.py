@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,19 @@ def test_noise_drawn_in_blocks_has_the_same_bits(threads: int, pets: Pets, monke
         assert torch.equal(pipeline._noise_for(window), expected)
     in_order = [[2**61, 5, 0, 2**33 + 1], [7, 11], [3, 2, 1]]
     assert blocks == in_order, "each is drawn once, the first ones first"
+
+
+def test_noise_leaves_the_threads_of_a_cpu_worker_alone(pets: Pets) -> None:
+    """Threads that start later take over what torch was told last: the bits of their matmuls would change."""
+    pipeline: Any = load_pipeline(given(pets[0]), CPU, cpus=8)
+    before = torch.get_num_threads()
+    pipeline.prepare([SampleRequest("cat", "", seed) for seed in range(3)])
+    pipeline._noise_for([0, 1, 2])
+    later: list[int] = []
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [before] == [torch.get_num_threads()]
 
 
 def test_noise_is_drawn_again_after_an_error(pets: Pets, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -260,6 +262,22 @@ def test_the_teachers_passes_are_replays_of_one_graph(teacher: Path) -> None:
     for states, rows in zip(plain, ((4, 9, 1), (2, 3, 5)), strict=True):
         assert torch.equal(student.encode(batch_of(*rows), keys).states, states)
     assert (graphs.captures, graphs.replays) == (1, 2 * student.teacher.passes())
+
+
+def test_the_teacher_goes_on_without_graphs_when_memory_runs_out(teacher: Path) -> None:
+    class NoMemory(FakeCudaGraphs):
+        def _capture(self, work: Callable[[], Any]) -> Any:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    student = student_of(teacher)
+    assert student.teacher is not None
+    keys, graphs = SampleKeys(0, torch.tensor([4, 9, 1])), NoMemory()
+    plain = student.encode(batch_of(4, 9, 1), keys).states
+    student.teacher.use_graphs(graphs)
+    assert torch.equal(student.encode(batch_of(4, 9, 1), keys).states, plain)
+    assert not graphs.wanted
+    student.release_graphs()
+    assert not student.teacher.graphs.wanted, "nor are they captured later"
 
 
 def test_the_students_loss_is_compiled_as_one_graph(student: JiTStudent) -> None:

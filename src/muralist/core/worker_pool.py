@@ -195,6 +195,10 @@ class ProcessPool(WorkerPool):
         atexit.unregister(self.close)  # last: a close that Ctrl+C interrupts is repeated at exit
 
 
+class TaskProcessExited(UserError):
+    """A process of a `TaskPool` has ended, with tasks that are lost."""
+
+
 class TaskPool:
     """Processes that compute `function(task, *arguments)`; the processes take turns.
 
@@ -216,8 +220,12 @@ class TaskPool:
         self._pending: dict[str, deque[Any]] = {label: deque() for label in labels}
         self._labels, self._numbers = cycle(labels), count()
         self._results: dict[int, Any] = {}
-        for label in labels:
-            self._pool.start(label)
+        try:
+            for label in labels:
+                self._pool.start(label)
+        except BaseException:
+            self._pool.close(0.0)
+            raise
 
     def submit(self, task: Any) -> int:
         """Send a task to the next process; returns the number of its result."""
@@ -227,12 +235,12 @@ class TaskPool:
         return number
 
     def result(self, number: int) -> Any:
-        """Wait for the result of a task and return it, once; UserError if a process exits."""
+        """Wait for the result of a task and return it, once."""
         while number not in self._results:
             for label, message in self._pool.receive(_POLL):
                 if isinstance(message, WorkerExited):
                     busy = [self._describe(task) for task in list(self._pending[label])[:1]]
-                    raise UserError(
+                    raise TaskProcessExited(
                         f"A process that {self._work} {message.reason}.",
                         f"It was busy with {busy[0]}." if busy else "",
                         "Run the same command again to resume.",

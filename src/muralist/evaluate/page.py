@@ -12,7 +12,9 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -52,7 +54,7 @@ _MAX_FAILURES = 300
 _MAX_UNREADABLE = 50
 _MAX_TEXT = 1000  # characters of a prompt or an error message
 _MAX_FOLDERS_UP = 4
-_MOSAIC, _GOLDEN = 16, 0.6180339887
+_MOSAIC = 16
 _SIDES_AND_QUALITIES = ((448, 82), (320, 80), (256, 75), (192, 70), (128, 60), (96, 40), (48, 20))
 _HISTOGRAM_BINS = 30
 _STATIC = Path(__file__).parent / "static"
@@ -363,12 +365,13 @@ def _shared_rows(runs: Sequence[EvaluationRun]) -> list[tuple[int, ...]]:
 
 
 def _evenly_spaced(items: Sequence[T], count: int) -> list[T]:
-    """Take one item from each of `count` equal parts, at places by the golden ratio.
+    """Take one item from each of `count` equal parts, at pseudo-random places.
 
     The same place in each part would be the same class again and again in a table of classes in turn.
     """
     count = min(count, len(items))
-    return [items[int((number + number * _GOLDEN % 1) * len(items) / count)] for number in range(count)]
+    borders = [number * len(items) // count for number in range(count + 1)] if count else [0]
+    return [items[Random(low).randrange(low, high)] for low, high in pairwise(borders)]
 
 
 def _page_images(

@@ -1,13 +1,15 @@
 """From generated images to files and lines of the ledger, in the threads of a worker or in processes of its own.
 
-The threads of one process save 800 small images per second, less than a GPU makes. The processes import this module: it
-imports nothing heavy.
+The threads of one process wait for the interpreter and save fewer small images than a GPU makes. The processes import this
+module: it imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,8 +23,10 @@ from muralist.generate.output_dir import PSNR, OutputDir, done_line, failed_line
 from muralist.generate.plan import Sample
 from muralist.generate.workers import GenerationJob
 
-_MANY_IMAGES = 64  # starting a process takes as long as saving a thousand small images
-_MOST_PROCESSES = 8  # each encodes and writes 4,000 images of 32 px per second on a disk in memory
+log = logging.getLogger("muralist")
+
+_MANY_IMAGES = 64  # in a batch: images are small, and many batches pay for starting processes once
+_MOST_PROCESSES = 8
 _LARGEST_CHUNK = 32  # images
 _PSNR_EQUAL = 99.0  # dB for equal images, whose PSNR is infinite
 
@@ -89,28 +93,43 @@ class SaveProcesses:
         self._job, self._label = job, label
         self._processes = min(_MOST_PROCESSES, max(2, job.cpus // 2))
         self._pool: TaskPool | None = None
+        self._lock = threading.Lock()
+        self._can_start = True
 
     def accept(self, count: int) -> bool:
         """Return whether processes save a batch of so many images faster than threads."""
-        return self._job.cpus > 2 and count >= _MANY_IMAGES
+        return self._can_start and self._job.cpus > 2 and count >= _MANY_IMAGES
 
     def save(self, images: Sequence[GeneratedImage]) -> Iterator[list[SavedImage]]:
-        """Save images and yield them in order, some at a time; UserError if a process exits."""
-        if self._pool is None:
-            arguments, work = (self._job, self._label), "saves images"
-            self._pool = TaskPool("muralist-save", work, _save_chunk, arguments, self._processes, _describe_chunk)
+        """Save images and yield them in order, some at a time; `TaskProcessExited` if a process exits."""
+        try:
+            pool = self._start()
+        except OSError as failure:  # such as a limit on processes
+            log.warning("Threads save the images, which is slower: no process could be started (%s).", failure)
+            self._can_start = False
+            yield from save_images(images, self._job, self._label)
+            return
         size = min(_LARGEST_CHUNK, -(-len(images) // (2 * self._processes)))
         chunks = [images[start : start + size] for start in range(0, len(images), size)]
-        for number in [self._pool.submit(chunk) for chunk in chunks]:
-            saved, error = self._pool.result(number)
+        for number in [pool.submit(chunk) for chunk in chunks]:
+            saved, error = pool.result(number)
             yield saved
             if error:
                 raise error
 
+    def _start(self) -> TaskPool:
+        with self._lock:
+            if self._pool is None:
+                arguments, work = (self._job, self._label), "saves images"
+                self._pool = TaskPool("muralist-save", work, _save_chunk, arguments, self._processes, _describe_chunk)
+            return self._pool
+
     def close(self) -> None:
         """End the processes: images that were not yielded may have files or not."""
-        if self._pool:
-            self._pool.close()
+        with self._lock:  # several threads may find that the folder was deleted
+            pool, self._pool = self._pool, None
+            if pool:
+                pool.close()
 
 
 def _save_chunk(

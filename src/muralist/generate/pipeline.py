@@ -229,6 +229,7 @@ def make_deterministic(device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # writes twice
     if device.type == "cpu":
         torch.set_num_threads(1)
+        torch.get_num_threads()  # this thread keeps the number from now on, whatever others set
     else:
         torch.cuda.set_device(device)
 

@@ -23,7 +23,7 @@ import torch
 
 from muralist.core import compile_cache
 from muralist.core.errors import UserError
-from muralist.core.worker_pool import Inbox
+from muralist.core.worker_pool import Inbox, TaskProcessExited
 from muralist.data.image_inputs import LoadedInputs, load_inputs
 from muralist.generate import workers
 from muralist.generate.image_files import (
@@ -86,6 +86,8 @@ def work(job: GenerationJob, label: str, device: torch.device, inbox: Inbox, sen
         environment = environment_info(device) | pipeline.execution_info()
         send(workers.WorkerReady(pipeline.supports_batching(), environment, pipeline.groups_by_text()))
         Worker(job, label, device, pipeline, send, cache.summary).serve(inbox)
+    except TaskProcessExited as error:
+        send(workers.WorkerFailed(error, all_workers=False))
     except UserError as error:
         send(workers.WorkerFailed(error, all_workers=True))
     except Exception as error:

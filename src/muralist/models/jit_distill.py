@@ -24,7 +24,7 @@ from muralist.core.rng import SampleKeys
 from muralist.data.loader import Batch
 from muralist.data.packed import LatentSource
 from muralist.diffusion import flow, samplers
-from muralist.kernels.cuda_graphs import CudaGraphs
+from muralist.kernels.cuda_graphs import CudaGraphs, is_out_of_memory
 from muralist.models import configs
 from muralist.models.hub import find_model
 from muralist.models.integrity import fingerprint
@@ -103,9 +103,19 @@ class GuidedTeacher:
         """Capture the network's passes."""
         self.graphs, self.forward = graphs, graphs.wrap(self.network.__call__)
 
-    @torch.no_grad()
     def path(self, noise: Tensor, labels: Tensor, steps: int) -> Tensor:
         """Return its states at the ends of so many segments, [B, steps + 1, ...]; the first is the noise."""
+        captured = self.graphs.wanted
+        try:
+            return self._path(noise, labels, steps)
+        except RuntimeError as error:
+            if not (captured and is_out_of_memory(error)):
+                raise
+        torch.cuda.empty_cache()
+        return self._path(noise, labels, steps)  # without graphs, which need memory of their own
+
+    @torch.no_grad()
+    def _path(self, noise: Tensor, labels: Tensor, steps: int) -> Tensor:
         states = [noise]
         autocast = torch.autocast(noise.device.type, self.autocast, enabled=self.autocast is not None)
         with self.graphs.enabled(True), autocast:
@@ -181,6 +191,10 @@ class JiTStudent(JiTSpec):
     def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the teacher."""
         self._teacher.to_device(device, dtype)
+
+    def release_graphs(self) -> None:
+        """Capture the teacher's passes again when they are needed."""
+        self._teacher.use_graphs(CudaGraphs(self._teacher.graphs.wanted))
 
     def encode(self, batch: Batch, keys: SampleKeys) -> Any:
         """Let the teacher sample from the noise of each sample, for the label of its image."""

@@ -501,6 +501,10 @@ class ModelSpec(Protocol):
         """Move the frozen components, if there are any, to a device."""
         return
 
+    def release_graphs(self) -> None:
+        """Free the CUDA graphs of frozen components, if there are any: their compiled code is about to be discarded."""
+        return
+
     def encode(self, batch: Batch, keys: SampleKeys) -> Encoded:
         """Run the frozen components; every tensor has one row per sample."""
 

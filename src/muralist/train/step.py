@@ -233,6 +233,7 @@ class TrainState:
             from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
             self.cuda_graphs = False
+            self.spec.release_graphs()
             torch._dynamo.reset()
             reset_cudagraph_trees()
             gc.collect()  # the graph's memory is freed once nothing refers to it
