@@ -9,12 +9,18 @@ TEACHER is a conditional run, without --data on driving_world. Methods, all for 
     path:N       regression to the states of the teacher's own path from noise, N Heun steps a segment
     own:N        the same, but every segment begins at the student's own state instead of the teacher's
     segment:N    from noised images at the beginnings of the segments
-    consistency  from noised images, the student's own prediction one teacher step ahead; the steps halve four times
+    consistency:N  from noised images, the student's own prediction one teacher step ahead; N such steps from noise to data,
+                 without N from 4 to 64 in the course of the training
+    jump:N       the same with one segment, from anywhere to data; sampled with new noise between its steps
+    matching:N   distribution matching: the student's images move to where the teacher finds them likelier than a critic
+                 does, a copy of it that is trained on the student's images, at N noise levels a step
 
-On a CPU the time is that of the process, on a GPU that of the wall, without the first step, which compiles. Scenes are
-judged by a classifier, whose features no method sees: KID to real scenes, within each class; images of --data by FID
-against the statistics of the training images (`muralist stats`). The RMS difference is that of pixels from the teacher's
-images of 25 Heun steps, for the same noise.
+`path:4+matching` trains by one after the other, each for half of the time. On a CPU the time is that of the process, on a
+GPU that of the wall, without the first step, which compiles. --passes gives all methods equally many network passes
+instead, a backward pass counting as two: then other programs may use the GPU. Scenes are judged by a classifier, whose
+features no method sees: KID to real scenes, within each class; images of --data by FID against the statistics of the
+training images (`muralist stats`). The RMS difference is that of pixels from the teacher's images of 25 Heun steps, for
+the same noise.
 """
 
 from __future__ import annotations
@@ -47,7 +53,8 @@ from muralist.models.jit import JiT
 from muralist.models.jit_spec import infer_jit_config, jit_arguments
 from muralist.models.weights import latest_checkpoint, read_weights
 
-SIDE, SCENES, INTERVAL, HALVINGS = 32, 6400, (0.1, 1.0), 4  # pixels and number of the driving scenes
+SIDE, SCENES, INTERVAL = 32, 6400, (0.1, 1.0)  # pixels and number of the driving scenes
+PARTS, SMOOTHING = (4, 64), 0.01  # first and last number of steps to data; RMS below which a distance counts squared
 JUDGED, COMPARED = 400, 200  # scenes; images compared with the teacher's, which are expensive
 JUDGED_BY_FID, AT_ONCE = 10_000, 1000
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,8 +70,17 @@ class Teacher(NamedTuple):
 
 
 def load(path: str) -> nn.Module:
-    """Load the first EMA's weights; on a GPU the network is compiled."""
-    weights = read_weights(latest_checkpoint(Path(path)), "ema1")
+    """Load the first EMA's weights."""
+    return build(read_weights(latest_checkpoint(Path(path)), "ema1"))
+
+
+def copy_network(network: nn.Module) -> nn.Module:
+    """Return a network with the same weights."""
+    return build({name: value.detach().clone() for name, value in network.state_dict().items()})
+
+
+def build(weights: dict[str, Tensor]) -> nn.Module:
+    """Build the network of these weights; on a GPU it is compiled."""
     network = JiT(**jit_arguments(infer_jit_config(weights)))
     network.load_state_dict(weights)
     if DEVICE != "cpu":
@@ -92,15 +108,29 @@ class Method:
 
     def __init__(self, name: str, teacher: Teacher, options: argparse.Namespace) -> None:
         self.kind, _, count = name.partition(":")
-        self.solver_steps, self.teacher, self.steps = int(count or 1), teacher, options.steps
-        self.batch, self.rate, self.seconds = options.batch, options.learning_rate, options.seconds
+        self.count, self.teacher = int(count or 0), teacher
+        self.steps = 1 if self.kind == "jump" else options.steps  # segments
+        self.batch, self.rate = options.batch, options.learning_rate
+        self.critic: nn.Module | None = None
+        self.passes = 0  # of a network on an image; a backward pass counts as two
+
+    def denoise(self, network: nn.Module, z: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        """One pass of a network."""
+        trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in network.parameters())
+        self.passes += len(z) * (3 if trained else 1)
+        return network(z, t, labels).float()
+
+    def guided(self, z: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        """The teacher's prediction of the image, with guidance."""
+        network, guidance = self.teacher.network, self.teacher.guidance
+        x = self.denoise(network, z, t, labels)
+        x_null = self.denoise(network, z, t, torch.full_like(labels, self.teacher.classes))
+        scale = torch.where((t > INTERVAL[0]) & (t < INTERVAL[1]), guidance, 1.0)
+        return x_null + expand(scale) * (x - x_null)
 
     def velocity(self, z: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         """The teacher's guided velocity."""
-        network, guidance = self.teacher.network, self.teacher.guidance
-        x, x_null = network(z, t, labels), network(z, t, torch.full_like(labels, self.teacher.classes))
-        scale = torch.where((t > INTERVAL[0]) & (t < INTERVAL[1]), guidance, 1.0)
-        return (x_null + expand(scale) * (x - x_null) - z) / expand(1 - t).clamp_min(1e-6)
+        return (self.guided(z, t, labels) - z) / expand(1 - t).clamp_min(1e-6)
 
     @torch.no_grad()
     def solve(self, z: Tensor, t: Tensor, end: Tensor, labels: Tensor, count: int) -> Tensor:
@@ -119,17 +149,17 @@ class Method:
 
     def jump(self, student: nn.Module, z: Tensor, t: Tensor, end: Tensor, labels: Tensor) -> Tensor:
         """The student's Euler step to the end of the segment."""
-        return z + expand((end - t) / (1 - t)) * (student(z, t, labels) - z)
+        return z + expand((end - t) / (1 - t)) * (self.denoise(student, z, t, labels) - z)
 
     def loss(self, student: nn.Module, x: Tensor, labels: Tensor, keys: SampleKeys, progress: float) -> Tensor:
-        """Mean squared error of a batch; `progress` is the fraction of the training time."""
+        """The loss of a batch; `progress` is the fraction of the training that is over."""
         grid, count = torch.linspace(0, 1, self.steps + 1, device=DEVICE), len(x)
         e, chosen = keys.normal(Purpose.NOISE, tuple(x.shape[1:])), keys.uniform(Purpose.TIME)
         if self.kind == "path":
             states = [e]
             for k in range(self.steps):
                 times = grid[k].expand(count), grid[k + 1].expand(count)
-                states.append(self.solve(states[-1], *times, labels, self.solver_steps))
+                states.append(self.solve(states[-1], *times, labels, self.count or 1))
             z, target = torch.cat(states[:-1]), torch.cat(states[1:])
             t, end, labels = (
                 grid[:-1].repeat_interleave(count),
@@ -141,36 +171,80 @@ class Method:
             z, losses = e, []
             for k in range(self.steps):
                 times = grid[k].expand(count), grid[k + 1].expand(count)
-                target = self.solve(z, *times, labels, self.solver_steps)
+                target = self.solve(z, *times, labels, self.count or 1)
                 reached = self.jump(student, z, *times, labels)
                 losses.append((reached - target).square().mean())
                 z = reached.detach()
             return torch.stack(losses).mean()
-        segment = (chosen * self.steps).long().clamp_max(self.steps - 1)
-        t, end = grid[segment], grid[segment + 1]
         if self.kind == "segment":
+            segment = (chosen * self.steps).long().clamp_max(self.steps - 1)
+            t, end = grid[segment], grid[segment + 1]
             z = flow.interpolate(x, e, t)
-            target = self.solve(z, t, end, labels, self.solver_steps)
+            target = self.solve(z, t, end, labels, self.count or 1)
             return (self.jump(student, z, t, end, labels) - target).square().mean()
-        parts = 2 ** (1 + int(progress * HALVINGS))
-        part = (rng.uniform(2, Purpose.TIME, keys.sample_indices) * parts).long().clamp_max(parts - 1)
-        start = t
-        t, after = start + part / parts / self.steps, start + (part + 1) / parts / self.steps
+        if self.kind == "matching":
+            return self.match(student, e, labels, keys)
+        return self.consistency(student, x, e, chosen, labels, progress)
+
+    def consistency(
+        self, student: nn.Module, x: Tensor, e: Tensor, chosen: Tensor, labels: Tensor, progress: float
+    ) -> Tensor:
+        """The distance of the student's prediction to its own, one step of the teacher ahead.
+
+        The steps are equal in s, where 1 - t is (1 - s) squared: finer near the data. Some begin at noise itself.
+        """
+        parts = self.count or PARTS[0] * (PARTS[1] / PARTS[0]) ** progress
+        s = (chosen * (1 + 1 / parts) - 1 / parts).clamp_min(0)
+        t, after = 1 - (1 - s).square(), 1 - (1 - s - 1 / parts).clamp_min(0).square()
+        end = ((t * self.steps).floor() + 1) / self.steps
+        after = torch.minimum(after, end)
         z = flow.interpolate(x, e, t)
         ahead = self.solve(z, t, after, labels, 1)
         with torch.no_grad():
-            before_one = after.clamp_max(0.999)
-            own = self.jump(student, ahead, before_one, end, labels)
-            target = torch.where(expand(part == parts - 1), ahead, own)
-        return (self.jump(student, z, t, end, labels) - target).square().mean()
+            own = self.jump(student, ahead, after.clamp_max(0.999), end, labels)
+            target = torch.where(expand(after >= end - 1e-6), ahead, own)
+        difference = (self.jump(student, z, t, end, labels) - target).square().flatten(1).mean(1)
+        return ((difference + SMOOTHING**2).sqrt() - SMOOTHING).mean()
 
-    def train(self, student: nn.Module, images: Tensor, labels: Tensor) -> int:
-        """Train for the given time and leave the EMA weights in the student; returns the number of steps."""
+    def match(self, student: nn.Module, e: Tensor, labels: Tensor, keys: SampleKeys) -> Tensor:
+        """Where teacher and critic disagree on the student's images, noised again; and the critic's own loss."""
+        assert self.critic is not None
+        z, made = e, []
+        for k in range(self.steps):
+            t = torch.full((len(e),), k / self.steps, device=DEVICE)
+            made.append(self.denoise(student, z, t, labels))
+            z = (z + (made[-1] - z) / (self.steps - k)).detach()
+        x, labels = torch.cat(made), labels.repeat(self.steps)
+
+        def noised(number: int) -> tuple[Tensor, Tensor]:
+            of_level = torch.Generator(DEVICE).manual_seed(int(keys.sample_indices[0]) * 64 + number)
+            t = 0.02 + 0.96 * torch.rand(len(x), generator=of_level, device=DEVICE)
+            noise = torch.randn(x.shape, generator=of_level, device=DEVICE)
+            return flow.interpolate(x.detach(), noise, t), t
+
+        with torch.no_grad():
+            z, t = noised(0)
+            real, fake = self.guided(z, t, labels), self.denoise(self.critic, z, t, labels)
+            size = (x - real).abs().flatten(1).mean(1).clamp_min(1e-3)
+            target = x - (fake - real) / expand(size)
+        levels = [noised(number) for number in range(1, 1 + (self.count or 1))]
+        z, t = torch.cat([one[0] for one in levels]), torch.cat([one[1] for one in levels])
+        error = self.denoise(self.critic, z, t, labels.repeat(len(levels))) - x.detach().repeat(len(levels), 1, 1, 1)
+        weight = 1 / (1 - t).clamp_min(0.05).square()
+        return 0.5 * (x - target).square().mean() + (weight * error.square().flatten(1).mean(1)).mean()
+
+    def train(self, student: nn.Module, images: Tensor, labels: Tensor, budget: float, by_passes: bool) -> int:
+        """Train for so many seconds or passes and leave the EMA weights in the student; returns the number of steps."""
+        trained = nn.ModuleList([student])
+        if self.kind == "matching":
+            self.critic = copy_network(student).train()
+            trained.append(self.critic)
         weights: list[Tensor] = list(student.parameters())
-        optimizer = torch.optim.AdamW(weights, self.rate, betas=(0.9, 0.99), weight_decay=0)
+        betas = (0.5, 0.99) if self.critic else (0.9, 0.99)
+        optimizer = torch.optim.AdamW(trained.parameters(), self.rate, betas=betas, weight_decay=0)
         ema = [weight.detach().clone() for weight in weights]
         began, step = clock(), 0
-        while (progress := (clock() - began) / self.seconds) < 1:
+        while (progress := (self.passes if by_passes else clock() - began) / budget) < 1:
             rate = self.rate * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * progress))
             optimizer.param_groups[0]["lr"] = rate
             rows = torch.randint(0, len(images), (self.batch,), generator=torch.Generator().manual_seed(step))
@@ -191,6 +265,7 @@ class Method:
                 loss.item()  # or the host would be many steps ahead when the time is over
         with torch.no_grad():
             torch._foreach_copy_(weights, ema)
+        self.seconds = clock() - began
         return step
 
 
@@ -215,6 +290,22 @@ class Judge(ABC):
                 noise, labels = self.noise[rows].to(DEVICE), self.labels[rows].to(DEVICE)
                 found.append(samplers.sample(network, noise, labels, self.teacher.classes, sampler).float().cpu())
         return torch.cat(found)[:count].clamp(-1, 1)
+
+    @torch.no_grad()
+    def renoised(self, network: nn.Module, steps: int) -> Tensor:
+        """Sample by jumps to data, with new noise between them."""
+        found, at_once = [], min(len(self.labels), 100 if DEVICE == "cpu" else AT_ONCE)
+        for start in range(0, len(self.labels), at_once):
+            z, labels = self.noise[start : start + at_once].to(DEVICE), self.labels[start : start + at_once].to(DEVICE)
+            for k in range(steps):
+                t = torch.full((len(z),), k / steps, device=DEVICE)
+                with autocast():
+                    x = network(z, t, labels).float()
+                seeds = torch.arange(start, start + len(z), device=DEVICE)
+                noise = rng.normal(k + 1, Purpose.SAMPLE_NOISE, seeds, tuple(z.shape[1:]))
+                z = flow.interpolate(x, noise, t + 1 / steps)
+            found.append(x.cpu())
+        return torch.cat(found).clamp(-1, 1)
 
     def teacher_images(self, count: int | None, solver: str, steps: int) -> Tensor:
         """Sample the teacher."""
@@ -280,11 +371,13 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("teacher")
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--seconds", type=float, default=100.0, help="of each method")
+    parser.add_argument("--passes", type=float, help="of each method, in millions, instead of --seconds")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--guidance", type=float, default=1.5)
     parser.add_argument("--methods", nargs="*", default=["path:2", "path:4", "segment:2", "consistency"])
+    parser.add_argument("--no_teacher", action="store_true", help="do not score the teacher")
     parser.add_argument("--data", type=Path, help="an .npz as of bench/cifar10_data.py, instead of driving_world")
     parser.add_argument("--reference", type=Path, help="statistics of its training images")
     parser.add_argument("--inception_weights", type=Path)
@@ -314,11 +407,18 @@ def main() -> None:
 
     for name in given.methods:
         student = load(given.teacher).train()
-        steps = Method(name, teacher, given).train(student, images, labels)
-        trained = {"steps": given.steps, "seconds": given.seconds, "optimizer steps": steps}
-        add(
-            {"method": name, **trained, **judge.scores(judge.images(student.eval(), solver="euler", steps=given.steps))}
-        )
+        budget = given.passes * 1e6 if given.passes else given.seconds
+        phases, taken, trained_for, passes = name.split("+"), 0, 0.0, 0
+        for phase in phases:
+            one = Method(phase, teacher, given)
+            taken += one.train(student, images, labels, budget / len(phases), given.passes is not None)
+            trained_for, passes = trained_for + one.seconds, passes + one.passes
+        trained = {"steps": given.steps, "seconds": round(trained_for, 1), "passes": passes, "optimizer steps": taken}
+        made = judge.renoised(student.eval(), given.steps) if one.kind == "jump" else None
+        made = judge.images(student.eval(), solver="euler", steps=given.steps) if made is None else made
+        add({"method": name, "learning rate": given.learning_rate, **trained, **judge.scores(made)})
+    if given.no_teacher:
+        return
     for solver, steps in (("euler", 1), ("euler", 2), ("euler", 4), ("heun", 2), ("heun", 4), ("heun", 8)):
         add({"method": f"teacher, {solver}", "steps": steps, **judge.scores(judge.teacher_images(None, solver, steps))})
     if given.data:

@@ -5,7 +5,7 @@ python bench/train_speed.py NAME [CASE ...] [--variants fused,plain] [--profile]
 A case is MODEL@SIZExBATCH, such as JiT-B/4@64x256. Every variant takes the same steps on data in GPU memory. The first
 losses are recorded with the times; `python -m tests.kernels.kernel_checks` compares the kernels with float64.
 A variant is fused or plain (with our kernels or without), followed by options after a +: graphs (CUDA graphs), fp8, apart
-(AdamW and EMA as separate kernels), combo (Inductor combines small independent kernels), cudnn, flash (attention), such as
+(AdamW and EMA as separate kernels), muon, combo (Inductor combines small independent kernels), cudnn, flash (attention), such as
 fused+graphs+combo. The result is written to bench/results/NAME.json after every row.
 """
 
@@ -59,7 +59,7 @@ def our_step(model: str, img_size: int, batch: int, device: torch.device, option
     settings = TrainSettings(
         model=ModelSettings(name=model, img_size=img_size, enable_condition=True),
         data=DataSettings(batch_size=batch),
-        optim=OptimSettings(warmup_steps=0),
+        optim=OptimSettings(warmup_steps=0, optimizer="muon" if "muon" in options else "adamw"),
         use_amp=True,
         precision="fp8" if "fp8" in options else "auto",
     )
