@@ -2,7 +2,7 @@
 
 python bench/speedrun.py TEACHER.json --data cifar10.npz --inception_weights WEIGHTS --folder FOLDER --seconds 300
 python bench/distill_fid.py RECORD.json --data cifar10.npz --inception_weights WEIGHTS --folder FOLDER --seconds 300 \\
-    [--teacher FOLDER/runs/best-0] [--recipe two one four two+solver2 ...] [--teacher_guidance 1.5]
+    [--teacher FOLDER/runs/best-0] [--recipe two one four two+lr1e-4 ...] [--teacher_guidance 1.5]
     [--solvers heun:50 abm2:20 abm2:10 abm2:5] [flags of distill]
 
 Students are timed, planned and scored as the trainings of bench/speedrun.py are, and the record is written and continued in
@@ -28,18 +28,17 @@ from muralist.models.jit_distill import read_teacher_spec
 from muralist.models.weights import latest_checkpoint
 
 STUDENT = (
-    "--batch_size=512 --use_amp=true --optimizer=adamw --learning_rate=5e-4 --warmup_steps=50 --lr_schedule=wsd "
+    "--batch_size=512 --use_amp=true --optimizer=adamw --learning_rate=2e-4 --warmup_steps=50 --lr_schedule=cosine "
     "--samples_per_gpu=0 --log_every=50 --use_tensorboard=false"
 )
 RECIPES = {
     "two": "--steps=2",
     "one": "--steps=1",
     "four": "--steps=4",
-    "solver2": "--solver_steps=2",
-    "solver8": "--solver_steps=8",
-    "lr2e-4": "--learning_rate=2e-4",
-    "lr1e-3": "--learning_rate=1e-3",
-    "muon": "--optimizer=muon --learning_rate=1e-3",
+    "lr1e-4": "--learning_rate=1e-4",
+    "lr4e-4": "--learning_rate=4e-4",
+    "beta0.5": "--beta1=0.5 --beta2=0.99",
+    "muon": "--optimizer=muon",
     "batch256": "--batch_size=256",
 }
 EXAMPLES = 20  # images of each row of the sheet

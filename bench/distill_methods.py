@@ -110,7 +110,8 @@ class Method:
         self.kind, _, count = name.partition(":")
         self.count, self.teacher = int(count or 0), teacher
         self.steps = 1 if self.kind == "jump" else options.steps  # segments
-        self.batch, self.rate = options.batch, options.learning_rate
+        self.batch, self.rate, self.betas = options.batch, options.learning_rate, tuple(options.betas)
+        self.critic_factor = options.critic_factor
         self.critic: nn.Module | None = None
         self.passes = 0  # of a network on an image; a backward pass counts as two
 
@@ -195,13 +196,14 @@ class Method:
         """
         parts = self.count or PARTS[0] * (PARTS[1] / PARTS[0]) ** progress
         s = (chosen * (1 + 1 / parts) - 1 / parts).clamp_min(0)
-        t, after = 1 - (1 - s).square(), 1 - (1 - s - 1 / parts).clamp_min(0).square()
+        t = (1 - (1 - s).square()).clamp_max(0.999)  # at 1, the way to data has no direction
+        after = torch.maximum(t, 1 - (1 - s - 1 / parts).clamp_min(0).square())
         end = ((t * self.steps).floor() + 1) / self.steps
         after = torch.minimum(after, end)
         z = flow.interpolate(x, e, t)
         ahead = self.solve(z, t, after, labels, 1)
         with torch.no_grad():
-            own = self.jump(student, ahead, after.clamp_max(0.999), end, labels)
+            own = self.jump(student, ahead, after.clamp_max(0.9995), end, labels)
             target = torch.where(expand(after >= end - 1e-6), ahead, own)
         difference = (self.jump(student, z, t, end, labels) - target).square().flatten(1).mean(1)
         return ((difference + SMOOTHING**2).sqrt() - SMOOTHING).mean()
@@ -240,13 +242,14 @@ class Method:
             self.critic = copy_network(student).train()
             trained.append(self.critic)
         weights: list[Tensor] = list(student.parameters())
-        betas = (0.5, 0.99) if self.critic else (0.9, 0.99)
-        optimizer = torch.optim.AdamW(trained.parameters(), self.rate, betas=betas, weight_decay=0)
+        groups = [{"params": list(module.parameters())} for module in trained]
+        optimizer = torch.optim.AdamW(groups, self.rate, betas=self.betas, weight_decay=0)
         ema = [weight.detach().clone() for weight in weights]
         began, step = clock(), 0
         while (progress := (self.passes if by_passes else clock() - began) / budget) < 1:
             rate = self.rate * min(1.0, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * progress))
-            optimizer.param_groups[0]["lr"] = rate
+            for group, factor in zip(optimizer.param_groups, (1.0, self.critic_factor), strict=False):
+                group["lr"] = rate * factor
             rows = torch.randint(0, len(images), (self.batch,), generator=torch.Generator().manual_seed(step))
             keys = SampleKeys(1, torch.arange(step * self.batch, (step + 1) * self.batch, device=DEVICE))
             x = images[rows].to(DEVICE).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -375,6 +378,8 @@ def main() -> None:
     parser.add_argument("--passes", type=float, help="of each method, in millions, instead of --seconds")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
+    parser.add_argument("--betas", nargs=2, type=float, default=(0.9, 0.99), help="of AdamW")
+    parser.add_argument("--critic_factor", type=float, default=1.0, help="its learning rate over the student's")
     parser.add_argument("--guidance", type=float, default=1.5)
     parser.add_argument("--methods", nargs="*", default=["path:2", "path:4", "segment:2", "consistency"])
     parser.add_argument("--no_teacher", action="store_true", help="do not score the teacher")
@@ -416,7 +421,15 @@ def main() -> None:
         trained = {"steps": given.steps, "seconds": round(trained_for, 1), "passes": passes, "optimizer steps": taken}
         made = judge.renoised(student.eval(), given.steps) if one.kind == "jump" else None
         made = judge.images(student.eval(), solver="euler", steps=given.steps) if made is None else made
-        add({"method": name, "learning rate": given.learning_rate, **trained, **judge.scores(made)})
+        add(
+            {
+                "method": name,
+                "learning rate": given.learning_rate,
+                "betas": list(given.betas),
+                **trained,
+                **judge.scores(made),
+            }
+        )
     if given.no_teacher:
         return
     for solver, steps in (("euler", 1), ("euler", 2), ("euler", 4), ("heun", 2), ("heun", 4), ("heun", 8)):

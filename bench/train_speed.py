@@ -5,8 +5,8 @@ python bench/train_speed.py NAME [CASE ...] [--variants fused,plain] [--profile]
 A case is MODEL@SIZExBATCH, such as JiT-B/4@64x256. Every variant takes the same steps on data in GPU memory. The first
 losses are recorded with the times; `python -m tests.kernels.kernel_checks` compares the kernels with float64.
 A variant is fused or plain (with our kernels or without), followed by options after a +: graphs (CUDA graphs), fp8, apart
-(AdamW and EMA as separate kernels), muon, combo (Inductor combines small independent kernels), cudnn, flash (attention), such as
-fused+graphs+combo. The result is written to bench/results/NAME.json after every row.
+(AdamW and EMA as separate kernels), muon, combo (Inductor combines small independent kernels), cudnn, flash (attention),
+such as fused+graphs+combo. The result is written to bench/results/NAME.json after every row.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def train(config: StrPath | None = None, **settings: Any) -> TrainingResult:
 def distill(teacher: StrPath, steps: int = 2, **settings: Any) -> TrainingResult:
     """Train a student of a JiT that samples in 1, 2 or 4 steps, as `muralist distill` does; the same call resumes.
 
-    `teacher` is a run, a checkpoint or an export. `settings` are those of `train`, and `guidance`, `interval`, `weights`
-    and `solver_steps` of the distillation.
+    `teacher` is a run, a checkpoint or an export. `settings` are those of `train`, and `guidance`, `interval` and
+    `weights` of the distillation.
     """
     from muralist.settings import DISTILL_FLAT_NAMES, DistillSettings
     from muralist.settings.load import load_values

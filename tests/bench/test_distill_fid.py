@@ -41,7 +41,7 @@ def test_students_are_scored_beside_their_teacher(tmp_path: Path) -> None:
     finish([sys.executable, "bench/scenes_data.py", str(data), "--side", "48", "--images", "60"])
     finish(command(tmp_path, "--train_images", 40, "--guidance", 1.5, "--data", data))
     words = command(tmp_path, "--data", data, "--train_images", 40, "--recipe", "two", "one", "--teacher_guidance", 1.5,
-                    "--solvers", "heun:3", "abm2:2", "--teacher_images", 12, "--solver_steps", 2)  # fmt: skip
+                    "--solvers", "heun:3", "abm2:2", "--teacher_images", 12)  # fmt: skip
     drop = {"--model", "--steps"}  # of the teacher, and of its sampler
     kept = [word for at, word in enumerate(words) if word not in drop and words[at - 1] not in drop]
     words = [sys.executable, "bench/distill_fid.py", str(tmp_path / "students.json"), *kept[4:]]

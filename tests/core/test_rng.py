@@ -120,7 +120,11 @@ def test_every_bit_of_seed_number_and_purpose_matters(seed: int, number: int, bi
 def test_purposes_are_never_renumbered() -> None:
     assert {purpose.name: purpose.value for purpose in Purpose} == {
         "TIME": 1, "NOISE": 2, "LABEL_DROP": 3, "FLIP": 4, "CROP": 5, "ORDER": 6, "HELD_OUT": 7, "SAMPLE_NOISE": 8,
-        "SCENE": 9, "LATENT": 10, "CAPTION_DROP": 11, "INIT": 12, "BUCKET": 13, "REPLACEMENT": 14, "DROPOUT": 65536,
+        "SCENE": 9, "LATENT": 10, "CAPTION_DROP": 11, "INIT": 12, "BUCKET": 13, "REPLACEMENT": 14,
+        "COMPARED_NOISE": 15,
+        "COMPARED_TIME": 16,
+        "CRITIC_NOISE": 17,
+        "CRITIC_TIME": 18, "DROPOUT": 65536,
     }  # fmt: skip
 
 

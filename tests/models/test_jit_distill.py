@@ -19,7 +19,7 @@ from muralist.data.loader import Batch
 from muralist.generate.model_info import inspect_model
 from muralist.kernels.cuda_graphs import CudaGraphs
 from muralist.models.configs import forward_flops
-from muralist.models.jit_distill import JiTStudent, read_teacher_spec
+from muralist.models.jit_distill import CRITIC, Comparison, JiTStudent, read_teacher_spec
 from muralist.models.jit_spec import JiTSpec
 from muralist.models.weights import export
 from muralist.settings import (
@@ -48,10 +48,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("runs") / "pets", spec.describe(), network_of(spec).state_dict())
 
 
-def student_of(teacher: Path, steps: int = 2, solver_steps: int = 3, **model: object) -> JiTStudent:
-    distill = DistillationSettings(
-        teacher=str(teacher), steps=steps, guidance=GUIDANCE, interval=INTERVAL, solver_steps=solver_steps
-    )
+def student_of(teacher: Path, steps: int = 2, guidance: float = GUIDANCE, **model: object) -> JiTStudent:
+    distill = DistillationSettings(teacher=str(teacher), steps=steps, guidance=guidance, interval=INTERVAL)
     model = {"name": "JiT-T/8", "img_size": SIDE, "enable_condition": True, **model}
     settings = TrainSettings(distill=distill, model=ModelSettings(**model))
     return JiTStudent.from_settings(settings, LABELS)
@@ -59,7 +57,9 @@ def student_of(teacher: Path, steps: int = 2, solver_steps: int = 3, **model: ob
 
 @pytest.fixture(scope="module")
 def student(teacher: Path) -> JiTStudent:
-    return student_of(teacher)
+    student = student_of(teacher)
+    student.network()
+    return student
 
 
 def batch_of(*indices: int) -> Batch:
@@ -67,77 +67,103 @@ def batch_of(*indices: int) -> Batch:
     return Batch(images, torch.tensor([index % 3 for index in indices]), [""] * len(indices), torch.tensor(indices))
 
 
-def guided_velocity(network: torch.nn.Module, z: torch.Tensor, t: float, labels: torch.Tensor) -> torch.Tensor:
-    times = torch.full((len(z),), t)
-    x = network(z, times, labels)
-    if INTERVAL[0] < t < INTERVAL[1]:
-        x_null = network(z, times, torch.full_like(labels, 3))
-        x = x_null + GUIDANCE * (x - x_null)
-    return (x - z) / (1 - t)
-
-
 @torch.no_grad()
-def states_by_hand(spec: JiTSpec, z: torch.Tensor, labels: torch.Tensor, steps: int, solver_steps: int) -> torch.Tensor:
-    """Heun on a uniform grid with an Euler step at the end; the states at the student's times."""
-    network, count, kept = network_of(spec), steps * solver_steps, [z]
-    for i in range(count):
-        t, t_next = i / count, (i + 1) / count
-        v = guided_velocity(network, z, t, labels)
-        if i < count - 1:
-            v = (v + guided_velocity(network, z + v / count, t_next, labels)) / 2
-        z = z + v / count
-        if (i + 1) % solver_steps == 0:
-            kept.append(z)
-    return torch.stack(kept, dim=1)
+def trained_network(student: JiTStudent) -> torch.nn.Module:
+    """Build a student and a critic that are neither their teacher nor each other."""
+    network = student.network()
+    for factor, part in ((1.5, network), (0.6, network.get_submodule(CRITIC))):
+        part.get_submodule("final_layer.linear").weight.mul_(factor)
+    return network
 
 
-@pytest.mark.parametrize(("steps", "solver_steps"), [(1, 3), (2, 3), (4, 1)])
-def test_loss_is_the_distance_to_the_teachers_states(teacher: Path, steps: int, solver_steps: int) -> None:
-    student, batch = student_of(teacher, steps, solver_steps), batch_of(0, 5, 7)
-    keys = SampleKeys(3, batch.sample_indices)
-    encoded = student.encode(batch, keys)
-    noise = rng.normal(3, Purpose.NOISE, batch.sample_indices, (3, SIDE, SIDE))
-    states = states_by_hand(family(*LABELS), noise, batch.labels, steps, solver_steps)
-    torch.testing.assert_close(encoded.states, states, rtol=1e-4, atol=1e-4)
-    other = network_of(family(*LABELS))
-    with torch.no_grad():
-        next(iter(other.final_layer.linear.parameters())).mul_(1.5)  # a student that is not its teacher
-        expected = torch.zeros(3)
-        for k in range(steps):
-            z, t = states[:, k], k / steps
-            end = z + (other(z, torch.full((3,), t), batch.labels) - z) / (1 - t) / steps
-            expected += (end - states[:, k + 1]).square().mean((1, 2, 3)) / steps
-    torch.testing.assert_close(student.loss(other, encoded, keys), expected, rtol=1e-3, atol=1e-5)
-    alone = student.encode(batch_of(5), SampleKeys(3, torch.tensor([5])))
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@torch.no_grad()
+def test_targets_and_loss_are_those_of_a_computation_by_hand(teacher: Path, steps: int) -> None:
+    student, batch, plain = student_of(teacher, steps), batch_of(0, 5, 7), network_of(family(*LABELS))
+    network, keys = trained_network(student), SampleKeys(3, batch.sample_indices)
+    critic, encoded = network.get_submodule(CRITIC), student.encode(batch, keys)
+
+    def normal(purpose: Purpose, k: int) -> torch.Tensor:
+        return rng.normal(3, purpose, batch.sample_indices, (steps, 3, SIDE, SIDE))[:, k]
+
+    def time(purpose: Purpose, k: int) -> torch.Tensor:
+        return 0.02 + 0.96 * rng.uniform(3, purpose, batch.sample_indices, (steps,))[:, k]
+
+    z = rng.normal(3, Purpose.NOISE, batch.sample_indices, (3, SIDE, SIDE))
+    expected = torch.zeros(3)
+    for k in range(steps):
+        torch.testing.assert_close(encoded.states[:, k], z, rtol=1e-4, atol=1e-4)
+        x = network(z, torch.full((3,), k / steps), batch.labels)
+        torch.testing.assert_close(encoded.images[:, k], x, rtol=1e-4, atol=1e-4)
+        noise, t = normal(Purpose.COMPARED_NOISE, k), time(Purpose.COMPARED_TIME, k)
+        at = t.view(-1, 1, 1, 1)
+        noised = at * x + (1 - at) * noise
+        real, null = plain(noised, t, batch.labels), plain(noised, t, torch.full((3,), 3))
+        inside = (t > INTERVAL[0]) & (t < INTERVAL[1])
+        real = torch.where(inside.view(-1, 1, 1, 1), null + GUIDANCE * (real - null), real)
+        gradient = critic(noised, t, batch.labels) - real
+        gradient = gradient / (x - real).abs().mean((1, 2, 3), keepdim=True)
+        torch.testing.assert_close(encoded.targets[:, k], x - gradient, rtol=1e-3, atol=1e-3)
+        noise, t = normal(Purpose.CRITIC_NOISE, k), time(Purpose.CRITIC_TIME, k)
+        at = t.view(-1, 1, 1, 1)
+        own = critic(at * x + (1 - at) * noise, t, batch.labels)
+        weight = 1 / (1 - t).clamp_min(0.05).square()
+        expected += (0.5 * gradient.square().mean((1, 2, 3)) + weight * (own - x).square().mean((1, 2, 3))) / steps
+        z = z + (x - z) / (1 - k / steps) / steps
+    torch.testing.assert_close(student.loss(network, encoded, keys), expected, rtol=1e-3, atol=1e-4)
+    one = SampleKeys(3, torch.tensor([5]))
     torch.testing.assert_close(
-        student.loss(other, alone, SampleKeys(3, torch.tensor([5]))), expected[1:2], rtol=1e-3, atol=1e-5
+        student.loss(network, student.encode(batch_of(5), one), one), expected[1:2], rtol=1e-3, atol=1e-4
     )
 
 
-def test_the_student_starts_as_its_teacher_and_trains_its_own_weights_alone(student: JiTStudent) -> None:
-    network, batch = student.network(), batch_of(0, 1)
+def test_gradients_move_each_image_to_its_target_and_leave_the_teacher_alone(student: JiTStudent) -> None:
+    network, batch = trained_network(student), batch_of(0, 1)
+    keys = SampleKeys(0, batch.sample_indices)
+    encoded = student.encode(batch, keys)
+    made: list[torch.Tensor] = []
+
+    def keep(_: torch.nn.Module, __: object, output: torch.Tensor) -> None:
+        if output.requires_grad and not made:  # the student comes before its critic
+            output.retain_grad()
+            made.append(output)
+
+    network.register_forward_hook(keep)
+    student.loss(network, encoded, keys).sum().backward()
+    moved = (encoded.images - encoded.targets).flatten(0, 1) / (2 * 3 * SIDE * SIDE)  # mean over steps and values
+    assert made[0].grad is not None
+    torch.testing.assert_close(made[0].grad, moved, rtol=1e-3, atol=1e-6)
+    assert all(parameter.grad is not None for parameter in network.parameters() if parameter.requires_grad)
+    assert student.networks is not None
+    assert all(
+        parameter.grad is None and not parameter.requires_grad for parameter in student.networks.teacher.parameters()
+    )
+
+
+def test_student_and_critic_start_as_the_teacher(student: JiTStudent) -> None:
+    network = student.network()
     for name, weight in network_of(family(*LABELS)).state_dict().items():
         assert torch.equal(network.state_dict()[name], weight)
-    keys = SampleKeys(0, batch.sample_indices)
-    student.loss(network, student.encode(batch, keys), keys).sum().backward()
-    assert all(parameter.grad is not None for parameter in network.parameters() if parameter.requires_grad)
-    assert student.teacher is not None
-    assert all(
-        parameter.grad is None and not parameter.requires_grad for parameter in student.teacher.network.parameters()
-    )
+        assert torch.equal(network.state_dict()[f"{CRITIC}.{name}"], weight)
+    assert set(student.meta_model().state_dict()) == set(network.state_dict())
 
 
-def test_flops_count_the_passes_of_the_teacher(teacher: Path) -> None:
-    """Two velocities in each of 6 Heun steps but one in the last; guided at 1/6, 2/6, 3/6 and 4/6."""
+def test_flops_count_all_passes(teacher: Path) -> None:
+    """A step of the student: one pass of it, two of the guided teacher, one of the critic; three of both in the loss."""
     forward = forward_flops("T", 8, SIDE)
-    assert student_of(teacher).flops_per_image() == (11 + 8 + 3 * 2) * forward
-    calls: list[int] = []
     student = student_of(teacher)
-    assert student.teacher is not None
-    student.teacher.network.register_forward_hook(lambda *_: calls.append(1))
-    student.encode(batch_of(1), SampleKeys(0, torch.tensor([1])))
-    assert len(calls) == 11 + 8
-    assert "19 passes of the teacher per image" in student.notes()[1]
+    assert student.flops_per_image() == 2 * (1 + 2 + 1 + 6) * forward
+    assert student_of(teacher, 4, guidance=1.0).flops_per_image() == 4 * (1 + 1 + 1 + 6) * forward
+    network, rows = student.network(), []
+    assert student.networks is not None
+    for one in (student.networks.teacher, network, network.get_submodule(CRITIC)):
+        one.register_forward_hook(lambda _, given, __: rows.append(len(given[0])))
+    keys = SampleKeys(0, torch.tensor([1, 4, 6]))
+    encoded = student.encode(batch_of(1, 4, 6), keys)
+    assert sum(rows) == 3 * 2 * (1 + 2 + 1)
+    student.loss(network, encoded, keys)
+    assert sum(rows) == 3 * 2 * (1 + 2 + 1 + 2)
+    assert "20 passes per image" in student.notes()[1]
 
 
 @pytest.fixture(scope="module")
@@ -235,71 +261,84 @@ def test_a_sweep_of_a_student_compares_weights_alone() -> None:
     assert notes == ["The guidance of a distilled model is fixed: only its weights are compared."]
 
 
-@pytest.mark.parametrize("prediction", ["v", "eps"])
-def test_the_loss_is_zero_for_a_network_that_makes_the_teachers_steps(tmp_path: Path, prediction: str) -> None:
-    """One Heun step a segment in the last segment is Euler's: the unguided teacher itself makes it."""
+@pytest.mark.parametrize("prediction", ["x", "v", "eps"])
+def test_a_critic_that_agrees_with_the_teacher_moves_nothing(tmp_path: Path, prediction: str) -> None:
+    """Without guidance, teacher and critic are the same network at first."""
     objective = ObjectiveSettings(prediction=prediction)
     settings = TrainSettings(model=ModelSettings(name="JiT-T/8", img_size=SIDE), objective=objective)
     spec = JiTSpec.from_settings(settings, [])
     run = checkpoint(tmp_path / "run", spec.describe(), network_of(spec).state_dict())
-    distill = DistillationSettings(teacher=str(run), steps=1, solver_steps=1)
+    distill = DistillationSettings(teacher=str(run), steps=2)
     student, batch = JiTStudent.from_settings(settings.model_copy(update={"distill": distill}), []), batch_of(4, 9)
-    keys = SampleKeys(0, batch.sample_indices)
+    keys, network = SampleKeys(0, batch.sample_indices), student.network()
     assert student.distilled is not None and student.distilled.guidance == 1.0
-    loss = student.loss(student.network(), student.encode(batch, keys), keys)
-    torch.testing.assert_close(loss, torch.zeros(2), rtol=0, atol=1e-8)
-    images = student.sample(student.network(), ["unconditional"], [4], SampleSettings())
-    assert images.shape == (1, 3, SIDE, SIDE)
+    encoded = student.encode(batch, keys)
+    assert torch.equal(encoded.targets, encoded.images)
+    assert torch.isfinite(student.loss(network, encoded, keys)).all()
+    sampled = student.sample_from(network, encoded.states[:, 0], ["", ""], SampleSettings())
+    torch.testing.assert_close(sampled, encoded.images[:, -1].clamp(-1, 1), rtol=1e-4, atol=1e-4)
 
 
-def test_the_teachers_passes_are_replays_of_one_graph(teacher: Path) -> None:
-    """One shape, one graph; the states are those of plain calls, also in a second path."""
-    student = student_of(teacher)
-    assert student.teacher is not None
-    keys, graphs = SampleKeys(0, torch.tensor([4, 9, 1])), FakeCudaGraphs()
-    plain = [student.encode(batch_of(*rows), keys).states for rows in ((4, 9, 1), (2, 3, 5))]
-    student.teacher.use_graphs(graphs)
-    for states, rows in zip(plain, ((4, 9, 1), (2, 3, 5)), strict=True):
-        assert torch.equal(student.encode(batch_of(*rows), keys).states, states)
-    assert (graphs.captures, graphs.replays) == (1, 2 * student.teacher.passes())
+def assert_same(first: Comparison, second: Comparison) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def test_the_teacher_goes_on_without_graphs_when_memory_runs_out(teacher: Path) -> None:
+def test_passes_are_replays_of_a_graph_for_each_network(student: JiTStudent) -> None:
+    keys, graphs, network = SampleKeys(0, torch.tensor([4, 9, 1])), FakeCudaGraphs(), trained_network(student)
+    assert student.networks is not None
+    student.networks.use_graphs(CudaGraphs(wanted=False))
+    plain = [student.encode(batch_of(*rows), keys) for rows in ((4, 9, 1), (2, 3, 5))]
+    student.networks.use_graphs(graphs)
+    for expected, rows in zip(plain, ((4, 9, 1), (2, 3, 5)), strict=True):
+        assert_same(student.encode(batch_of(*rows), keys), expected)
+    assert network is student.networks.trained and (graphs.captures, graphs.replays) == (3, 2 * (2 + 2 + 1))
+
+
+def test_distillation_goes_on_without_graphs_when_memory_runs_out(student: JiTStudent) -> None:
     class NoMemory(FakeCudaGraphs):
         def _capture(self, work: Callable[[], Any]) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    student = student_of(teacher)
-    assert student.teacher is not None
     keys, graphs = SampleKeys(0, torch.tensor([4, 9, 1])), NoMemory()
-    plain = student.encode(batch_of(4, 9, 1), keys).states
-    student.teacher.use_graphs(graphs)
-    assert torch.equal(student.encode(batch_of(4, 9, 1), keys).states, plain)
+    trained_network(student)
+    assert student.networks is not None
+    student.networks.use_graphs(CudaGraphs(wanted=False))
+    plain = student.encode(batch_of(4, 9, 1), keys)
+    student.networks.use_graphs(graphs)
+    assert_same(student.encode(batch_of(4, 9, 1), keys), plain)
     assert not graphs.wanted
     student.release_graphs()
-    assert not student.teacher.graphs.wanted, "nor are they captured later"
+    assert not student.networks.graphs.wanted, "nor are they captured later"
 
 
-def test_the_students_loss_is_compiled_as_one_graph(student: JiTStudent) -> None:
+def test_the_loss_is_compiled_as_one_graph(student: JiTStudent) -> None:
     """A part that cannot be traced would run the whole step kernel by kernel."""
-    keys = SampleKeys(0, torch.tensor([4, 9]))
-    encoded, network = student.encode(batch_of(4, 9), keys), student.network()
+    keys, network = SampleKeys(0, torch.tensor([4, 9])), trained_network(student)
+    encoded = student.encode(batch_of(4, 9), keys)
     compiled = torch.compile(student.loss, fullgraph=True, backend="eager")
     assert torch.equal(compiled(network, encoded, keys), student.loss(network, encoded, keys))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_graphs_of_the_teacher_give_the_same_states_on_a_gpu(teacher: Path) -> None:
+def test_graphs_give_the_same_comparison_on_a_gpu_and_see_new_weights(teacher: Path) -> None:
     device = torch.device("cuda:0")
     keys = SampleKeys(0, torch.tensor([4, 9, 1], device=device))
-    states = []
+    found = []
     for wanted in (False, True):
         student = student_of(teacher)
+        network = student.network().to(device)
         student.to_device(device, torch.bfloat16)
-        assert student.teacher is not None
+        assert student.networks is not None
         if not wanted:
-            student.teacher.use_graphs(CudaGraphs(wanted=False))
-        states += [student.encode(batch_of(4, 9, 1).to(device), keys).states for _ in range(2)]
-        assert student.teacher.graphs.hold_memory == wanted
-    assert all(torch.equal(states[0], other) for other in states[1:])
+            student.networks.use_graphs(CudaGraphs(wanted=False))
+        found.append([student.encode(batch_of(4, 9, 1).to(device), keys) for _ in range(2)])
+        with torch.no_grad():
+            for part in (network, network.get_submodule(CRITIC)):
+                part.get_submodule("final_layer.linear").weight.mul_(0.5)
+        found[-1].append(student.encode(batch_of(4, 9, 1).to(device), keys))
+        assert student.networks.graphs.hold_memory == wanted
+    for plain, replayed in zip(*found, strict=True):
+        assert_same(plain, replayed)
+    assert_same(found[0][0], found[0][1])
+    assert not torch.equal(found[0][1].images, found[0][2].images)

@@ -24,7 +24,7 @@ from muralist.data.loader import Batch
 from muralist.diffusion import samplers
 from muralist.models.configs import parameter_count
 from muralist.models.jit import JiT
-from muralist.models.jit_distill import JiTStudent, TeacherPath
+from muralist.models.jit_distill import Comparison, JiTStudent
 from muralist.models.jit_spec import infer_jit_config, jit_arguments
 from muralist.models.weights import WEIGHTS_FILE, read_weights
 from muralist.settings import TrainSettings
@@ -42,10 +42,10 @@ from tests.support.runs import (
     tensors,
     train,
 )
-from tests.support.scene_classifier import kernel_distance, scenes, train_classifier
+from tests.support.scene_classifier import kernel_distance, train_classifier
 
-QUIET = ["--batch_size", "4", "--num_workers", "0", "--warmup_steps", "3", "--learning_rate", "1e-3",
-         "--no_use_tensorboard", "--guidance", "1.5", "--solver_steps", "2"]  # fmt: skip
+QUIET = ["--batch_size", "4", "--num_workers", "0", "--warmup_steps", "3", "--learning_rate", "1e-4",
+         "--no_use_tensorboard", "--guidance", "1.5"]  # fmt: skip
 
 
 def distill(teacher: Path, *arguments: object, expect: int = 0) -> None:
@@ -80,10 +80,15 @@ def test_a_student_is_a_run_like_any_other(teacher: Path, through: Path, photo_f
     described = json.loads((checkpoint / "manifest.json").read_text())["model"]
     assert described["label_names"] == ["meadow", "sunrise"]
     assert described["distilled"].items() >= {"steps": 2, "guidance": 1.5, "interval": [0.1, 1.0]}.items()
-    assert tensors(checkpoint).keys() == tensors(last_checkpoint(teacher)).keys()  # nothing of the teacher is saved
+    own, theirs = (
+        tensors(checkpoint).keys(),
+        tensors(last_checkpoint(teacher)).keys(),
+    )  # nothing of the teacher is saved
+    assert {name for name in own if "critic." not in name} == theirs
+    assert {name.replace("critic.", "") for name in own if "critic." in name} == theirs
+    assert read_weights(through).keys() == read_weights(teacher).keys()  # nor is the critic a part of the model
     lines = metrics(through)
     assert [line["step"] for line in lines if "val/loss" in line] == [4, 8, 12]
-    assert np.mean(losses(through)[-4:]) < 0.8 * np.mean(losses(through)[:4])
     assert len(list((through / "samples" / "step_0000012").glob("*.png"))) == 4
     log = (through / "logs" / "train.log").read_text()
     assert (
@@ -93,8 +98,10 @@ def test_a_student_is_a_run_like_any_other(teacher: Path, through: Path, photo_f
     assert measured.model == "JiT-T/8" and measured.origin.endswith("with the passes of its teacher")
     assert read_measured(teacher, None).origin == str(teacher)
     plain = settings.model_copy(update={"distill": TrainSettings().distill})
-    more = estimate_memory(settings, 2, False).state - estimate_memory(plain, 2, False).state
-    assert more == 4 * parameter_count("T", 8, 1000)  # of all classes there might be
+    student, alone = (estimate_memory(one, 2, False) for one in (settings, plain))
+    assert student.state == 2 * alone.state + 4 * parameter_count("T", 8, 1000)  # of all classes there might be
+    assert student.per_image and alone.per_image and student.per_image == 2 * 2 * alone.per_image
+    assert student.checkpoint == 2 * alone.checkpoint
 
 
 def test_samples_of_training_are_those_of_generate(through: Path, tmp_path: Path) -> None:
@@ -121,8 +128,8 @@ def test_its_config_and_the_python_function_continue_it(teacher: Path, through: 
     run = tmp_path / through.name
     config = ["train", "--config", run / "config.yaml", "--run_name", run.name, "--results_dir", tmp_path]
     assert main([*map(str, config), "--max_steps", "14"]) == 0
-    given = {"batch_size": 4, "num_workers": 0, "warmup_steps": 3, "learning_rate": 1e-3, "guidance": 1.5}
-    result = muralist.distill(teacher, 2, **given, solver_steps=2, results_dir=tmp_path, max_steps=16)
+    given = {"batch_size": 4, "num_workers": 0, "warmup_steps": 3, "learning_rate": 1e-4, "guidance": 1.5}
+    result = muralist.distill(teacher, 2, **given, results_dir=tmp_path, max_steps=16)
     assert result.run == run and result.step == 16
     assert losses(run)[:12] == losses(through)
     with pytest.raises(muralist.UserError, match="steps is 3: expected 1, 2 or 4"):
@@ -245,10 +252,10 @@ def test_no_run_is_trained_on_the_noise_of_its_val_loss(
     drawn: dict[bool, list[torch.Tensor]] = {False: [], True: []}  # by whether a validation is under way
     encode = JiTStudent.encode
 
-    def watched(self: JiTStudent, batch: Batch, keys: SampleKeys) -> TeacherPath:
-        path = encode(self, batch, keys)
-        drawn[not torch.is_grad_enabled()] += list(path.states[:, 0])
-        return path
+    def watched(self: JiTStudent, batch: Batch, keys: SampleKeys) -> Comparison:
+        found = encode(self, batch, keys)
+        drawn[not torch.is_grad_enabled()] += list(found.states[:, 0])
+        return found
 
     monkeypatch.setattr(JiTStudent, "encode", watched)
     held_out = []
@@ -322,37 +329,35 @@ def test_a_killed_distillation_resumes_with_the_same_bits(teacher: Path, tmp_pat
 
 @pytest.mark.slow
 def test_a_student_is_better_than_its_teacher_in_as_many_passes(tmp_path: Path) -> None:
-    """By a classifier of the scenes: KID of its features to real ones, and the distance to the teacher's own images.
+    """By a classifier of the scenes: KID of its features to those of images that the teacher makes in many steps.
 
     Without guidance, so that the teacher too makes as many passes as steps; the student starts as its Euler sampler.
     """
-    common = ["--num_workers", 0, "--batch_size", 16, "--results_dir", tmp_path, "--samples_per_gpu", 0, "--beta2", 0.99,
-              "--lr_schedule", "cosine", "--log_every", 100, "--no_random_flip"]  # fmt: skip
+    common = ["--num_workers", 0, "--results_dir", tmp_path, "--samples_per_gpu", 0, "--lr_schedule", "cosine",
+              "--log_every", 100, "--no_random_flip", "--epochs", 1000]  # fmt: skip
     train("--data_path", "driving_world", "--img_size", 32, "--enable_condition", "--init_from", "none", *common,
-          "--max_samples", 3200, "--max_steps", 800, "--learning_rate", 4e-3, "--warmup_steps", 50,
-          "--run_name", "teacher")  # fmt: skip
-    command = ["distill", tmp_path / "teacher", "--steps", 2, "--guidance", 1, "--solver_steps", 2, "--max_steps", 200,
-               "--learning_rate", 1e-3, "--warmup_steps", 20, *common, "--run_name", "student"]  # fmt: skip
+          "--max_samples", 3200, "--max_steps", 800, "--batch_size", 16, "--learning_rate", 4e-3, "--beta2", 0.99,
+          "--warmup_steps", 50, "--run_name", "teacher")  # fmt: skip
+    command = ["distill", tmp_path / "teacher", "--steps", 2, "--guidance", 1, "--max_steps", 150, "--batch_size", 32,
+               "--learning_rate", 1e-4, "--warmup_steps", 20, *common, "--run_name", "student"]  # fmt: skip
     assert main([*map(str, command)]) == 0
     classify = train_classifier(32, samples=2000, steps=200, seed=0)
-    real, kinds = scenes(range(50_000, 50_400), 32, seed=0)
-    real_features = classify.features(real)
-    labels, noise = torch.arange(400) % 8, rng.normal(0, Purpose.SAMPLE_NOISE, torch.arange(1000, 1400), (3, 32, 32))
+    labels = torch.arange(400) % 8
 
-    def sampled(run: str, **settings: Any) -> torch.Tensor:
+    def sampled(run: str, first_seed: int = 1000, **settings: Any) -> torch.Tensor:
         weights = read_weights(tmp_path / run, "ema1")
         network = JiT(**jit_arguments(infer_jit_config(weights)))
         network.load_state_dict(weights)
-        sampler = samplers.SamplerSettings(**settings)
-        return samplers.sample(network.eval(), noise, labels, 8, sampler).clamp(-1, 1)
+        noise = rng.normal(0, Purpose.SAMPLE_NOISE, torch.arange(first_seed, first_seed + 400), (3, 32, 32))
+        images = samplers.sample(network.eval(), noise, labels, 8, samplers.SamplerSettings(**settings))
+        return torch.from_numpy(to_uint8_array(images.clamp(-1, 1)))
+
+    target = classify.features(sampled("teacher", first_seed=5000, steps=20))
 
     def distance(images: torch.Tensor) -> float:
-        features = classify.features(torch.from_numpy(to_uint8_array(images)))
-        return kernel_distance(features, labels, real_features, kinds)
+        return kernel_distance(classify.features(images), labels, target, labels)
 
-    target, student = sampled("teacher", steps=4), sampled("student", solver="euler", steps=2)
-    few = [sampled("teacher", solver=solver, steps=2) for solver in ("euler", "abm2")]
-    assert (student - target).square().mean() < 0.25 * min((images - target).square().mean() for images in few)
-    assert distance(student) < 0.8 * min(map(distance, few))
-    recognized = classify(torch.from_numpy(to_uint8_array(student))) == labels
-    assert recognized.float().mean() >= 0.95
+    student = sampled("student", solver="euler", steps=2)
+    few = [distance(sampled("teacher", solver=solver, steps=2)) for solver in ("euler", "abm2")]
+    assert distance(student) < 0.6 * min(few)
+    assert (classify(student) == labels).float().mean() >= 0.9

@@ -38,6 +38,10 @@ class Purpose(IntEnum):
     INIT = 12
     BUCKET = 13
     REPLACEMENT = 14
+    COMPARED_NOISE = 15
+    COMPARED_TIME = 16
+    CRITIC_NOISE = 17
+    CRITIC_TIME = 18
     DROPOUT = 1 << 16  # plus a site number: one stream per dropout layer
 
 

@@ -94,11 +94,12 @@ class FusedAdamWEma:
 
     @staticmethod
     def supports(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> bool:
-        """Return whether all weights and gradients are contiguous float32 and have the same step count."""
+        """Return whether all weights and gradients are contiguous float32, with one step count and one learning rate."""
         steps = torch.stack([optimizer.state[weight]["step"] for weight in parameters])
         tensors = [tensor for weight in parameters for tensor in (weight, weight.grad)]
         usable = all(one is not None and one.dtype is torch.float32 and one.is_contiguous() for one in tensors)
-        return usable and bool((steps == steps[0]).all())
+        one_rate = len({group["lr"] for group in optimizer.param_groups}) == 1
+        return usable and one_rate and bool((steps == steps[0]).all())
 
     def step(self, ema_weights: Sequence[float]) -> None:
         """Update weights and EMAs with the current gradients; `ema_weights` are 1 - decay of each EMA."""

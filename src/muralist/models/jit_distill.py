@@ -1,43 +1,62 @@
-"""Few-step distillation of JiT: a student whose every step goes as far as several of its guided teacher.
+"""Few-step distillation of JiT by distribution matching: the student's images become as likely as its guided teacher's.
 
-The teacher's sampler goes from noise to data in `steps` segments of equal length, each in `solver_steps` Heun steps. The
-student learns to cross a segment in one Euler step: at its beginning, state z and time t, the network's prediction gives
-a velocity v, and the loss is the distance of z + (t' - t) v to the teacher's state at the end t'. So the student is a JiT
-like any other, sampled by Euler's method at the same times, without guidance.
+The student samples in `steps` Euler steps: at the beginning of each, from state z at time t, its network predicts the
+clean image x and moves to z + (x - z) / (steps left). Each of these images is noised again, at a random time, and shown to
+two networks: the teacher, with guidance, and the critic, a copy of the teacher that is trained meanwhile on the student's
+own images. Their predictions differ where the student makes too much or too little of something: this difference,
+relative to the teacher's distance from the image, is the gradient of the image (DMD, arXiv 2311.18828 and 2405.14867).
+The student is a JiT like any other, sampled by Euler's method at the same times, without guidance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from muralist.core.errors import UserError
 from muralist.core.formatting import format_bytes
 from muralist.core.hardware import can_compile
 from muralist.core.image_size import height_width
-from muralist.core.rng import SampleKeys
+from muralist.core.rng import Purpose, SampleKeys
 from muralist.data.loader import Batch
 from muralist.data.packed import LatentSource
-from muralist.diffusion import flow, samplers
+from muralist.diffusion import flow
 from muralist.kernels.cuda_graphs import CudaGraphs, is_out_of_memory
-from muralist.models import configs
+from muralist.models import configs, jit
 from muralist.models.hub import find_model
 from muralist.models.integrity import fingerprint
 from muralist.models.jit_spec import CONFIG_FILE, Distilled, JiTSpec, infer_jit_config, read_config, read_jit_spec
 from muralist.models.spec import find_family_by_key
-from muralist.models.weights import WeightSet, latest_checkpoint, read_description, read_weights, weights_file
+from muralist.models.weights import (
+    TRAINING_ONLY,
+    WeightSet,
+    latest_checkpoint,
+    read_description,
+    read_weights,
+    weights_file,
+)
 from muralist.settings import DistillationSettings, TrainSettings
 
+CRITIC = TRAINING_ONLY.removesuffix(".")  # a submodule of the student's network
+_CRITIC_RATE = 8.0  # its learning rate over the student's: a slower critic lets the student run away from the teacher
+_TIMES = 0.02, 0.98  # at which images are compared: at 1 there is no noise, and at 0 nothing else
 
-class TeacherPath(NamedTuple):
-    """What the student learns from: the teacher's states of each sample."""
 
-    states: Tensor  # [B, steps + 1, 3, H, W] from noise to data
+class Comparison(NamedTuple):
+    """What student and critic learn from, for each sample and step of the student."""
+
+    states: Tensor  # [B, steps, 3, H, W], where the steps begin
+    targets: Tensor  # the student's images, moved to where the teacher finds them likelier than the critic does
+    images: Tensor  # the student's images
+    noise: Tensor  # for the critic
+    times: Tensor  # [B, steps], for the critic
     labels: Tensor  # [B] int64
 
 
@@ -81,62 +100,61 @@ def read_teacher_spec(teacher: Path, which: WeightSet) -> JiTSpec:
     )
 
 
-class GuidedTeacher:
-    """The frozen teacher on its device, with the sampler whose path the student follows."""
+class EvaluatedNetworks:
+    """Teacher, student and critic as functions that need no gradients: compiled, and as CUDA graphs, where possible."""
 
-    def __init__(self, network: nn.Module, spec: JiTSpec, sampler: samplers.SamplerSettings, compiled: bool) -> None:
-        self.network, self.spec, self.sampler, self.compiled = network, spec, sampler, compiled
+    def __init__(self, teacher: nn.Module, compiled: bool) -> None:
+        self.teacher, self.compiled = teacher, compiled
+        self.trained: nn.Module | None = None  # the student, with its critic
         self.autocast: torch.dtype | None = None
         self.graphs = CudaGraphs(wanted=False)
-        self.forward: Callable[..., Tensor] = network
+        self._forwards: dict[str, Callable[..., Tensor]] = {}
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move the network; its weights keep their precision, because the student starts from them."""
-        self.network.to(device)
+        """Move the teacher; its weights keep their precision, because the student starts from them."""
+        self.teacher.to(device)
         self.autocast = None if dtype == torch.float32 else dtype
-        if self.compiled and device.type == "cuda" and can_compile():
-            self.network.compile(dynamic=False)
-            # Dozens of passes a step: launched one kernel after the other, a small network leaves the GPU idle.
-            self.use_graphs(CudaGraphs(wanted=True))
+        self.compiled = self.compiled and device.type == "cuda" and can_compile()
+        # Many passes a step: launched one kernel after the other, a small network leaves the GPU idle.
+        self.use_graphs(CudaGraphs(wanted=self.compiled))
 
     def use_graphs(self, graphs: CudaGraphs) -> None:
-        """Capture the network's passes."""
-        self.graphs, self.forward = graphs, graphs.wrap(self.network.__call__)
+        """Capture the passes, unless a network is sharded: then a pass waits for other processes."""
+        self.graphs, self._forwards = graphs, {}
 
-    def path(self, noise: Tensor, labels: Tensor, steps: int) -> Tensor:
-        """Return its states at the ends of so many segments, [B, steps + 1, ...]; the first is the noise."""
-        captured = self.graphs.wanted
-        try:
-            return self._path(noise, labels, steps)
-        except RuntimeError as error:
-            if not (captured and is_out_of_memory(error)):
-                raise
-        torch.cuda.empty_cache()
-        return self._path(noise, labels, steps)  # without graphs, which need memory of their own
+    def __call__(self, name: str, z: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        """One pass of the teacher, the student or the critic."""
+        if name not in self._forwards:
+            self._forwards[name] = self._prepare(name)
+        return self._forwards[name](z, t, labels).float()
 
-    @torch.no_grad()
-    def _path(self, noise: Tensor, labels: Tensor, steps: int) -> Tensor:
-        states = [noise]
-        autocast = torch.autocast(noise.device.type, self.autocast, enabled=self.autocast is not None)
-        with self.graphs.enabled(True), autocast:
-            end = samplers.sample(
-                self.forward, noise, labels, self.spec.null_label, self.sampler, self.spec.objective.prediction,
-                states=states,
-            )  # fmt: skip
-        return torch.stack([*states, end][:: self.sampler.steps // steps], dim=1)
+    def _prepare(self, name: str) -> Callable[..., Tensor]:
+        assert self.trained is not None, "network() is called before the first step"
+        network = {"teacher": self.teacher, "student": self.trained, CRITIC: getattr(self.trained, CRITIC)}[name]
+        if is_sharded(network):
+            return network
+        forward: Any = torch.compile(network, dynamic=False) if self.compiled else network
+        return self.graphs.wrap(forward.__call__)
 
-    def passes(self) -> int:
-        """Network passes of one path: two velocities a step but one in the last, each of two passes where guided."""
-        times = samplers.time_grid(self.sampler.steps)
-        evaluated = [*times[:-1], *times[1:-1]]
-        return sum(1 + (samplers.guidance_at(t, self.sampler) != 1.0) for t in evaluated)
+    @contextmanager
+    def enabled(self, device: torch.device) -> Iterator[None]:
+        """Surround the passes of one step."""
+        # No cached casts: a graph would go on with those of the weights that it was captured with.
+        cast = torch.autocast(device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
+        with torch.no_grad(), self.graphs.enabled(True), cast:
+            yield
+
+
+def is_sharded(network: nn.Module) -> bool:
+    """Return whether this process holds a part of the weights alone, and gathers the others in a pass."""
+    return any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in network.parameters())
 
 
 @dataclass(frozen=True)
 class JiTStudent(JiTSpec):
-    """A JiT that learns to sample in a few steps; once trained, it is an ordinary JiTSpec with `distilled`."""
+    """A JiT that learns to sample in a few steps, beside its critic; once trained, it is a JiTSpec with `distilled`."""
 
-    teacher: GuidedTeacher | None = None
+    networks: EvaluatedNetworks | None = None
     origin: str = ""
     """Where the teacher was read, for the run summary."""
     held_out_seed = -1
@@ -157,85 +175,134 @@ class JiTStudent(JiTSpec):
             interval=distill.interval,
             teacher=fingerprint_of(path, distill.weights),
         )
-        sampler = samplers.SamplerSettings(
-            steps=distill.steps * distill.solver_steps,
-            guidance=distilled.guidance,
-            interval=distilled.interval,
-            t_eps=plain.objective.t_eps,
-        )
-        network = taught.meta_model()
-        network.load_state_dict(read_weights(path, distill.weights), assign=True)
-        teacher = GuidedTeacher(
-            network.eval().requires_grad_(False), taught, sampler, compiled=settings.compile is not False
-        )
+        teacher = taught.meta_model()
+        teacher.load_state_dict(read_weights(path, distill.weights), assign=True)
+        networks = EvaluatedNetworks(teacher.eval().requires_grad_(False), compiled=settings.compile is not False)
         values = {field.name: getattr(plain, field.name) for field in fields(plain)}
         weights = weights_file(path, distill.weights)
-        return cls(**values | {"distilled": distilled, "teacher": teacher, "origin": str(weights)})
+        return cls(**values | {"distilled": distilled, "networks": networks, "origin": str(weights)})
 
     @property
-    def _teacher(self) -> GuidedTeacher:
-        assert self.teacher is not None, "from_settings reads it"
-        return self.teacher
+    def _networks(self) -> EvaluatedNetworks:
+        assert self.networks is not None, "from_settings reads the teacher"
+        return self.networks
 
     @property
-    def _steps(self) -> int:
+    def _distilled(self) -> Distilled:
         assert self.distilled is not None, "from_settings sets it"  # torch.compile cannot trace its truth value
-        return self.distilled.steps
+        return self.distilled
 
     def network(self) -> nn.Module:
-        """Build the network with the teacher's weights."""
-        network = self._build()
-        network.load_state_dict(self._teacher.network.state_dict())
+        """Build student and critic with the teacher's weights."""
+        network, teacher = self._build(), self._networks.teacher.state_dict()
+        network.load_state_dict({**teacher, **{f"{CRITIC}.{name}": value for name, value in teacher.items()}})
+        self._networks.trained = network
         return network
+
+    def _build(self) -> jit.JiT:
+        network = super()._build()
+        network.add_module(CRITIC, super()._build())
+        return network
+
+    def rate_factor(self, name: str) -> float:
+        """The critic learns faster, because it must know the student's images as they are now."""
+        return _CRITIC_RATE if name.startswith(TRAINING_ONLY) else 1.0
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the teacher."""
-        self._teacher.to_device(device, dtype)
+        self._networks.to_device(device, dtype)
 
     def release_graphs(self) -> None:
-        """Capture the teacher's passes again when they are needed."""
-        self._teacher.use_graphs(CudaGraphs(self._teacher.graphs.wanted))
+        """Capture passes again when they are needed."""
+        self._networks.use_graphs(CudaGraphs(self._networks.graphs.wanted))
 
     def encode(self, batch: Batch, keys: SampleKeys) -> Any:
-        """Let the teacher sample from the noise of each sample, for the label of its image."""
-        shape = (configs.IMAGE_CHANNELS, *height_width(self.img_size))
-        noise = flow.sample_noise(keys, shape, self.objective.noise_scale)
+        """Sample the student from the noise of each sample, for the label of its image, and compare teacher and critic."""
+        networks, captured = self._networks, self._networks.graphs.wanted
         labels = batch.labels if self.label_names else torch.zeros_like(batch.labels)
-        return TeacherPath(self._teacher.path(noise, labels, self._steps), labels)
+        try:
+            with networks.enabled(labels.device):
+                return self._compare(networks, labels, keys)
+        except RuntimeError as error:
+            if not (captured and is_out_of_memory(error)):
+                raise
+        torch.cuda.empty_cache()
+        with networks.enabled(labels.device):  # without graphs, which need memory of their own
+            return self._compare(networks, labels, keys)
 
-    def loss(self, network: nn.Module, encoded: Any, keys: SampleKeys) -> Tensor:
-        """Compute the mean squared distance of each sample's steps to the teacher's states, all steps as one batch."""
-        states, labels = encoded
-        z, target = states[:, :-1].flatten(0, 1), states[:, 1:].flatten(0, 1)
-        t = torch.arange(self._steps, dtype=torch.float32, device=z.device).repeat(len(labels)) / self._steps
-        of_steps = SampleKeys(keys.seed, keys.sample_indices.repeat_interleave(self._steps))
-        output = network(z, t, labels.repeat_interleave(self._steps), of_steps)
+    def _compare(self, networks: EvaluatedNetworks, labels: Tensor, keys: SampleKeys) -> Comparison:
+        steps, count = self._distilled.steps, len(labels)
+        shape = (configs.IMAGE_CHANNELS, *height_width(self.img_size))
+        z, states, made = flow.sample_noise(keys, shape, self.objective.noise_scale), [], []
+        for k in range(steps):
+            t = torch.full((count,), k / steps, device=z.device)
+            states.append(z)
+            made.append(self._clean(networks("student", z, t, labels), z, t))
+            z = z + (made[-1] - z) / (steps - k)
+        images, of_steps = torch.stack(made, 1).flatten(0, 1), labels.repeat_interleave(steps)
+
+        def draw(purpose: Purpose) -> tuple[Tensor, Tensor]:
+            """Draw noise and times, [B * steps, ...]: those of a sample do not depend on the batch."""
+            noise = keys.normal(purpose, (steps, *shape)) * self.objective.noise_scale
+            low, high = _TIMES
+            return noise.flatten(0, 1), (low + (high - low) * keys.uniform(purpose + 1, (steps,))).flatten()
+
+        noise, t = draw(Purpose.COMPARED_NOISE)
+        z = flow.interpolate(images, noise, t)
+        real, own = self._guided(networks, z, t, of_steps), self._clean(networks(CRITIC, z, t, of_steps), z, t)
+        distance = (images - real).abs().flatten(1).mean(1).clamp_min(1e-3)
+        targets = images - (own - real) / distance.view(-1, 1, 1, 1)
+        noise, t = draw(Purpose.CRITIC_NOISE)
+        targets, images, noise, t = (one.unflatten(0, (count, steps)) for one in (targets, images, noise, t))
+        return Comparison(torch.stack(states, 1), targets, images, noise, t, labels)
+
+    def _guided(self, networks: EvaluatedNetworks, z: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        """The teacher's prediction of the clean image, with guidance."""
+        x, distilled = self._clean(networks("teacher", z, t, labels), z, t), self._distilled
+        if distilled.guidance == 1:
+            return x
+        unconditional = self._clean(networks("teacher", z, t, torch.full_like(labels, self.null_label)), z, t)
+        low, high = distilled.interval
+        scale = torch.where((t < high) & ((t > low) | (low == 0)), distilled.guidance, 1.0).view(-1, 1, 1, 1)
+        return unconditional + scale * (x - unconditional)
+
+    def _clean(self, output: Tensor, z: Tensor, t: Tensor) -> Tensor:
+        """Convert an output of a network to the clean image that it predicts."""
         prediction = self.objective.prediction
         t_eps = self.objective.t_eps if prediction == "eps" else 0.0  # as in the sampler
-        end = z + flow.to_v(prediction, output.float(), z, t, t_eps) / self._steps
-        return (end - target).square().flatten(1).mean(dim=1).view(-1, self._steps).mean(dim=1)
+        return z + (1 - t).view(-1, 1, 1, 1) * flow.to_v(prediction, output.float(), z, t, t_eps)
+
+    def loss(self, network: nn.Module, encoded: Any, keys: SampleKeys) -> Tensor:
+        """Half the squared distance of the student's images to their targets, plus the critic's own loss on them."""
+        steps, count, objective = self._distilled.steps, len(encoded.labels), self.objective
+        z, targets, images, noise, t = (value.flatten(0, 1) for value in encoded[:-1])
+        labels = encoded.labels.repeat_interleave(steps)
+        begins = torch.arange(steps, dtype=torch.float32, device=z.device).repeat(count) / steps
+        of_steps = SampleKeys(keys.seed, keys.sample_indices.repeat_interleave(steps))
+        image = self._clean(network(z, begins, labels, of_steps), z, begins)
+        moved = 0.5 * (image - targets).square().flatten(1).mean(1)
+        output = getattr(network, CRITIC)(flow.interpolate(images, noise, t), t, labels, of_steps)
+        own = flow.loss(objective.prediction, objective.loss, output, images, noise, t, objective.t_eps)
+        return (moved + own).view(count, steps).mean(1)
 
     def flops_per_image(self) -> int:
-        """The teacher's passes forward, and the student's forward and backward."""
+        """Passes without gradients of student, teacher and critic; forward and backward passes of student and critic."""
         letter, patch = configs.parse_jit_name(self.name)
-        passes = self._teacher.passes() + 3 * self._steps
-        return passes * configs.forward_flops(letter, patch, self.img_size)
+        return self._passes() * configs.forward_flops(letter, patch, self.img_size)
+
+    def _passes(self) -> int:
+        return self._distilled.steps * (1 + (2 if self._distilled.guidance != 1 else 1) + 1 + 3 + 3)
 
     def notes(self) -> list[str]:
         """Teacher, guidance and method."""
-        sampler, distilled = self._teacher.sampler, self.distilled
-        assert distilled
-        low, high = distilled.interval
-        guided = (
-            f"guidance {distilled.guidance:g} in t {low:g} to {high:g}" if distilled.guidance != 1 else "no guidance"
-        )
-        taken = format_bytes(
-            sum(weight.numel() * weight.element_size() for weight in self._teacher.network.parameters())
-        )
+        low, high = self._distilled.interval
+        scale = self._distilled.guidance
+        guided = f"guidance {scale:g} in t {low:g} to {high:g}" if scale != 1 else "no guidance"
+        weights = self._networks.teacher.parameters()
+        taken = format_bytes(sum(weight.numel() * weight.element_size() for weight in weights))
         return [
             f"teacher    {self.origin}, {guided}, folded into the student; it takes {taken} on each GPU",
-            f"method     regression of {self._steps} Euler steps to its path of {sampler.steps} Heun steps: "
-            f"{self._teacher.passes()} passes of the teacher per image",
+            f"method     distribution matching, with a critic of the student's size: {self._passes()} passes per image",
         ]
 
 

@@ -535,6 +535,10 @@ class ModelSpec(Protocol):
         """Return whether checkpoints hold this weight; frozen weights that network() loads need not be saved."""
         return True
 
+    def rate_factor(self, name: str) -> float:
+        """Return the learning rate of a weight as a multiple of the run's."""
+        return 1.0
+
     def init_from(self, network: nn.Module, weights: dict[str, Tensor], origin: str) -> None:
         """Initialize the network from the weights of another run."""
 

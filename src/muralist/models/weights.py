@@ -39,6 +39,8 @@ WeightSet = Literal["model", "ema1", "ema2"]
 
 WEIGHTS_FILE = "diffusion_pytorch_model.safetensors"
 OFFICIAL_FILE = "checkpoint-last.pth"
+TRAINING_ONLY = "critic."
+"""Prefix of weights in a checkpoint that only a resumed training reads: those of the critic of a distillation."""
 _DESCRIPTION = "muralist.model"  # in the metadata of a student's weights
 MAX_PIXELS = 1 << 16  # along one side, so that a wrong size in a file cannot exhaust the memory
 _OFFICIAL_NAMES = {"model": "model", "ema1": "model_ema1", "ema2": "model_ema2"}
@@ -78,11 +80,14 @@ def _export_lora(weights: Mapping[str, Tensor], description: Mapping[str, Any], 
         return write_lora(weights, description, kind, temporary, folder.name)
 
 
-def read_weights(path: str | Path, which: WeightSet = "ema1", shapes_only: bool = False) -> dict[str, Tensor]:
+def read_weights(
+    path: str | Path, which: WeightSet = "ema1", shapes_only: bool = False, training: bool = False
+) -> dict[str, Tensor]:
     """Read weights by name onto the CPU from a run, a checkpoint, an export, a LoRA folder or a file.
 
     `which` selects a set of weights in runs, checkpoints and official .pth files; the others hold a single set. With
     `shapes_only` the tensors are on the meta device, and the gigabytes of the file are neither read nor verified.
+    `training` includes those that only a resumed training reads.
     """
     file = weights_file(Path(path), which)
     if not file.is_file():
@@ -97,6 +102,8 @@ def read_weights(path: str | Path, which: WeightSet = "ema1", shapes_only: bool 
     weights: dict[str, Tensor] = content if file.suffix == ".safetensors" else _select_official(file, content, which)
     if file.suffix == ".safetensors" and (scale := stored_scale(read_header(file)[1])) != 1:
         weights = {name: value * scale if ".lora_B." in name else value for name, value in weights.items()}
+    if not training:
+        weights = {name: value for name, value in weights.items() if not name.startswith(TRAINING_ONLY)}
     # Data is copied, because the file is mapped: copies outlive it, and other sets and the optimizer take no memory.
     device, copy = ("meta", False) if shapes_only else ("cpu", file.suffix != ".safetensors")
     return {name: value.to(device, copy=copy) for name, value in weights.items()}

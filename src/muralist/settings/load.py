@@ -575,7 +575,7 @@ _NEEDED_FIRST = {
     ),
     "distill": (
         *("distill.teacher", "distill.steps", "distill.guidance", "distill.interval", "distill.weights"),
-        *("distill.solver_steps", "data.path", "data.batch_size", "epochs", "max_steps", "optim.learning_rate"),
+        *("data.path", "data.batch_size", "epochs", "max_steps", "optim.learning_rate"),
         *(
             "precision",
             "samples.prompts",

@@ -305,8 +305,6 @@ class DistillationSettings(Section):
     """Scale of classifier-free guidance that is folded into the student; auto: 2.9, or 1 for an unconditional teacher."""
     interval: tuple[Fraction, Fraction] = (0.1, 1.0)
     """Interval of t in which the teacher is guided."""
-    solver_steps: PositiveInt = 4
-    """Heun steps of the teacher for each step of the student."""
 
 
 class LogSettings(Section):

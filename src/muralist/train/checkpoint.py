@@ -342,7 +342,7 @@ def newest_intact(folder: Path) -> Checkpoint | None:
 
 def read_saved_weights(checkpoint: Path, which: WeightSet, network: nn.Module, spec: ModelSpec) -> dict[str, Tensor]:
     """Read one set of a checkpoint's weights: exactly those that the spec saves."""
-    weights = read_weights(checkpoint, which)
+    weights = read_weights(checkpoint, which, training=True)
     expected = {name for name in network.state_dict() if spec.is_saved(name)}
     if expected != weights.keys():
         odd = sorted(expected ^ weights.keys())

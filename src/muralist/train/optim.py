@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from muralist.train import checkpoint
 from muralist.train.distributed import full_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+RATE_FACTOR = "rate_factor"  # key of a parameter group
 _MUON_MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Keller Jordan
 _NEWTON_SCHULZ_STEPS = 5
@@ -29,17 +30,25 @@ _ADAMW_RMS = 0.2  # of a usual AdamW update in units of the learning rate (Liu e
 _PROGRESS = ("d", "d_max", "d_numerator", "k")  # what Prodigy learns about its step size, kept in its parameter groups
 
 
-def build_optimizer(network: nn.Module, settings: OptimSettings) -> Optimizer:
-    """Build the optimizer; vectors (biases, norms) have no weight decay, as in the official JiT code."""
+def build_optimizer(
+    network: nn.Module, settings: OptimSettings, rate_factor: Callable[[str], float] = lambda _: 1.0
+) -> Optimizer:
+    """Build the optimizer; vectors (biases, norms) have no weight decay, as in the official JiT code.
+
+    `rate_factor` gives the learning rate of a weight, by its name, as a multiple of the run's: the entry RATE_FACTOR of
+    its group.
+    """
     trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     hidden = [p for name, p in trained.items() if p.ndim == 2 and name.startswith("blocks.")]
     if settings.optimizer == "muon":
         trained = {name: p for name, p in trained.items() if not any(p is matrix for matrix in hidden)}
+    members: defaultdict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in trained.items():
+        members[rate_factor(name), parameter.ndim <= 1].append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in trained.values() if p.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained.values() if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": members[key], "weight_decay": 0.0 if key[1] else settings.weight_decay, RATE_FACTOR: key[0]}
+        for key in sorted(members)
     ]
-    groups = [group for group in groups if group["params"]]  # LoRA has no vectors
     betas = settings.beta1, settings.beta2
     if settings.optimizer == "adamw8bit":
         from bitsandbytes.optim import AdamW8bit
@@ -62,7 +71,7 @@ class Muon(Optimizer):
     """
 
     def __init__(self, matrices: Sequence[Tensor], weight_decay: float, others: AdamW | None) -> None:
-        super().__init__([{"params": list(matrices), "weight_decay": weight_decay}], {"lr": 0.0})
+        super().__init__([{"params": list(matrices), "weight_decay": weight_decay, RATE_FACTOR: 1.0}], {"lr": 0.0})
         self.matrices, self.others = list(matrices), others
         if others:
             self.param_groups += others.param_groups  # the same objects: a learning rate reaches both

@@ -365,11 +365,13 @@ def estimate_memory(settings: TrainSettings, ranks: int, compiled: bool) -> Memo
     strategy = "ddp" if ranks == 1 else accelerate_strategy() if strategy == "auto" else strategy
     lora = model.training_parts == "lora"
     trained, frozen = (0, count) if lora else (count, 0)
+    per_image, distilling = family.activation_bytes(model, settings.mixed, compiled), settings.distill.teacher
+    if distilling:  # a student and its critic, each with as many rows per image as the student has steps
+        trained *= 2
+        per_image = per_image and 2 * settings.distill.steps * per_image
     state = state_bytes(strategy, trained, frozen, ranks, settings.optim.optimizer, frozen_bytes(settings))
-    if settings.distill.teacher:
-        state += 4.0 * count  # the teacher, in float32 and not sharded
-    per_image = family.activation_bytes(model, settings.mixed, compiled)
-    return MemoryEstimate(0 if lora else count, state, per_image)
+    state += 4.0 * count if distilling else 0.0  # the teacher, in float32 and not sharded
+    return MemoryEstimate(trained, state, per_image)
 
 
 def settings_without_effect(settings: TrainSettings, processes: int = 0) -> list[str]:

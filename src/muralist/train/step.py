@@ -21,7 +21,7 @@ from muralist.models.spec import ModelSpec
 from muralist.models.weights import WeightSet
 from muralist.settings import TrainSettings
 from muralist.train.checkpoint import Checkpoint, read_saved_weights
-from muralist.train.optim import build_optimizer, optimizer_tensors
+from muralist.train.optim import RATE_FACTOR, build_optimizer, optimizer_tensors
 from muralist.train.parallel import DataParallel, LossWrapper
 from muralist.train.schedule import BatchPlan, LearningRate, ema_decay, ema_half_lives
 
@@ -107,7 +107,7 @@ class TrainState:
         self.num_frozen, self.frozen_bytes = count_frozen(network, spec.is_saved)
 
         strategy.to_device(network, compiled)
-        self.optimizer_name, self.optimizer = optim.optimizer, build_optimizer(network, optim)
+        self.optimizer_name, self.optimizer = optim.optimizer, build_optimizer(network, optim, spec.rate_factor)
         self.loss = LossWrapper(spec, network, autocast)
         self.module = strategy.wrap(self.loss, self.optimizer, compiled, self.cuda_graphs)
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=autocast is torch.float16)
@@ -136,7 +136,7 @@ class TrainState:
         """Train on this rank's batches of the next global batch."""
         learning_rate = self.rate.at(self.images)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group[RATE_FACTOR]
         loss = self._backward(batches)
         fused_step = None
         if self.fused_adamw_ema:
