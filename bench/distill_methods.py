@@ -11,16 +11,15 @@ TEACHER is a conditional run, without --data on driving_world. Methods, all for 
     segment:N    from noised images at the beginnings of the segments
     consistency:N  from noised images, the student's own prediction one teacher step ahead; N such steps from noise to data,
                  without N from 4 to 64 in the course of the training
-    jump:N       the same with one segment, from anywhere to data; sampled with new noise between its steps
     matching:N   distribution matching: the student's images move to where the teacher finds them likelier than a critic
                  does, a copy of it that is trained on the student's images, at N noise levels a step
 
 `path:4+matching` trains by one after the other, each for half of the time. On a CPU the time is that of the process, on a
 GPU that of the wall, without the first step, which compiles. --passes gives all methods equally many network passes
 instead, a backward pass counting as two: then other programs may use the GPU. Scenes are judged by a classifier, whose
-features no method sees: KID to real scenes, within each class; images of --data by FID against the statistics of the
-training images (`muralist stats`). The RMS difference is that of pixels from the teacher's images of 25 Heun steps, for
-the same noise.
+features no method sees: KID to the teacher's images of 25 Heun steps and other noise, within each class; images of --data
+by FID against the statistics of the training images (`muralist stats`). The RMS difference is that of pixels from the
+teacher's images of 25 Heun steps, for the same noise.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from bench.measure_training import hardware, versions
-from tests.support.scene_classifier import kernel_distance, scenes, train_classifier
+from tests.support.scene_classifier import kernel_distance, train_classifier
 from torch import Tensor, nn
 
 from muralist.core import rng
@@ -55,7 +54,7 @@ from muralist.models.weights import latest_checkpoint, read_weights
 
 SIDE, SCENES, INTERVAL = 32, 6400, (0.1, 1.0)  # pixels and number of the driving scenes
 PARTS, SMOOTHING = (4, 64), 0.01  # first and last number of steps to data; RMS below which a distance counts squared
-JUDGED, COMPARED = 400, 200  # scenes; images compared with the teacher's, which are expensive
+JUDGED, COMPARED = 400, 200  # scenes; images compared one by one with the teacher's, which are expensive
 JUDGED_BY_FID, AT_ONCE = 10_000, 1000
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -109,7 +108,7 @@ class Method:
     def __init__(self, name: str, teacher: Teacher, options: argparse.Namespace) -> None:
         self.kind, _, count = name.partition(":")
         self.count, self.teacher = int(count or 0), teacher
-        self.steps = 1 if self.kind == "jump" else options.steps  # segments
+        self.steps = options.steps
         self.batch, self.rate, self.betas = options.batch, options.learning_rate, tuple(options.betas)
         self.critic_factor = options.critic_factor
         self.critic: nn.Module | None = None
@@ -277,9 +276,13 @@ class Judge(ABC):
 
     def __init__(self, teacher: Teacher, count: int) -> None:
         self.teacher, self.labels = teacher, torch.arange(count) % teacher.classes
-        shape = (3, teacher.side, teacher.side)
-        self.noise = rng.normal(0, Purpose.SAMPLE_NOISE, torch.arange(1000, 1000 + count), shape)
+        self.noise = self.draw(first=1000)
         self.goal = self.teacher_images(COMPARED, "heun", 25)
+
+    def draw(self, first: int) -> Tensor:
+        """Draw the noise of one image per label, from a first seed on."""
+        shape = (3, self.teacher.side, self.teacher.side)
+        return rng.normal(0, Purpose.SAMPLE_NOISE, torch.arange(first, first + len(self.labels)), shape)
 
     @torch.no_grad()
     def images(self, network: nn.Module, count: int | None = None, **settings: Any) -> Tensor:
@@ -293,22 +296,6 @@ class Judge(ABC):
                 noise, labels = self.noise[rows].to(DEVICE), self.labels[rows].to(DEVICE)
                 found.append(samplers.sample(network, noise, labels, self.teacher.classes, sampler).float().cpu())
         return torch.cat(found)[:count].clamp(-1, 1)
-
-    @torch.no_grad()
-    def renoised(self, network: nn.Module, steps: int) -> Tensor:
-        """Sample by jumps to data, with new noise between them."""
-        found, at_once = [], min(len(self.labels), 100 if DEVICE == "cpu" else AT_ONCE)
-        for start in range(0, len(self.labels), at_once):
-            z, labels = self.noise[start : start + at_once].to(DEVICE), self.labels[start : start + at_once].to(DEVICE)
-            for k in range(steps):
-                t = torch.full((len(z),), k / steps, device=DEVICE)
-                with autocast():
-                    x = network(z, t, labels).float()
-                seeds = torch.arange(start, start + len(z), device=DEVICE)
-                noise = rng.normal(k + 1, Purpose.SAMPLE_NOISE, seeds, tuple(z.shape[1:]))
-                z = flow.interpolate(x, noise, t + 1 / steps)
-            found.append(x.cpu())
-        return torch.cat(found).clamp(-1, 1)
 
     def teacher_images(self, count: int | None, solver: str, steps: int) -> Tensor:
         """Sample the teacher."""
@@ -331,14 +318,15 @@ class SceneJudge(Judge):
     def __init__(self, teacher: Teacher) -> None:
         super().__init__(teacher, JUDGED)
         self.classify = train_classifier(teacher.side, samples=2000, steps=200, seed=0)
-        real, self.kinds = scenes(range(50_000, 50_000 + 2 * JUDGED), teacher.side, seed=0)
-        self.real = self.classify.features(real)
+        self.noise, own = self.draw(first=50_000), self.noise
+        target = self.teacher_images(None, "heun", 25)
+        self.noise, self.target = own, self.classify.features(torch.from_numpy(to_uint8_array(target)))
 
     def judge(self, pixels: np.ndarray) -> dict[str, float]:
         """Return KID, and the share of images that are of their class."""
         one, labels = torch.from_numpy(pixels), self.labels[: len(pixels)]
         return {
-            "KID": round(kernel_distance(self.classify.features(one), labels, self.real, self.kinds), 4),
+            "KID": round(kernel_distance(self.classify.features(one), labels, self.target, self.labels), 4),
             "recognized": round(float((self.classify(one) == labels).float().mean()), 3),
         }
 
@@ -379,7 +367,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--learning_rate", type=float, default=1e-3)
     parser.add_argument("--betas", nargs=2, type=float, default=(0.9, 0.99), help="of AdamW")
-    parser.add_argument("--critic_factor", type=float, default=1.0, help="its learning rate over the student's")
+    parser.add_argument("--critic_factor", type=float, default=8.0, help="its learning rate over the student's")
     parser.add_argument("--guidance", type=float, default=1.5)
     parser.add_argument("--methods", nargs="*", default=["path:2", "path:4", "segment:2", "consistency"])
     parser.add_argument("--no_teacher", action="store_true", help="do not score the teacher")
@@ -419,8 +407,7 @@ def main() -> None:
             taken += one.train(student, images, labels, budget / len(phases), given.passes is not None)
             trained_for, passes = trained_for + one.seconds, passes + one.passes
         trained = {"steps": given.steps, "seconds": round(trained_for, 1), "passes": passes, "optimizer steps": taken}
-        made = judge.renoised(student.eval(), given.steps) if one.kind == "jump" else None
-        made = judge.images(student.eval(), solver="euler", steps=given.steps) if made is None else made
+        made = judge.images(student.eval(), solver="euler", steps=given.steps)
         add(
             {
                 "method": name,

@@ -1,4 +1,4 @@
-"""CUDA graphs of networks that are only evaluated, without gradients: those of a pipeline, or the teacher of a student.
+"""CUDA graphs of networks that are only evaluated, without gradients: those of a pipeline.
 
 A graph holds the same kernels in the same order on the same memory and is launched at once, so that the GPU never waits
 for Python to launch thousands of kernels.

@@ -28,7 +28,6 @@ from muralist.core.rng import Purpose, SampleKeys
 from muralist.data.loader import Batch
 from muralist.data.packed import LatentSource
 from muralist.diffusion import flow
-from muralist.kernels.cuda_graphs import CudaGraphs, is_out_of_memory
 from muralist.models import configs, jit
 from muralist.models.hub import find_model
 from muralist.models.integrity import fingerprint
@@ -101,13 +100,12 @@ def read_teacher_spec(teacher: Path, which: WeightSet) -> JiTSpec:
 
 
 class EvaluatedNetworks:
-    """Teacher, student and critic as functions that need no gradients: compiled, and as CUDA graphs, where possible."""
+    """Teacher, student and critic as functions that need no gradients, compiled where that is possible."""
 
     def __init__(self, teacher: nn.Module, compiled: bool) -> None:
         self.teacher, self.compiled = teacher, compiled
         self.trained: nn.Module | None = None  # the student, with its critic
         self.autocast: torch.dtype | None = None
-        self.graphs = CudaGraphs(wanted=False)
         self._forwards: dict[str, Callable[..., Tensor]] = {}
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -115,34 +113,27 @@ class EvaluatedNetworks:
         self.teacher.to(device)
         self.autocast = None if dtype == torch.float32 else dtype
         self.compiled = self.compiled and device.type == "cuda" and can_compile()
-        # Many passes a step: launched one kernel after the other, a small network leaves the GPU idle.
-        self.use_graphs(CudaGraphs(wanted=self.compiled))
-
-    def use_graphs(self, graphs: CudaGraphs) -> None:
-        """Capture the passes, unless a network is sharded: then a pass waits for other processes."""
-        self.graphs, self._forwards = graphs, {}
 
     def __call__(self, name: str, z: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         """One pass of the teacher, the student or the critic."""
         if name not in self._forwards:
-            self._forwards[name] = self._prepare(name)
+            assert self.trained is not None, "network() is called before the first step"
+            network = {"teacher": self.teacher, "student": self.trained, CRITIC: getattr(self.trained, CRITIC)}[name]
+            whole = self.compiled and not is_sharded(network)
+            self._forwards[name] = torch.compile(network, dynamic=False) if whole else network
         return self._forwards[name](z, t, labels).float()
 
-    def _prepare(self, name: str) -> Callable[..., Tensor]:
-        assert self.trained is not None, "network() is called before the first step"
-        network = {"teacher": self.teacher, "student": self.trained, CRITIC: getattr(self.trained, CRITIC)}[name]
-        if is_sharded(network):
-            return network
-        forward: Any = torch.compile(network, dynamic=False) if self.compiled else network
-        return self.graphs.wrap(forward.__call__)
-
     @contextmanager
-    def enabled(self, device: torch.device) -> Iterator[None]:
-        """Surround the passes of one step."""
-        # No cached casts: a graph would go on with those of the weights that it was captured with.
-        cast = torch.autocast(device.type, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
-        with torch.no_grad(), self.graphs.enabled(True), cast:
-            yield
+    def evaluating(self, device: torch.device) -> Iterator[None]:
+        """Surround the passes of one step, in which the student has no dropout."""
+        assert self.trained is not None, "network() is called before the first step"
+        was_training = self.trained.training
+        self.trained.eval()  # also so that training and validation share compiled code
+        try:
+            with torch.no_grad(), torch.autocast(device.type, self.autocast, enabled=self.autocast is not None):
+                yield
+        finally:
+            self.trained.train(was_training)
 
 
 def is_sharded(network: nn.Module) -> bool:
@@ -159,6 +150,7 @@ class JiTStudent(JiTSpec):
     """Where the teacher was read, for the run summary."""
     held_out_seed = -1
     """Not that of any run, which is at least 0: the student is trained on noise, so other noise must be held out."""
+    captures_step = False  # twenty passes keep the GPU busy; beside graphs of `encode`, a captured step crashed on an H200
 
     @classmethod
     def from_settings(
@@ -212,23 +204,11 @@ class JiTStudent(JiTSpec):
         """Move the teacher."""
         self._networks.to_device(device, dtype)
 
-    def release_graphs(self) -> None:
-        """Capture passes again when they are needed."""
-        self._networks.use_graphs(CudaGraphs(self._networks.graphs.wanted))
-
     def encode(self, batch: Batch, keys: SampleKeys) -> Any:
         """Sample the student from the noise of each sample, for the label of its image, and compare teacher and critic."""
-        networks, captured = self._networks, self._networks.graphs.wanted
         labels = batch.labels if self.label_names else torch.zeros_like(batch.labels)
-        try:
-            with networks.enabled(labels.device):
-                return self._compare(networks, labels, keys)
-        except RuntimeError as error:
-            if not (captured and is_out_of_memory(error)):
-                raise
-        torch.cuda.empty_cache()
-        with networks.enabled(labels.device):  # without graphs, which need memory of their own
-            return self._compare(networks, labels, keys)
+        with self._networks.evaluating(labels.device):
+            return self._compare(self._networks, labels, keys)
 
     def _compare(self, networks: EvaluatedNetworks, labels: Tensor, keys: SampleKeys) -> Comparison:
         steps, count = self._distilled.steps, len(labels)

@@ -484,6 +484,8 @@ class ModelSpec(Protocol):
     """Whether torch.compile sees one block at a time instead of the entire loss."""
     compiles_by_default: bool = True
     """Whether `--compile auto` compiles on a GPU."""
+    captures_step: bool = True
+    """Whether a compiled step may be captured as a CUDA graph."""
     static_shapes: bool = True
     """Whether the network sees the same few shapes in every batch, for each of which torch.compile builds a graph."""
     has_unused_weights: bool = False
@@ -499,10 +501,6 @@ class ModelSpec(Protocol):
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the frozen components, if there are any, to a device."""
-        return
-
-    def release_graphs(self) -> None:
-        """Free the CUDA graphs of frozen components, if there are any: their compiled code is about to be discarded."""
         return
 
     def encode(self, batch: Batch, keys: SampleKeys) -> Encoded:

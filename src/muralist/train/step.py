@@ -100,7 +100,7 @@ class TrainState:
         self.max_grad_norm, self.skip_non_finite = optim.max_grad_norm, optim.non_finite == "skip"
         self.micro_batch = plan.batch_size if micro_batch == "auto" else micro_batch
         self.cuda_graphs = cuda_graphs and plan.accumulation_steps == 1 and self.micro_batch >= plan.batch_size
-        self.cuda_graphs &= not spec.compiles_blocks
+        self.cuda_graphs &= spec.captures_step and not spec.compiles_blocks
         self.images = 0
         # Counted before weights are sharded: ZeRO-3 leaves empty parameters behind.
         self.num_trained = sum(p.numel() for p in network.parameters() if p.requires_grad)
@@ -233,7 +233,6 @@ class TrainState:
             from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
             self.cuda_graphs = False
-            self.spec.release_graphs()
             torch._dynamo.reset()
             reset_cudagraph_trees()
             gc.collect()  # the graph's memory is freed once nothing refers to it
