@@ -131,6 +131,17 @@ def test_swapped_blocks_give_the_same_bits(precision: Any, swapped: int) -> None
     assert held < sum(parameter.nbytes for parameter in frozen_network(precision)[1].blocks.parameters())
 
 
+def test_swapped_blocks_are_counted_before_they_are_swapped() -> None:
+    """In fp32 the bytes on the device are four for each counted parameter: what is left in the network, and the buffers."""
+    blocks, count = frozen_weights.count_swapped(Network(), ["Block"])
+    network = frozen_network("fp32", swapped=blocks)[1]
+    output_and_gradient(network, None)  # allocates the buffers
+    buffers = network.blocks[0].up.swap._buffers
+    assert blocks == 5 and len(buffers) == 2
+    left = sum(parameter.nbytes for parameter in network.parameters()) + sum(buffer.nbytes for buffer in buffers)
+    assert left == 4 * count
+
+
 def test_each_block_is_copied_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     network = frozen_network("bf16", 5)[1]
     swap = network.blocks[0].up.swap

@@ -242,6 +242,7 @@ def test_memory_of_a_pipeline_from_its_files(
         "│ full │ adamw8bit │ ddp │",
         "│ LoRA, rank 64 │ adamw │ fsdp2, 4 GPUs │",
         "│ LoRA, rank 64, nf4 base │ adamw │ ddp │",
+        "│ LoRA, rank 64, fp8 base, --swap_blocks 2 │ adamw │ ddp │",
         "MB with gradient",
     ):
         assert part in said, said

@@ -296,6 +296,20 @@ def swap_blocks(network: nn.Module, block_names: Sequence[str], count: int) -> N
         block.compile = lambda *_, **__: None  # type: ignore[assignment]  # streams cannot be compiled
 
 
+def count_swapped(network: nn.Module, block_names: Sequence[str]) -> tuple[int, int]:
+    """Return how many blocks a network can swap, and the parameters that stay on the device when all are swapped.
+
+    These are the parameters outside of the blocks' linear layers, and two buffers of the largest block.
+    """
+    counts = []
+    for block in _blocks(network, block_names):
+        linear = (layer for layer in block.modules() if type(layer) is nn.Linear)
+        counts.append(sum(layer.weight.numel() for layer in linear))
+    swapped = [count for count in counts if count]
+    total = sum(parameter.numel() for parameter in network.parameters())
+    return len(swapped), total - sum(swapped) + 2 * max(swapped, default=0)
+
+
 def count_frozen(network: nn.Module, is_saved: Callable[[str], bool]) -> tuple[int, int]:
     """Count the parameters that checkpoints do not hold, and their bytes without those in host memory."""
     frozen = [parameter for name, parameter in network.named_parameters() if not is_saved(name)]

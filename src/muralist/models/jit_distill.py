@@ -150,7 +150,9 @@ class JiTStudent(JiTSpec):
     """Where the teacher was read, for the run summary."""
     held_out_seed = -1
     """Not that of any run, which is at least 0: the student is trained on noise, so other noise must be held out."""
-    captures_step = False  # twenty passes keep the GPU busy; beside graphs of `encode`, a captured step crashed on an H200
+    captures_step = (
+        False  # twenty passes keep the GPU busy; beside graphs of `encode`, a captured step crashed on an H200
+    )
 
     @classmethod
     def from_settings(

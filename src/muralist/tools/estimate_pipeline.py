@@ -16,7 +16,7 @@ import diffusers
 import torch
 import transformers
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,6 +26,7 @@ from muralist.core.formatting import format_bytes, format_count
 from muralist.core.image_size import format_size, height_width
 from muralist.models.blocks import block_classes
 from muralist.models.components import load_pipeline
+from muralist.models.frozen_weights import count_swapped
 from muralist.models.hub import find_model
 from muralist.models.integrity import read_json, stored_parameters
 from muralist.models.lora import Lora
@@ -39,14 +40,16 @@ from muralist.train.preflight import CONTEXT, state_bytes
 _FROZEN_BYTES = 2  # per parameter of the VAE and the text encoders, in bf16
 _CAST_BYTES = 2  # per float32 parameter: the copy in bf16 that autocast keeps until the backward pass
 _CAPTION = "a red car"
-_PLANS: tuple[tuple[Literal["all", "lora"], BasePrecision, Optimizer, Strategy], ...] = (
-    ("all", "auto", "adamw", "ddp"),
-    ("all", "auto", "adamw8bit", "ddp"),
-    ("all", "auto", "adamw", "fsdp2"),
-    ("lora", "auto", "adamw", "ddp"),
-    ("lora", "fp8", "adamw", "ddp"),
-    ("lora", "nf4", "adamw", "ddp"),
-    ("lora", "auto", "adamw", "fsdp2"),
+_PLANS: tuple[tuple[Literal["all", "lora"], BasePrecision, bool, Optimizer, Strategy], ...] = (  # bool: blocks swapped
+    ("all", "auto", False, "adamw", "ddp"),
+    ("all", "auto", False, "adamw8bit", "ddp"),
+    ("all", "auto", False, "adamw", "fsdp2"),
+    ("lora", "auto", False, "adamw", "ddp"),
+    ("lora", "fp8", False, "adamw", "ddp"),
+    ("lora", "nf4", False, "adamw", "ddp"),
+    ("lora", "auto", True, "adamw", "ddp"),
+    ("lora", "fp8", True, "adamw", "ddp"),
+    ("lora", "auto", False, "adamw", "fsdp2"),
 )
 
 
@@ -74,6 +77,7 @@ def run(settings: EstimateSettings) -> int:
     rank = model.lora_rank if settings.lora_rank is None else settings.lora_rank
     lora = Lora(rank, tuple(model.lora_targets)).for_network(network)
     adapter = _adapter_size(network, lora)
+    blocks, resident = count_swapped(network, block_classes(network))
     costs: tuple[ImageCost, ImageCost] | None = None
     try:
         costs = image_costs(pipe, network, size, DIFFUSERS.noise_range(folder, name), lora)
@@ -96,18 +100,19 @@ def run(settings: EstimateSettings) -> int:
         f"Frozen components in bf16: {shown}; on data of `muralist pack --encode` only the VAE stays on the GPU.\n"
     )
     title = f"Memory per GPU, of {format_bytes(memory)}{'' if settings.memory else ' (--memory)'}"
-    table = Table("training", "optimizer", "strategy", title=title, title_justify="left")
-    for column in ("state", "largest micro-batch", "with --gradient_checkpointing"):
+    table = Table(Column("training", no_wrap=True), "optimizer", "strategy", title=title, title_justify="left")
+    for column in ("state", "largest micro-batch", "with gradient checkpointing"):
         table.add_column(column, justify="right")
-    for parts, precision, optimizer, strategy in _PLANS:
+    for parts, precision, swapped, optimizer, strategy in _PLANS:
         is_lora = parts == "lora"
-        trained, base = (adapter, total) if is_lora else (total, 0.0)
+        trained, base = (adapter, resident if swapped else total) if is_lora else (total, 0.0)
         planned = model.model_copy(update={"training_parts": parts, "base_precision": precision})
         each_frozen = frozen_bytes(TrainSettings(model=planned, use_amp=True))
         ranks = settings.gpus if strategy == "fsdp2" else 1
         state = state_bytes(strategy, trained, base, ranks, optimizer, each_frozen) + _CAST_BYTES * trained / ranks
         fixed = state + frozen.get("vae", 0.0) + CONTEXT
         stored = "" if precision == "auto" else f", {precision} base"
+        stored += f", --swap_blocks {blocks}" if swapped else ""
         row = [
             f"LoRA, rank {rank}{stored}" if is_lora else "full",
             optimizer,
