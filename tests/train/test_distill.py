@@ -104,6 +104,18 @@ def test_a_student_is_a_run_like_any_other(teacher: Path, through: Path, photo_f
     assert student.checkpoint == 2 * alone.checkpoint
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_critic_takes_larger_steps(teacher: Path, tmp_path: Path, optimizer: str) -> None:
+    """The first step of AdamW is as long as the learning rate, in every weight that has a gradient."""
+    more = ("--warmup_steps", 0, "--max_steps", 1, "--samples_per_gpu", 0, "--optimizer", optimizer)
+    distill(teacher, "--results_dir", tmp_path, *more)
+    before = read_weights(teacher)
+    after = read_weights(last_checkpoint(only_run(tmp_path)), "model", training=True)
+    name = "final_layer.linear.weight"  # not one of Muon's
+    moved = {part: float((after[part + name] - before[name]).abs().max()) for part in ("", "critic.")}
+    assert moved == {"": pytest.approx(1e-4, rel=0.02), "critic.": pytest.approx(8e-4, rel=0.02)}
+
+
 def test_samples_of_training_are_those_of_generate(through: Path, tmp_path: Path) -> None:
     folder = through / "samples" / "step_0000012"
     prompt = (folder / "gpu_0_prompt.txt").read_text().strip()
