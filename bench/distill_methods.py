@@ -184,6 +184,8 @@ class Method:
             return (self.jump(student, z, t, end, labels) - target).square().mean()
         if self.kind == "matching":
             return self.match(student, e, labels, keys)
+        if self.kind != "consistency":
+            raise SystemExit(f"There is no method {self.kind}.")
         return self.consistency(student, x, e, chosen, labels, progress)
 
     def consistency(

@@ -27,9 +27,9 @@ from muralist.models.jit import JiT
 from muralist.models.jit_distill import Comparison, JiTStudent
 from muralist.models.jit_spec import infer_jit_config, jit_arguments
 from muralist.models.weights import WEIGHTS_FILE, read_weights
-from muralist.settings import TrainSettings
+from muralist.settings import EstimateSettings, TrainSettings
 from muralist.settings.load import read_yaml
-from muralist.tools.estimate import read_measured
+from muralist.tools.estimate import TrainingEstimate, read_measured
 from muralist.train.preflight import estimate_memory
 from tests.support.runs import (
     assert_same_state,
@@ -102,6 +102,10 @@ def test_a_student_is_a_run_like_any_other(teacher: Path, through: Path, photo_f
     assert student.state == 2 * alone.state + 4 * parameter_count("T", 8, 1000)  # of all classes there might be
     assert student.per_image and alone.per_image and student.per_image == 2 * 2 * alone.per_image
     assert student.checkpoint == 2 * alone.checkpoint
+    runs = (TrainingEstimate(EstimateSettings(source=str(one)), read_measured(one, None)) for one in (through, teacher))
+    measured, plain_run = (run.memory["ddp"] for run in runs)
+    assert measured.checkpoint == 2 * plain_run.checkpoint and measured.state > 2 * plain_run.state
+    assert measured.per_image == 4 * plain_run.per_image
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -189,6 +193,7 @@ def test_a_changed_or_missing_teacher_is_refused(
         (["--sample_guidance", "3"], "--sample_guidance 3.0 has no effect"),
         (["--official_last_step"], "--official_last_step True has no effect"),
         (["--interval", "1", "0.5"], "--distill.interval 1 0.5 is empty"),
+        (["--optimizer", "prodigy", "--learning_rate", "1"], "--optimizer prodigy is not for distillation"),
     ],
 )
 def test_settings_that_a_student_does_not_have_are_refused(
@@ -279,6 +284,23 @@ def test_no_run_is_trained_on_the_noise_of_its_val_loss(
         assert not (held_out[-1][:, None] == torch.stack(drawn[False])[None]).flatten(2).all(-1).any()
         drawn[True].clear(), drawn[False].clear()
     assert torch.equal(*held_out), "it is comparable between runs"
+
+
+def test_runs_of_before_with_a_setting_that_has_gone(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every config.yaml held solver_steps, also that of plain training."""
+    old = tmp_path / "pets"
+    shutil.copytree(teacher, old)
+    config = old / "config.yaml"
+    config.write_text(config.read_text().replace("distill:\n", "distill:\n  solver_steps: 4\n"))
+    assert "solver_steps: 4" in config.read_text()
+    distill(old, "--results_dir", tmp_path / "out", "--max_steps", 1, "--samples_per_gpu", 0)
+    assert (
+        main(["train", "--config", str(config), "--run_name", "pets", "--results_dir", str(tmp_path), "--dry_run"]) == 0
+    )
+    distill(old, "--results_dir", tmp_path / "out", "--solver_steps", 2, expect=1)
+    assert "solver_steps" in capsys.readouterr().err
 
 
 def test_an_export_needs_a_data_set(

@@ -187,12 +187,10 @@ def sample(
     settings: SamplerSettings,
     prediction: flow.Prediction = "x",
     compiled: bool = False,
-    states: list[Tensor] | None = None,
 ) -> Tensor:
     """Integrate noise [B, ...] to images; the last step is Euler's and lands on the data predicted at its start.
 
-    `compiled` compiles the arithmetic around the network; the network is called as given. `states` collects the state
-    of Heun and Euler after each step but the last.
+    `compiled` compiles the arithmetic around the network; the network is called as given.
     """
     velocity = guided_velocity(network, labels, null_label, settings, prediction, compiled)
     times = time_grid(settings.steps, settings.solver)
@@ -203,6 +201,4 @@ def sample(
         step = _heun_step if settings.solver == "heun" else _euler_step
         for t, t_next in pairwise(times[:-1]):
             z = step(velocity, z, t, t_next, compiled)
-            if states is not None:
-                states.append(z)
     return _euler_step(velocity, z, times[-2], times[-1], compiled)

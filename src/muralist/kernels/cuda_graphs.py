@@ -136,11 +136,6 @@ class CudaGraphs:
             self.active = False
 
     @property
-    def wanted(self) -> bool:
-        """Whether graphs are captured where possible: not any more once memory ran out."""
-        return self._wanted
-
-    @property
     def hold_memory(self) -> bool:
         """Whether at least one graph was captured."""
         return any(graph is not None for graphs in self._graphs for graph in graphs.values())

@@ -81,7 +81,7 @@ def read_teacher_spec(teacher: Path, which: WeightSet) -> JiTSpec:
     if spec.distilled:
         raise UserError(
             f"{teacher} was {spec.distilled} already.",
-            "It has no velocity between its steps, which a student would follow.",
+            "It predicts images at the times of its own steps alone, and a teacher is asked at every time.",
             f"Give its own teacher, whose weights have the fingerprint {spec.distilled.teacher}.",
         )
     if configs.is_jit_name(spec.name):
@@ -107,6 +107,10 @@ class EvaluatedNetworks:
         self.trained: nn.Module | None = None  # the student, with its critic
         self.autocast: torch.dtype | None = None
         self._forwards: dict[str, Callable[..., Tensor]] = {}
+
+    def use(self, trained: nn.Module) -> None:
+        """Set the student, with its critic."""
+        self.trained, self._forwards = trained, {}
 
     def to_device(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the teacher; its weights keep their precision, because the student starts from them."""
@@ -150,9 +154,8 @@ class JiTStudent(JiTSpec):
     """Where the teacher was read, for the run summary."""
     held_out_seed = -1
     """Not that of any run, which is at least 0: the student is trained on noise, so other noise must be held out."""
-    captures_step = (
-        False  # twenty passes keep the GPU busy; beside graphs of `encode`, a captured step crashed on an H200
-    )
+    captures_step = False
+    """On an H200 a captured step crashed, beside CUDA graphs of `encode` that are gone."""
 
     @classmethod
     def from_settings(
@@ -190,7 +193,7 @@ class JiTStudent(JiTSpec):
         """Build student and critic with the teacher's weights."""
         network, teacher = self._build(), self._networks.teacher.state_dict()
         network.load_state_dict({**teacher, **{f"{CRITIC}.{name}": value for name, value in teacher.items()}})
-        self._networks.trained = network
+        self._networks.use(network)
         return network
 
     def _build(self) -> jit.JiT:

@@ -110,7 +110,7 @@ class Distilled(Section):
             if asked not in (None, "auto", own):
                 raise UserError(
                     f"This model was {self}: its {name} cannot be {words}.",
-                    "Each pass predicts the end of its own step on the path of the guided teacher.",
+                    "It was trained to sample in its own steps, with the guidance of its teacher.",
                     f"Leave the {name} out; `muralist distill` trains a student with another one.",
                 )
 
@@ -298,7 +298,7 @@ class JiTSpec(ModelSpec):
         if distilled := _validated("distilled", Distilled | None, found):
             raise UserError(
                 f"{origin} was {distilled}: training cannot start from a student.",
-                "It predicts the ends of its own steps, not the clean image at every time.",
+                "It predicts images at the times of its own steps alone, not at every time.",
                 f"Start from its teacher, whose weights have the fingerprint {distilled.teacher}.",
             )
         own = network.state_dict()

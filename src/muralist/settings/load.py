@@ -335,6 +335,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_REMOVED = ("distill.solver_steps",)
+"""Settings that the config.yaml of every older run holds, and that nothing reads any more."""
+
+
 def _read_yaml(names: FlagTable, path: Path) -> dict[str, SettingValue]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -363,6 +367,8 @@ def _read_yaml(names: FlagTable, path: Path) -> dict[str, SettingValue]:
         for key, value in branch.items():
             written = f"{prefix}{key}"
             is_section = any(known.startswith(f"{written}.") for known in names.fields)
+            if written in _REMOVED:
+                continue
             if is_section and (value is None or isinstance(value, dict)):
                 walk(value or {}, f"{written}.")  # None: all lines of the section are commented out
                 continue

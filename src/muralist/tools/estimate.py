@@ -26,7 +26,7 @@ from muralist.models import configs
 from muralist.models.spec import families_with, find_family
 from muralist.settings import EstimateSettings, Strategy, TrainSettings
 from muralist.settings.load import read_yaml
-from muralist.train.preflight import MemoryEstimate, state_bytes
+from muralist.train.preflight import MemoryEstimate, state_bytes, with_critic
 
 GPUS = tuple(2**power for power in range(11))  # 1 to 1024
 SCENARIOS = {"conservative": 0.1, "medium": 0.5, "optimistic": 0.9}  # quantiles of the readings
@@ -88,6 +88,7 @@ class MeasuredSpeed:
     readings: tuple[float, ...]  # tokens per second of all GPUs together
     image_bytes: float | None = None  # memory per image, if it was measured
     network: MeasuredNetwork | None = None  # None: formulas describe the network
+    student_steps: int = 0  # of a distillation
 
     def per_gpu(self) -> list[float]:
         """Tokens per second of one GPU in each scenario."""
@@ -134,7 +135,9 @@ def _read_run(run: Path) -> MeasuredSpeed:
         network = MeasuredNetwork(round(tokens_per_image), *_read_parameters(run / "logs" / "train.log"))
     size = settings.model.img_size
     origin = f"{run}, a distillation, with the passes of its teacher" if settings.distill.teacher else str(run)
-    return MeasuredSpeed(origin, settings.model.name, size, batch, gpu, gpus, tuple(readings[warmup:]), None, network)
+    steps = settings.distill.steps if settings.distill.teacher else 0
+    seen = tuple(readings[warmup:])
+    return MeasuredSpeed(origin, settings.model.name, size, batch, gpu, gpus, seen, None, network, steps)
 
 
 def _read_parameters(file: Path) -> tuple[float, float]:
@@ -276,6 +279,9 @@ class TrainingEstimate:
             same = (self.model, self.img_size) == (measured.model, measured.img_size)
             by_formula = configs.activation_bytes(self.model, self.img_size, bf16=True, compiled=True)
             per_image = (same and measured.image_bytes) or by_formula
+        teacher = 0.0
+        if measured.student_steps:
+            parameters, per_image, teacher = with_critic(parameters, per_image, measured.student_steps)
         self.gradient_bytes = float(_GRADIENT_BYTES * parameters)
         spec = next((spec for name, spec in GPU_SPECS.items() if name in measured.gpu), _UNKNOWN_GPU)
         intra_node = settings.link * 1e9 if settings.link else spec.link
@@ -289,7 +295,9 @@ class TrainingEstimate:
         self.speeds = {name: self.tokens_per_second(row) for name, row in zip(SCENARIOS, rows, strict=True)}
         """Tokens per second of all GPUs together, by scenario."""
         self.memory = {
-            strategy: MemoryEstimate(parameters, state_bytes(strategy, parameters, frozen, self.gpus), per_image)
+            strategy: MemoryEstimate(
+                parameters, state_bytes(strategy, parameters, frozen, self.gpus) + teacher, per_image
+            )
             for strategy in STRATEGIES
         }
 

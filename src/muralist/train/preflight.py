@@ -108,6 +108,12 @@ def _check_distillation(settings: TrainSettings) -> None:
             f"The teacher {distill.teacher} is unconditional: there is nothing to guide.",
             "Leave it out.",
         )
+    if settings.optim.optimizer == "prodigy":
+        raise UserError(
+            "--optimizer prodigy is not for distillation.",
+            "The critic learns faster than the student, and Prodigy has one learning rate for all weights.",
+            "Use --optimizer adamw, adamw8bit or muon.",
+        )
     if settings.checkpoint.init_from not in ("default", "none"):
         raise UserError(
             f"--init_from {settings.checkpoint.init_from} has no effect.",
@@ -365,13 +371,19 @@ def estimate_memory(settings: TrainSettings, ranks: int, compiled: bool) -> Memo
     strategy = "ddp" if ranks == 1 else accelerate_strategy() if strategy == "auto" else strategy
     lora = model.training_parts == "lora"
     trained, frozen = (0, count) if lora else (count, 0)
-    per_image, distilling = family.activation_bytes(model, settings.mixed, compiled), settings.distill.teacher
-    if distilling:  # a student and its critic, each with as many rows per image as the student has steps
-        trained *= 2
-        per_image = per_image and 2 * settings.distill.steps * per_image
+    per_image, teacher = family.activation_bytes(model, settings.mixed, compiled), 0.0
+    if settings.distill.teacher:
+        trained, per_image, teacher = with_critic(count, per_image, settings.distill.steps)
     state = state_bytes(strategy, trained, frozen, ranks, settings.optim.optimizer, frozen_bytes(settings))
-    state += 4.0 * count if distilling else 0.0  # the teacher, in float32 and not sharded
-    return MemoryEstimate(trained, state, per_image)
+    return MemoryEstimate(trained, state + teacher, per_image)
+
+
+def with_critic(parameters: int, per_image: float | None, steps: int) -> tuple[int, float | None, float]:
+    """Return what a distillation trains, the bytes of an image, and those of the teacher, which is not sharded.
+
+    Student and critic have as many rows per image as the student has steps.
+    """
+    return 2 * parameters, per_image and 2 * steps * per_image, 4.0 * parameters
 
 
 def settings_without_effect(settings: TrainSettings, processes: int = 0) -> list[str]:

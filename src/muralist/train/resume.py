@@ -43,7 +43,7 @@ def check_same_settings(run: RunDir, settings: TrainSettings) -> None:
     if before.distill.teacher and not settings.distill.teacher:
         raise SettingsMismatch(
             f"The run {run.root} is a student of {before.distill.teacher}, which plain training cannot continue.",
-            "Its loss is the distance to its teacher's path.",
+            "It is trained beside its teacher and a critic.",
             f"Continue it with `muralist train --config {run.config} --run_name {run.root.name}`, or give another "
             "--run_name.",
         )
@@ -127,7 +127,7 @@ def find_checkpoint(
     if "distilled" in then and "distilled" not in model:
         raise UserError(
             f"The checkpoint {found.path} is that of a student, which plain training cannot continue.",
-            "Its loss is the distance to its teacher's path.",
+            "It is trained beside its teacher and a critic.",
             "Resume its run with the same `muralist distill` command, or start from its teacher.",
         )
     # A folder may move; its content has a key of its own.
