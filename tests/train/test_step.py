@@ -66,7 +66,7 @@ def test_gpu_too_small_for_one_image_is_an_error(photo_folder: Path, monkeypatch
 
     monkeypatch.setattr(LossWrapper, "forward", no_memory)
     (batch,) = held_out_batches(open_source(str(photo_folder), 16), np.arange(8), np.arange(8), 8)
-    with pytest.raises(UserError, match="with a single image"):
+    with pytest.raises(UserError, match="micro-batches of a single image"):
         make_state().warm_up(batch)
 
 

@@ -201,7 +201,7 @@ class JiTStudent(JiTSpec):
         network.add_module(CRITIC, super()._build())
         return network
 
-    def rate_factor(self, name: str) -> float:
+    def lr_scale(self, name: str) -> float:
         """The critic learns faster, because it must know the student's images as they are now."""
         return _CRITIC_RATE if name.startswith(TRAINING_ONLY) else 1.0
 
@@ -277,6 +277,10 @@ class JiTStudent(JiTSpec):
 
     def _passes(self) -> int:
         return self._distilled.steps * (1 + (2 if self._distilled.guidance != 1 else 1) + 1 + 3 + 3)
+
+    def summary(self) -> str:
+        """What is trained: the student, and beside it the critic."""
+        return f"{super().summary()}, and its critic"
 
     def notes(self) -> list[str]:
         """Teacher, guidance and method."""

@@ -533,7 +533,7 @@ class ModelSpec(Protocol):
         """Return whether checkpoints hold this weight; frozen weights that network() loads need not be saved."""
         return True
 
-    def rate_factor(self, name: str) -> float:
+    def lr_scale(self, name: str) -> float:
         """Return the learning rate of a weight as a multiple of the run's."""
         return 1.0
 

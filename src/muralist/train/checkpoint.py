@@ -349,6 +349,8 @@ def read_saved_weights(checkpoint: Path, which: WeightSet, network: nn.Module, s
         raise UserError(
             f"The {which} weights of {checkpoint} do not fit the network: {len(odd)} are missing or unknown.",
             f"The first is {odd[0]}.",
+            "Another version of muralist or another model wrote it: resume it with that one, or start a run with another "
+            "--run_name.",
         )
     return weights
 

@@ -22,7 +22,7 @@ from muralist.train import checkpoint
 from muralist.train.distributed import full_tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-RATE_FACTOR = "rate_factor"  # key of a parameter group
+LR_SCALE = "lr_scale"  # entry of a parameter group, as in timm
 _MUON_MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic, by Keller Jordan
 _NEWTON_SCHULZ_STEPS = 5
@@ -31,11 +31,11 @@ _PROGRESS = ("d", "d_max", "d_numerator", "k")  # what Prodigy learns about its 
 
 
 def build_optimizer(
-    network: nn.Module, settings: OptimSettings, rate_factor: Callable[[str], float] = lambda _: 1.0
+    network: nn.Module, settings: OptimSettings, lr_scale: Callable[[str], float] = lambda _: 1.0
 ) -> Optimizer:
     """Build the optimizer; vectors (biases, norms) have no weight decay, as in the official JiT code.
 
-    `rate_factor` gives the learning rate of a weight, by its name, as a multiple of the run's: the entry RATE_FACTOR of
+    `lr_scale` gives the learning rate of a weight, by its name, as a multiple of the run's: the entry LR_SCALE of
     its group.
     """
     trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
@@ -44,9 +44,9 @@ def build_optimizer(
         trained = {name: p for name, p in trained.items() if not any(p is matrix for matrix in hidden)}
     members: defaultdict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)
     for name, parameter in trained.items():
-        members[rate_factor(name), parameter.ndim <= 1].append(parameter)
+        members[lr_scale(name), parameter.ndim <= 1].append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": members[key], "weight_decay": 0.0 if key[1] else settings.weight_decay, RATE_FACTOR: key[0]}
+        {"params": members[key], "weight_decay": 0.0 if key[1] else settings.weight_decay, LR_SCALE: key[0]}
         for key in sorted(members)
     ]
     betas = settings.beta1, settings.beta2
@@ -71,7 +71,7 @@ class Muon(Optimizer):
     """
 
     def __init__(self, matrices: Sequence[Tensor], weight_decay: float, others: AdamW | None) -> None:
-        super().__init__([{"params": list(matrices), "weight_decay": weight_decay, RATE_FACTOR: 1.0}], {"lr": 0.0})
+        super().__init__([{"params": list(matrices), "weight_decay": weight_decay, LR_SCALE: 1.0}], {"lr": 0.0})
         self.matrices, self.others = list(matrices), others
         if others:
             self.param_groups += others.param_groups  # the same objects: a learning rate reaches both

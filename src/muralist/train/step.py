@@ -21,7 +21,7 @@ from muralist.models.spec import ModelSpec
 from muralist.models.weights import WeightSet
 from muralist.settings import TrainSettings
 from muralist.train.checkpoint import Checkpoint, read_saved_weights
-from muralist.train.optim import RATE_FACTOR, build_optimizer, optimizer_tensors
+from muralist.train.optim import LR_SCALE, build_optimizer, optimizer_tensors
 from muralist.train.parallel import DataParallel, LossWrapper
 from muralist.train.schedule import BatchPlan, LearningRate, ema_decay, ema_half_lives
 
@@ -107,7 +107,7 @@ class TrainState:
         self.num_frozen, self.frozen_bytes = count_frozen(network, spec.is_saved)
 
         strategy.to_device(network, compiled)
-        self.optimizer_name, self.optimizer = optim.optimizer, build_optimizer(network, optim, spec.rate_factor)
+        self.optimizer_name, self.optimizer = optim.optimizer, build_optimizer(network, optim, spec.lr_scale)
         self.loss = LossWrapper(spec, network, autocast)
         self.module = strategy.wrap(self.loss, self.optimizer, compiled, self.cuda_graphs)
         self.scaler = torch.amp.GradScaler(self.world.device.type, enabled=autocast is torch.float16)
@@ -136,7 +136,7 @@ class TrainState:
         """Train on this rank's batches of the next global batch."""
         learning_rate = self.rate.at(self.images)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate * group[RATE_FACTOR]
+            group["lr"] = learning_rate * group[LR_SCALE]
         loss = self._backward(batches)
         fused_step = None
         if self.fused_adamw_ema:
@@ -215,9 +215,10 @@ class TrainState:
             torch.cuda.empty_cache()
             if self.micro_batch == 1:
                 raise UserError(
-                    "CUDA out of memory with a single image.",
+                    "CUDA out of memory, also with micro-batches of a single image.",
                     fix="Use --gradient_checkpointing, --use_amp, --cache none, a smaller model or image size, or a GPU "
-                    "without other programs; with LoRA, also --base_precision fp8 or --swap_blocks N.",
+                    "without other programs; with LoRA, also --base_precision fp8 or --swap_blocks N; for a distillation, "
+                    "whose teacher sees the whole batch, a smaller --batch_size.",
                 )
             batch_size = self.plan.batch_size
             self.micro_batch = next(size for size in range(self.micro_batch // 2, 0, -1) if batch_size % size == 0)
